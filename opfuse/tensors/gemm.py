@@ -21,7 +21,7 @@ from opfuse.errors import GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
 from opfuse.kernels.engine.variants import on_bytes
-from opfuse.kernels.products.chained import ProductResult, product_chain, why_apart
+from opfuse.kernels.products.chained import UNROUNDED, ProductResult, product_chain, why_apart
 from opfuse.kernels.products.native import accumulate, multiply, multiply_groups
 from opfuse.kernels.products.runs import product_of_rows, product_over_rows, products_into
 from opfuse.kernels.products.stored import Stored
@@ -115,6 +115,12 @@ def chains_told() -> Iterator[list[ChainTold]]:
         _told.reset(before)
 
 
+def tell_of_chain(shape: torch.Size, ops: Sequence[str], why: str) -> None:
+    """Note one such product, if anybody listens."""
+    if (told := _told.get()) is not None:
+        told.append(ChainTold(shape, tuple(ops), why))
+
+
 class PendingProduct(NamedTuple):
     """An fprop that is yet to be made, by :func:`gemm` or in one launch with the ops that follow it.
 
@@ -143,22 +149,26 @@ class PendingProduct(NamedTuple):
     def chained(
         self, stages: Sequence[Stage], encode: Encoding | None, *, dtype: torch.dtype, rounding: Rounding, keep: Collection[int]
     ) -> ProductResult | None:
-        """The elementwise ops over the result, and its cast, in one launch with it; None where that saves no time."""
-        if rounding != "per_op" or self.options.get("invariant"):
-            return None
+        """The elementwise ops over the result, and its cast, in one launch with it; None where that saves no time.
+
+        Rows of an invariant product keep their bits, however many there are: one launch sums as the product alone does there.
+        """
         _check_shapes("fprop", self.left, self.right)
         planes = _planes("fprop", self.left, self.right)
         if planes is None or clash("fprop", *(plane.format for plane in planes)) is not None:
             return None
         left, right = (_stored(plane) for plane in planes)
-        fast = self.options.get("fast", False)
-        whole = left.layout.lines[0] == matrix_shape(self.left.shape)[0]
-        why = why_apart(left, right, stages, encode, dtype=dtype, fast=fast) if whole else "rows fill a block"
-        if (told := _told.get()) is not None:
-            told.append(ChainTold(self.shape, tuple(stage.math.name for stage in stages), why))
+        how = {name: self.options.get(name, False) for name in ("fast", "invariant")}
+        if rounding != "per_op":
+            why = UNROUNDED
+        elif left.layout.lines[0] != matrix_shape(self.left.shape)[0]:
+            why = "rows fill a block"
+        else:
+            why = why_apart(left, right, stages, encode, dtype=dtype, fast=how["fast"], keep=keep)
+        tell_of_chain(self.shape, [stage.math.name for stage in stages], why)
         if why:
             return None
-        return product_chain(left, right, stages, encode, shape=self.shape, dtype=dtype, keep=keep, fast=fast)
+        return product_chain(left, right, stages, encode, shape=self.shape, dtype=dtype, keep=keep, **how)
 
 
 def add_product(name: str, left: Operand, right: Operand, out: torch.Tensor, *, fast: bool = False) -> bool:

@@ -41,6 +41,7 @@ from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel, runs_ker
 from opfuse.kernels.engine.variants import variant_of
 from opfuse.kernels.products.hopper import LEAST_LINES, TENSORS, TILES, Form, Pair, boxes, form_of
 from opfuse.kernels.products.native import OWN_OUTPUTS, multiply, own_refusal
+from opfuse.kernels.products.registers import crowded
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage
@@ -73,16 +74,30 @@ Where consumers share a tile nobody multiplies while it is cast, and large resul
 """
 
 
+UNROUNDED = "sums that are not rounded: in fp32 they leave a thread no registers for its chain"
+"""Why a chain that rounds once is not made in one launch with its product."""
+
+
 def why_apart(
-    left: Stored, right: Stored, stages: Sequence[Stage], encode: Encoding | None, *, dtype: torch.dtype, fast: bool
+    left: Stored,
+    right: Stored,
+    stages: Sequence[Stage],
+    encode: Encoding | None,
+    *,
+    dtype: torch.dtype,
+    fast: bool,
+    keep: Collection[int] = (),
 ) -> str:
     """Why a product, its chain and its cast are not made in one launch; an empty string if they are."""
     if not left.data.is_cuda or not runs_kernels(left.data):
         return "no GPU whose kernels are used"
     if reason := own_refusal(left, right, dtype):
         return reason
-    if _end_of(encode, stages, left, right, dtype=dtype) is None:
+    end = _end_of(encode, stages, left, right, dtype=dtype)
+    if end is None:
         return _without_end(encode, stages)
+    if reason := _crowded(stages, encode, end, keep):
+        return reason
     return slower(form_of(left, right, dtype, fast=fast), encode, left.layout.lines, right.layout.lines[0])
 
 
@@ -144,9 +159,10 @@ def multiply_then_chain(
     dtype: torch.dtype,
     keep: Collection[int] = (),
     fast: bool = False,
+    invariant: bool = False,
 ) -> ProductResult:
     """The product as a tensor of ``shape`` in ``dtype``; then its chain, rounded after each op, and the cast."""
-    x = multiply(left, right, out_dtype=dtype, fast=fast).view(shape)
+    x = multiply(left, right, out_dtype=dtype, fast=fast, invariant=invariant).view(shape)
     if encode is None:
         y, kept = forward_chain(x, stages, dtype=dtype, keep=keep)
         return [], y, kept
@@ -166,15 +182,21 @@ def product_chain(
     dtype: torch.dtype,
     keep: Collection[int] = (),
     fast: bool = False,
+    invariant: bool = False,
 ) -> ProductResult:
-    """For operands that hopper.py takes. Where the amax of the result decides its scale, a second kernel casts what is stored."""
+    """For operands that hopper.py takes, each sum in one piece, so invariant or not is the same here.
+
+    Where the amax of the result decides its scale, a second kernel casts what is stored.
+    """
     inner, stores = (None, True) if encode is None else apart(encode)
     measured, again = isinstance(inner, Measured), 0 if stores else _made_again(inner, stages, keep)
     end = _end_of(encode, stages, left, right, dtype=dtype) if len(keep) < MOST_STORED else None
     stores = stores or (measured and not again)
-    call = None if end is None else product_call(left.data, stages, shape=shape, dtype=dtype, keep=keep, stores=stores)
+    roomy = end is not None and not _crowded(stages, encode, end, keep)
+    call = product_call(left.data, stages, shape=shape, dtype=dtype, keep=keep, stores=stores) if roomy else None
     if call is None or end is None or not fits(call.code) or any(t.data_ptr() % _PAIRS for t in call.tensors):
-        return multiply_then_chain(left, right, stages, encode, shape=shape, dtype=dtype, keep=keep, fast=fast)
+        options: dict[str, Any] = {"shape": shape, "dtype": dtype, "keep": keep, "fast": fast, "invariant": invariant}
+        return multiply_then_chain(left, right, stages, encode, **options)
     form = form_of(left, right, dtype, fast=fast, turned=end.turned)
     amax = torch.zeros(1, dtype=torch.float32, device=call.device) if measured else None
     planes: list[EncodedArrays] = []
@@ -217,6 +239,11 @@ def _end_of(encode: Encoding | None, stages: Sequence[Stage], left: Stored, righ
     kind = CASTS[type(encode)]
     check_cast((lines, columns), dtype, encode.layouts, family=kind.family, where="cast of a chain")
     return _End(kind.name, kind.encode, encode.layouts[0].element.name.upper(), ROWWISE in layouts, turned)
+
+
+def _crowded(stages: Sequence[Stage], encode: Encoding | None, end: _End, keep: Collection[int]) -> str:
+    """Why a thread has no registers for the chain; an empty string if it has."""
+    return crowded(stages, end.cast, turned=end.turned, stores=bool(keep) or isinstance(encode, WithOriginal))
 
 
 def _is_known(math: Pointwise) -> bool:

@@ -1,0 +1,142 @@
+"""A product with its chain and cast spills nothing: whatever the rule lets pass is compiled. What it refuses runs apart."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from opfuse.formats import COLUMNWISE, ROWWISE, Usage
+from opfuse.kernels.cases.chained import BOTH, ChainedCase
+from opfuse.kernels.casts.encoding import WithOriginal
+from opfuse.kernels.engine import compiling
+from opfuse.kernels.engine.compiling import Variant
+from opfuse.kernels.engine.registry import Arguments
+from opfuse.kernels.products import chained
+from opfuse.kernels.products.chained import product_chain
+from opfuse.kernels.products.registers import LONGEST, crowded
+from opfuse.numerics.activations import ARITHMETIC, POINTWISE
+
+CPU, SIZES = torch.device("cpu"), (256, 256, 256)
+
+
+class End(NamedTuple):
+    """What becomes of a chain's result; original: it is stored beside its cast."""
+
+    cast: str = ""
+    usages: tuple[Usage, ...] = (ROWWISE,)
+    original: bool = False
+    blocked: bool = False
+
+
+ENDS = {
+    "stored": End(),
+    "stored, blocks": End(blocked=True),
+    "current": End("current"),
+    "current, original": End("current", original=True),
+    "delayed": End("delayed"),
+    "delayed, original": End("delayed", original=True),
+    "delayed, both": End("delayed", BOTH),
+    "delayed, columns": End("delayed", (COLUMNWISE,)),
+    "1x128": End("1x128", blocked=True),
+    "1x128, original": End("1x128", original=True, blocked=True),
+}
+
+
+def arguments(ops: tuple[str, ...], end: End, keep: tuple[int, ...], *, wide: bool) -> Arguments:
+    """A call of the chain and the end. wide: operands are in fp32, masks as they are."""
+    blocked: dict[str, Any] = {"kind": "1x128, 128x128", "fast": False} if end.blocked else {}
+    (left, right, stages, encode), options = ChainedCase(ops, SIZES, end.cast, end.usages, keep, **blocked).arguments(CPU)
+    if wide:
+        operands = ({n: t if t.dtype == torch.uint8 else t.float() for n, t in stage.operands.items()} for stage in stages)
+        stages = [replace(stage, operands=each) for stage, each in zip(stages, operands)]
+    return Arguments((left, right, stages, WithOriginal(encode.layouts, encode) if end.original else encode), options)
+
+
+def launched(ops: tuple[str, ...], end: End, keep: tuple[int, ...], *, wide: bool) -> list[Variant]:
+    """The variants of product_chain.cu that the call launches: one, or none."""
+    args, options = arguments(ops, end, keep, wide=wide)
+    made: list[Variant] = []
+    product_chain.run(lambda variant, *_, **__: made.append(variant), *args, **options)
+    return [variant for variant in made if variant.source == "product_chain.cu"]
+
+
+def spilled(variant: Variant) -> int:
+    return compiling.compile_text(compiling.assemble(variant), "sm_90a", variant.source).spills
+
+
+UNGATED = [name for name, math in POINTWISE.items() if not math.is_gated]
+ACTIVATIONS = [name for name in UNGATED if name not in ARITHMETIC]
+Call = tuple[tuple[str, ...], str, bool, bool]
+"""Ops, end, whether the input of the last op is kept, whether operands are in fp32."""
+
+AT_EVERY_RUN: tuple[Call, ...] = (
+    (("bias", "dropout", "add"), "stored", False, False),
+    (("bias", "gelu", "add"), "current", True, False),
+    (("bias", "gelu_erf"), "delayed, both", True, False),
+    (("bias", "silu", "dropout"), "delayed", False, False),
+    (("bias", "gelu_erf"), "1x128", False, True),
+)
+
+
+def chains() -> Iterator[tuple[str, ...]]:
+    """All of a bias and up to two more ops."""
+    for more in range(LONGEST):
+        for rest in itertools.product(UNGATED, repeat=more):
+            yield ("bias", *rest)
+
+
+def variants_of(ops: tuple[str, ...], end: str, keeps: bool, wide: bool) -> list[Variant]:
+    return launched(ops, ENDS[end], (len(ops) - 1,) if keeps else (), wide=wide)
+
+
+@pytest.mark.parametrize("call", AT_EVERY_RUN, ids=str)
+def test_a_chain_beside_its_product_spills_nothing(call):
+    (variant,) = variants_of(*call)
+    assert spilled(variant) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+def test_no_chain_that_the_rule_lets_pass_spills(end):
+    calls = itertools.product(chains(), (end,), (False, True), (False, True))
+    found = {call: variant for call in calls for variant in variants_of(*call)}
+    with ThreadPoolExecutor() as threads:
+        assert {call: bytes for call, bytes in zip(found, threads.map(spilled, found.values())) if bytes} == {}
+
+
+REFUSED: tuple[tuple[Call, str], ...] = (
+    ((("bias", "gelu_erf", "dropout"), "delayed", False, False), "exact GELU has them only behind a bias"),
+    ((("bias", "gelu_erf", "add"), "delayed", True, False), "exact GELU"),
+    ((("bias", "gelu_erf"), "delayed, both", False, False), "for a transpose only if a value is stored"),
+    ((("gelu_erf",), "1x128", False, False), "exact GELU"),
+    ((("srelu", "dropout", "add"), "delayed, both", True, False), "at most 1 operands of the result's size"),
+    ((("bias", "gelu", "add"), "stored", False, True), "at most 1 operands of the result's size, of 16 bits, .* got 2"),
+    ((("bias", "dropout"), "1x128", False, False), "at most 0 operands of the result's size"),
+    ((("bias", "srelu", "dropout", "add"), "delayed, both", False, False), "at most 3 ops, .*got bias, srelu"),
+    ((("bias", "relu", "bias"), "delayed", False, False), "one a bias, got bias, relu, bias"),
+    ((("gelu", "silu"), "1x128", False, False), "one an activation .*got gelu, silu"),
+)
+
+
+@pytest.mark.parametrize(("call", "why"), REFUSED, ids=str)
+def test_what_would_spill_runs_apart_and_says_why(call, why):
+    assert variants_of(*call) == []
+    ops, end, keeps, wide = call
+    (_, _, stages, _), _ = arguments(ops, ENDS[end], (0,) if keeps else (), wide=wide)
+    of_end = ENDS[end]
+    kind = {"delayed": "TENSOR", "1x128": "BLOCKS", "": "NOTHING"}[of_end.cast]
+    stores = keeps or of_end.original
+    assert re.search(why, crowded(stages, kind, turned=COLUMNWISE in of_end.usages, stores=stores))
+
+
+def test_without_the_rule_they_would_spill(monkeypatch):
+    monkeypatch.setattr(chained, "_crowded", lambda *_: "")
+    (variant,) = variants_of(*REFUSED[0][0])
+    assert spilled(variant) > 0

@@ -28,7 +28,7 @@ from opfuse.ops.main_grad import is_asked_for
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
-from opfuse.recipes.policy import cast_quantizer
+from opfuse.recipes.policy import OVERRIDES, cast_quantizer
 from opfuse.tensors.gemm import Operand
 from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
 from opfuse.tensors.groups import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
@@ -57,14 +57,12 @@ class GroupedLinear(BasicOperation):
     rows of zeros fill the last blocks of each group, for formats whose columnwise data needs a multiple of rows; without it, and
     without a backward override, such splits are a ShapeError.
 
-    ``splits`` may stay on a GPU, where nothing waits for them, without a backward override and while no bias wants a gradient: in
-    bf16, and on compute capability 9.0 in FP8, scaled per tensor (current or delayed), per row or in 1x128 blocks. All groups are
-    then one launch, whatever their sizes are, a program repeats it and a CUDA graph captures it. Splits of the GPU that do not
-    add up to the rows stop it with an assertion; nothing outside of the tensors is touched. Elsewhere the host waits, once for
-    the layers of a pipeline that share splits: for gradients of biases, which are summed group by group, formats that are
-    emulated, amaxes over ranks, and bf16 gradients in ``main_grad``, which torch's grouped product would round. As a CPU tensor
-    or a list splits cost no wait at all; a CUDA graph takes a list, whose numbers it keeps. bf16 products whose splits only the
-    GPU knows want weights in one tensor: others are stacked.
+    ``splits`` may stay on a GPU, where nothing waits for them, while no bias wants a gradient: in bf16, and on compute capability
+    9.0 in FP8, scaled per tensor (current or delayed), per row or in 1x128 blocks. All groups are then one launch, a program
+    repeats it for all sizes and a CUDA graph captures it. Splits of the GPU that do not add up to the rows stop it with an
+    assertion; nothing outside of the tensors is touched. Elsewhere the host waits, once for the layers of a pipeline that share
+    splits: for gradients of biases, emulated formats, amaxes over ranks, and bf16 gradients in ``main_grad``. A CPU tensor or a
+    list costs no wait; a CUDA graph takes a list, whose numbers it keeps. Weights of bf16 products may be copied into one tensor.
 
     In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
     the caller have no channel: they are passed once for each layer, in op order.
@@ -154,22 +152,23 @@ class GroupedLinear(BasicOperation):
         return self.num_groups if role in ("input", "weight", "grad_output") else 0
 
     def ragged_products(self, quantizers: Mapping[str, Quantizer], env: Env, needs: Collection[str]) -> RaggedProducts | None:
-        """Those of FP8, where all three operands are quantized, without gradients of biases."""
+        """Those of FP8, where no bias wants a gradient. Under an override gradients are those of bf16."""
         rows = [quantizers[role] for role in ("input", "grad_output") if role in quantizers]
-        weights = {fmt for name in self.weight_names for fmt in self._weight_formats(name, quantizers)}
         known = all(casts_in_groups(quantizer, self.num_groups) for quantizer in rows)
-        if self.sums_biases(needs) or env.backward_override is not None or not rows or not known or len(weights) != 1:
+        backward = OVERRIDES[env.backward_override].backward == "quantized"
+        weights = {fmt for name in self.weight_names for fmt in self._weight_formats(name, quantizers)[: 1 + backward]}
+        if self.sums_biases(needs) or not rows or not known or len(weights) != 1:
             return None
-        formats = [quantizer.formats[0] for quantizer in rows]
-        return RaggedProducts(formats[0], formats[-1], weights.pop(), (self.in_features, self.out_features))
+        one, *_, other = [quantizer.formats[0] for quantizer in (rows[0], *rows)]
+        return RaggedProducts(one, other if backward else None, weights.pop(), (self.in_features, self.out_features))
 
-    def _weight_formats(self, name: str, quantizers: Mapping[str, Quantizer]) -> Collection[NumberFormat]:
-        """Those of both directions, of a cast or as the parameter is stored."""
+    def _weight_formats(self, name: str, quantizers: Mapping[str, Quantizer]) -> Sequence[NumberFormat]:
+        """Those of its directions, rowwise first, of a cast or as the parameter is stored."""
         if name in quantizers:
-            return set(quantizers[name].formats)
+            return quantizers[name].formats
         weight = self.parameter(name)
         held = weight.held if isinstance(weight, QuantizedTensor) else None
-        return {IDENTITY} if held is None else {held.plane(usage).format for usage in held.usages}
+        return [IDENTITY] if held is None else [held.plane(usage).format for usage in held.usages]
 
     def make_quantizer(self, role: str, recipe: Recipe) -> tuple[Quantizer, Any]:
         """The quantizer of a group's operand, and its delayed-scaling state; for an operand in groups, a tuple of states."""

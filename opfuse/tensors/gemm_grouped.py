@@ -12,11 +12,22 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
+from opfuse.kernels.casts.dequantize import dequantize_groups
 from opfuse.kernels.engine.launch import listener
 from opfuse.kernels.products import grouped
 from opfuse.numerics.row_groups import RowGroups
 from opfuse.tensors.capture import is_capturing
-from opfuse.tensors.gemm import Operand, add_product, add_products, gemm, gemm_of_groups, gemm_of_runs, wgrad_into, wgrad_of_runs
+from opfuse.tensors.gemm import (
+    GEMMS,
+    Operand,
+    add_product,
+    add_products,
+    gemm,
+    gemm_of_groups,
+    gemm_of_runs,
+    wgrad_into,
+    wgrad_of_runs,
+)
 from opfuse.tensors.groups import Sizes, groups_of, written
 from opfuse.tensors.ragged import copied_to, groups_in
 from opfuse.tensors.storage import QuantizedStorage
@@ -76,7 +87,7 @@ def grouped_rows(
     taken = out_dtype in (None, dtype) and not options.get("invariant") and takes_device_splits(left, weights)
     apart = not isinstance(weights, torch.Tensor)
     if groups.sizes is None or (taken and grouped.is_faster(name, groups.sizes, cast(torch.Tensor, weights[0]), apart=apart)):
-        stacked = weights if isinstance(weights, torch.Tensor) else torch.stack(cast(list[torch.Tensor], weights))
+        stacked = weights if isinstance(weights, torch.Tensor) else _stacked(weights, GEMMS[name].right_plane, dtype)
         return _in_one_launch(name, left, stacked, groups).reshape(*leading, width)
     there = [group for group in zip(_split(left, groups.sizes), weights, groups.sizes) if group[2]]
     if (rows := _quantized(name, there, out_dtype=out_dtype or dtype, **options)) is None:
@@ -105,7 +116,7 @@ def grouped_wgrad(
     operands = (dy, x)
     faster = out_dtype in (None, dtype) and _plain(operands) and grouped.takes(operands)
     if groups.sizes is None or (len(wanted) == len(groups.sizes) and faster):
-        values = cast(torch.Tensor, x)
+        values = x.dequantize(dtype) if isinstance(x, QuantizedStorage) else x
         return _in_one_launch("wgrad", dy, values.reshape(-1, values.shape[-1]), groups)
     shape = dy.shape[-1], x.shape[-1]
     pairs = [*zip(_split(dy, groups.sizes), _split(x, groups.sizes))]
@@ -171,6 +182,15 @@ def _split(operand: Operand, sizes: Sizes) -> Sequence[Operand]:
     if isinstance(operand, QuantizedStorage):
         return groups_of(operand, sizes)
     return operand.reshape(-1, operand.shape[-1]).split(sizes)
+
+
+def _stacked(weights: Sequence[Operand], usage: str, dtype: torch.dtype) -> torch.Tensor:
+    """The values of weights in one tensor (G, N, K): of a quantized one those of its plane ``usage``, or of the only one."""
+    if _plain(weights):
+        return torch.stack(list(weights))
+    planes = [each.plane(usage if usage in each.usages else each.usages[0]) for each in cast(Sequence[QuantizedStorage], weights)]
+    stored = [(plane.data, cast(torch.Tensor, plane.scale), plane.amax, plane.layout) for plane in planes]
+    return dequantize_groups(stored, dtype=dtype).view(-1, *weights[0].shape)
 
 
 def _in_one_launch(name: str, left: Any, right: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -17,6 +17,7 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
 from opfuse.kernels.engine.registry import kernels_run_on
+from opfuse.kernels.products import grouped
 from opfuse.kernels.products.native import multiplies_runs
 from opfuse.numerics.casts import Encoded
 from opfuse.numerics.layouts import Layout, layout_of, transposed
@@ -28,6 +29,7 @@ from opfuse.tensors.quantizers import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     Float8RowQuantizer,
+    HybridQuantizer,
     Quantizer,
 )
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
@@ -63,11 +65,11 @@ class RaggedPlane(Plane):
         """The (M, K) matrix in ``dtype``; nothing waits for the device."""
         layout, scale = self.layout, cast(torch.Tensor, self.scale)
         apart = scale.ndim > len(layout.scale_shape)  # of the groups, or of the columns of each
-        given, wide = (torch.ones_like(scale[0]), torch.float32) if apart else (scale, dtype)
-        rows = Plane(self.usage, self.format, layout.shape, self.data, given).dequantize(wide)
+        given = torch.ones_like(scale[0]) if apart else scale
+        rows = Plane(self.usage, self.format, layout.shape, self.data, given).dequantize(dtype)
         if self.usage == COLUMNWISE:
             rows = rows.index_select(0, self.groups.places())
-        return (rows * scale[self.groups.of_rows()]).to(dtype) if apart else rows
+        return rows.mul_(scale[self.groups.of_rows()]) if apart else rows  # codes are exact, and torch multiplies in fp32
 
 
 def layout_in_groups(fmt: NumberFormat, usage: Any, shape: tuple[int, int], groups: RowGroups) -> Layout:
@@ -110,6 +112,11 @@ def cast_in_groups(
     make these rows. Splits on the CPU are copied. If they do not add up to the rows, the device stops with an assertion; nothing
     is read or written outside of ``x`` and its planes. each: the quantizers of the groups, if these have states of their own.
     """
+    if isinstance(quantizer, HybridQuantizer):
+        kept = x if index is None else x.index_select(0, index)
+        row_quantizers = [cast(HybridQuantizer, one).rowwise_quantizer for one in (quantizer, *each)]
+        storage = cast_in_groups(row_quantizers[0], kept, splits, each=row_quantizers[1:])
+        return replace(storage, columnwise=quantizer.columnwise_quantizer.quantize(kept).columnwise)
     given = x.shape if index is None else torch.Size((len(index), *x.shape[1:]))
     rows, columns = shape = matrix_shape(given)
     there = copied_to(splits, x.device)
@@ -177,7 +184,12 @@ _CASTS: Mapping[type[Quantizer], _CastOfGroups] = {
 
 
 def casts_in_groups(quantizer: Quantizer, groups: int) -> bool:
-    """Whether kernels cast so many groups by such quantizers: the rule must be theirs, and amaxes those of this rank alone."""
+    """Whether kernels cast so many groups by such quantizers: the rule must be theirs, and amaxes those of this rank alone.
+
+    Of two quantizers the columnwise one must keep the tensor as it is.
+    """
+    if isinstance(quantizer, HybridQuantizer):
+        return quantizer.keeps_original and casts_in_groups(quantizer.rowwise_quantizer, groups)
     known = _CASTS.get(type(quantizer))
     return groups <= MOST_GROUPS and known is not None and known.takes(quantizer)
 
@@ -187,11 +199,11 @@ def casts_in_groups(quantizer: Quantizer, groups: int) -> bool:
 
 class RaggedProducts(NamedTuple):
     """fprop, dgrad and wgrad of a layer with a weight (N, K) for each group: formats of the input, of the gradient of the output
-    and of weights, and K and N.
+    and of weights, and K and N. gradients: None where dgrad and wgrad are those of high precision.
     """
 
     inputs: NumberFormat
-    gradients: NumberFormat
+    gradients: NumberFormat | None
     weights: NumberFormat
     widths: tuple[int, int]
 
@@ -205,9 +217,11 @@ class RaggedProducts(NamedTuple):
 def _are_made(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
     """Whether the products are made for any number of rows: tried for one row, and for a whole tile where rows are summed."""
     x, dy, weights, (inputs, outputs) = products
-    pairs = [
-        (Layout(x, ROWWISE, (1, inputs)), Layout(weights, ROWWISE, (outputs, inputs))),
-        (Layout(dy, ROWWISE, (1, outputs)), Layout(weights, ROWWISE, (inputs, outputs))),
-        (Layout(dy, COLUMNWISE, (TILE, outputs)), Layout(x, COLUMNWISE, (TILE, inputs))),
-    ]
-    return all(multiplies_runs(left, right, dtype, device) for left, right in pairs)
+    pairs = [(Layout(x, ROWWISE, (1, inputs)), Layout(weights, ROWWISE, (outputs, inputs)))]
+    if dy is not None:
+        pairs += [
+            (Layout(dy, ROWWISE, (1, outputs)), Layout(weights, ROWWISE, (inputs, outputs))),
+            (Layout(dy, COLUMNWISE, (TILE, outputs)), Layout(x, COLUMNWISE, (TILE, inputs))),
+        ]
+    backward = dy is not None or grouped.takes_widths((inputs, outputs), dtype, device)
+    return backward and all(multiplies_runs(left, right, dtype, device) for left, right in pairs)

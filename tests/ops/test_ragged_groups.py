@@ -20,6 +20,7 @@ from opfuse.errors import ShapeError
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, USAGES, fp8_block, fp8_tensor
 from opfuse.inspect.casts import figures
 from opfuse.kernels.casts.groups import row_groups
+from opfuse.kernels.products import grouped
 from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.programs import interpreted
@@ -216,6 +217,35 @@ def test_b24_scales_of_groups_are_those_where_the_host_knows_the_sizes(name, kin
     assert len(cast) == len(SIZES) * 2 * layers
 
 
+OVERRIDDEN = [
+    recipe.replace(backward_override=override)
+    for recipe in (RECIPE, SCALED["current"], SCALED["rows"])
+    for override in ("dequantized", "high_precision")
+]
+
+
+@pytest.mark.row("B25")
+@pytest.mark.parametrize("recipe", OVERRIDDEN, ids=lambda recipe: f"{recipe.kind} {recipe.backward_override}")
+@pytest.mark.parametrize(
+    ("name", "stored"), [("a layer", False), ("one weight", False), ("one weight", True), ("experts", False)]
+)
+def test_b25_gradients_under_an_override_need_no_sizes(name, stored, recipe, request):
+    """Their products are torch's of groups, over values of what was quantized or over what came; a product reads no size."""
+    make, layers, options = MODELS[name]
+    with opfuse.quantized_model_init(enabled=stored, recipe=recipe):
+        model = make(**options)
+    x, splits = randn(328, 128).to(BF16), torch.tensor(SIZES[0])
+    wanted = step(copy.deepcopy(model), x, *[splits] * layers, recipe=recipe)
+    cast, monkeypatch = map(request.getfixturevalue, ("on_device", "monkeypatch"))
+    monkeypatch.setattr(grouped, "_arch", lambda device: (9, 0))
+    monkeypatch.setattr("opfuse.ops.grouped_linear.read_sizes", None)
+    got = step(copy.deepcopy(model), x, *[splits] * layers, recipe=recipe)
+    assert cast == [SIZES[0]] * layers
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2e-2)
+    assert same(got[0], wanted[0])
+
+
 @pytest.mark.parametrize("kind", ["blocks", *SCALED])
 @pytest.mark.parametrize("form", [{}, {"single_grouped_weight": True}], ids=["apart", "single"])
 @pytest.mark.parametrize("overwritten", [False, True])
@@ -284,7 +314,6 @@ def test_gradients_that_are_put_off(request):
 UNLIKE = {
     "a bias that trains": ({"bias": True}, RECIPE),
     "features of no whole pieces": ({"out_features": 136}, RECIPE),
-    "an override": ({}, recipes.Float8BlockScaling(backward_override="dequantized")),
     "another format": ({}, recipes.MXFP8BlockScaling(backward_override="dequantized")),
     "two-dimensional blocks of the input": ({}, recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)),
 }

@@ -50,8 +50,13 @@ def takes(rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] = ()) ->
     if not all(t.dtype == torch.bfloat16 and t.is_cuda for t in operands):
         return False
     widths = (*(t.shape[-1] for t in rows), *(size for w in weights for size in w.shape[-2:]))
-    whole = all(width * torch.bfloat16.itemsize % ALIGNMENT == 0 for width in widths)
-    return whole and _arch(operands[0].get_device()) >= SINCE
+    return takes_widths(widths, torch.bfloat16, operands[0].get_device())
+
+
+def takes_widths(widths: Sequence[int], dtype: torch.dtype, device: int) -> bool:
+    """Whether a CUDA device multiplies operands with rows of so many elements of ``dtype`` so."""
+    whole = all(width * dtype.itemsize % ALIGNMENT == 0 for width in widths)
+    return dtype == torch.bfloat16 and whole and _arch(device) >= SINCE
 
 
 def is_faster(name: str, sizes: Sequence[int], weight: torch.Tensor, *, apart: bool) -> bool:

@@ -103,7 +103,7 @@ class HybridQuantizer(Quantizer):
 
     def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
         """The encoding of a rowwise cast beside the tensor itself, both of which the kernel has; None for other pairs."""
-        if not self._keeps_original or type(self).quantize is not Quantizer.quantize:
+        if not self.keeps_original or type(self).quantize is not Quantizer.quantize:
             return None
         self._check(shape, dtype)
         rowwise = self.rowwise_quantizer.encoding(shape, dtype)
@@ -112,7 +112,7 @@ class HybridQuantizer(Quantizer):
         return WithOriginal((*rowwise.layouts, *self.columnwise_quantizer._layouts(shape)), rowwise)
 
     @cached_property
-    def _keeps_original(self) -> bool:
+    def keeps_original(self) -> bool:
         """Whether the planes asked for are a rowwise cast and, columnwise, the tensor as it is."""
         columnwise = self.columnwise_quantizer
         kept = type(columnwise) is IdentityQuantizer and columnwise.dtype is None and self.columnwise_source == "original"

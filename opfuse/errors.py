@@ -142,13 +142,22 @@ class OpfuseWarning(UserWarning):
     """Something the user should know and that opfuse could handle."""
 
 
-def describe(where: str, *, wanted: object, got: object, cure: str) -> str:
+class Described(str):
+    """The text of an error, with what was wanted and what came as text of their own."""
+
+    wanted: str
+    got: str
+
+
+def describe(where: str, *, wanted: object, got: object, cure: str) -> Described:
     """The one sentence every error of opfuse is made of.
 
     >>> describe("Linear(4, 8) input", wanted="last dimension 4", got=5, cure="pass a tensor of shape (..., 4)")
     'Linear(4, 8) input: wants last dimension 4, got 5. Cure: pass a tensor of shape (..., 4).'
     """
-    return f"{where}: wants {wanted}, got {_ended(str(got))} Cure: {_ended(cure.rstrip('.'))}"
+    made = Described(f"{where}: wants {wanted}, got {_ended(str(got))} Cure: {_ended(cure.rstrip('.'))}")
+    made.wanted, made.got = str(wanted), str(got)
+    return made
 
 
 def told_of(error: OSError) -> str:

@@ -105,10 +105,12 @@ class Build:
     # -- parts -------------------------------------------------------------------------------------------------------------
 
     def _run(self) -> PipelineRun:
-        if not self.parts or not isinstance(self.parts[-1], PipelineRun):
-            self.parts.append(PipelineRun(path=self.path))
-        last = self.parts[-1]
-        return last if isinstance(last, PipelineRun) else self._run()
+        """The run at the end of the parts, begun if there is none."""
+        if self.parts and isinstance(last := self.parts[-1], PipelineRun):
+            return last
+        run = PipelineRun(path=self.path)
+        self.parts.append(run)
+        return run
 
     def _op(self, op: BasicOperation, name: str, follows: nn.Module | None = None) -> None:
         if isinstance(op, Identity):

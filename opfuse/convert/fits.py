@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from opfuse.errors import OpfuseError
+from opfuse.errors import Described, OpfuseError
 from opfuse.ops.linear import BasicLinear
 from opfuse.recipes import Recipe
 
@@ -29,8 +29,10 @@ def unfit(recipe: Recipe, columns: int, rows: int) -> tuple[str, str] | None:
     error = _refused(op, recipe, shapes, trains=True)
     if error is None:
         return None
-    wanted, _, got = str(error).partition(": wants ")[2].partition(". Cure")[0].partition(", got ")
-    return wanted, got
+    match error.args:
+        case [Described() as text]:
+            return text.wanted, text.got
+    return "operands that its quantizers take", str(error)
 
 
 def _refused(op: BasicLinear, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], *, trains: bool) -> OpfuseError | None:

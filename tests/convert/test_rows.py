@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 import opfuse
 from opfuse.convert.converted import converted
-from opfuse.errors import OpfuseError, ShapeError
+from opfuse.errors import ConversionError, OpfuseError, ShapeError
 from opfuse.recipes import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.tensors.quantizers import MXFP8Quantizer
 from tests.convert.blocks import Residual
@@ -60,6 +60,12 @@ def test_as_many_rows_as_a_recipe_wants_where_gradients_are(run, name, trains):
         with torch.set_grad_enabled(trains), opfuse.autocast(recipe=RECIPES[name]):
             found = {shape: run.spare_of(torch.empty(*shape, 32)) for shape in SPARE[name, trains]}
         assert found == SPARE[name, trains]
+
+
+def test_a_matrix_that_a_quantizer_of_the_users_own_refuses_stays_as_it_is_for_the_reason_that_this_gives():
+    wanted = "the model itself wants operands that its quantizers take, got whole tiles. Cure: "
+    with pytest.raises(ConversionError, match=wanted):
+        opfuse.fuse_(nn.Linear(32, 40), RECIPES["tiles"])
 
 
 def test_every_argument_gets_them():

@@ -114,6 +114,8 @@ MULTIPLES = {"mx": 32, "nv": 16}
 """What the blocked dimension of a family must be a multiple of."""
 
 IDENTITY = NumberFormat("identity", "identity", None, None, "none", transposed=False)
+DEQUANTIZED = IDENTITY.replace(name="own_dequantized")
+"""What a quantizer of the user's own made, dequantized."""
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from opfuse.compiler.graph import CastSpec, ProductFormats
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
-from opfuse.formats import COLUMNWISE, USAGES, NumberFormat
+from opfuse.formats import COLUMNWISE, DEQUANTIZED, IDENTITY, USAGES, NumberFormat
 from opfuse.kernels.products.native import BACKENDS, OWN, invariant_refusal, layout_refusal, machine
 from opfuse.kernels.products.tiles import rows_of
 from opfuse.numerics.layouts import layout_of
@@ -102,7 +102,7 @@ def products_of(
 
 
 def _plain(fmt: NumberFormat) -> NumberFormat | None:
-    return None if fmt.family == "identity" else fmt
+    return None if fmt == IDENTITY else fmt
 
 
 class How(NamedTuple):
@@ -116,6 +116,8 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
     """How ``product`` of an op with hyper-parameters ``spec`` runs in ``env``."""
     if product.left is None or product.right is None:
         return How("high precision", "an operand is in high precision")
+    if DEQUANTIZED in (product.left, product.right):
+        return How("emulated", "it reads the dequantized values of a quantizer of one's own")
     if product.clash is not None:
         return How("emulated", product.clash.partition(". Cure")[0])
     what, features = GEMMS[product.name], (getattr(spec, "in_features", 0), getattr(spec, "out_features", 0))

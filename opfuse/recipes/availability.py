@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 
 from opfuse.errors import RecipeError, describe, nearest
-from opfuse.formats import FP8_ELEMENTS, USAGES, NumberFormat, fp8_tensor
+from opfuse.formats import DEQUANTIZED, FP8_ELEMENTS, IDENTITY, USAGES, NumberFormat, fp8_tensor
 from opfuse.kernels.products.native import BACKENDS, ON_CPU, Machine, layout_refusal
 from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
@@ -171,21 +171,22 @@ def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
 
     Refused if calls are: for formats that cannot meet, or for delayed scaling under an override.
     """
-    own = [role for role in TENSOR_TYPES if getattr(recipe.key_extras[f"{role}_quantizer"], "runs_code_of_others", False)]
-    if own:
-        return Support("emulated", f"products read the dequantized values of a quantizer of one's own: {', '.join(own)}")
     try:
         formats = {role: _formats(recipe, role) for role in TENSOR_TYPES}
     except RecipeError as error:
         return Support("refused", str(error))
     products: dict[str, tuple[Layout, Layout]] = {}
+    own: dict[str, None] = {}
     for name, what in GEMMS.items() if recipe.backward_override is None else [("fprop", GEMMS["fprop"])]:
         one, other = formats[what.left], formats[what.right]
         if one is None or other is None:
             return Support("emulated", f"{name}: the factory refuses a linear layer without a name")
         left, right = one[what.left_plane], other[what.right_plane]
-        if "identity" not in (left.family, right.family):
+        if IDENTITY not in (left, right):
+            own |= {role: None for role, fmt in ((what.left, left), (what.right, right)) if fmt == DEQUANTIZED}
             products[name] = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
+    if own:
+        return Support("emulated", f"products read the dequantized values of a quantizer of one's own: {', '.join(own)}")
     clashes = [reason for name, pair in products.items() if (reason := clash(name, *(layout.format for layout in pair)))]
     if clashes:
         return Support("emulated" if recipe.allow_mixed_emulation else "refused", clashes[0])

@@ -12,7 +12,14 @@ import opfuse
 from opfuse import ops, te
 from opfuse.errors import QuantizerError
 from opfuse.recipes import CustomRecipe
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, Float8RowQuantizer, ForeignQuantizer, HybridQuantizer
+from opfuse.tensors.quantizers import (
+    Float8CurrentScalingQuantizer,
+    Float8RowQuantizer,
+    ForeignQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+)
 
 
 @dataclass
@@ -149,9 +156,44 @@ def test_the_base_class_is_as_the_peer_s():
     assert isinstance(other(torch.randn(4, 4)), Kept)
 
 
+FACTORIES = {
+    "all": (reference, {"fprop": "emulated", "dgrad": "emulated", "wgrad": "emulated"}),
+    "weights beside a format": (
+        lambda role: Rounded(0.5) if role.tensor_type == "weight" else MXFP8Quantizer(),
+        {"fprop": "emulated", "dgrad": "emulated", "wgrad": "emulated"},
+    ),
+    "weights beside high precision": (
+        lambda role: Rounded(0.5) if role.tensor_type == "weight" else IdentityQuantizer(),
+        {"fprop": "high precision", "dgrad": "high precision", "wgrad": "high precision"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_products_are_said_to_be_what_they_are(name):
+    factory, wanted = FACTORIES[name]
+    model, x = ops.Sequential(ops.Linear(32, 32)), torch.randn(32, 32, requires_grad=True)
+    with opfuse.autocast(recipe=CustomRecipe(qfactory=factory)):
+        found = opfuse.explain(model, x)
+    (products,) = [each["products"] for each in found.to_dict()["pipelines"]]
+    assert {each["product"]: each["status"] for each in products} == wanted
+    foreign = [each for each in products if "own_dequantized" in (each["left"], each["right"])]
+    assert len(foreign) == (3 if name == "all" else 2)
+    reasons = {each["reason"] for each in foreign}
+    own, plain = "it reads the dequantized values of a quantizer of one's own", "an operand is in high precision"
+    assert reasons == {plain if "high" in name else own}
+    assert found.backend == ("native" if "high" in name else "emulated")
+
+
 def test_support_says_that_it_is_emulated_and_what_torch_casts():
     told = opfuse.support(CustomRecipe(qfactory=reference), (9, 0))
     assert str(told) == "emulated: products read the dequantized values of a quantizer of one's own: input, weight, grad_output"
+
+    def beside_high_precision(role):
+        return Rounded(0.5) if role.tensor_type == "weight" else IdentityQuantizer()
+
+    told = opfuse.support(CustomRecipe(qfactory=beside_high_precision), (9, 0))
+    assert str(told) == "native: all products are in high precision"
 
     def slow_weights(role):
         rows = Float8RowQuantizer(torch.float8_e4m3fn)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from opfuse.errors import QuantizerError, describe
-from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, NumberFormat, Usage
+from opfuse.formats import COLUMNWISE, DEQUANTIZED, ROWWISE, NumberFormat, Usage
 from opfuse.numerics.layouts import lines_of
 from opfuse.tensors.quantizers.base import Quantizer
 from opfuse.tensors.storage import Plane, matrix_shape
@@ -39,7 +39,7 @@ class ForeignQuantizer(Quantizer):
 
     @property
     def formats(self) -> tuple[NumberFormat, NumberFormat]:
-        return IDENTITY, IDENTITY
+        return DEQUANTIZED, DEQUANTIZED
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
         own = copy.copy(self.own)

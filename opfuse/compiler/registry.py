@@ -72,6 +72,9 @@ class RuleSet:
             raise FusionError(describe("RuleSet.level", wanted=f"one of {LEVELS}", got=repr(self.level), cure="pass level=2"))
         check_rules(self.rules)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join((*self.names, f'level={self.level}'))})"
+
     @cached_property
     def digest(self) -> Digest:
         """Value identity, for keys; its parts are the rules and functions by name."""

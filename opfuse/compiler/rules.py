@@ -248,6 +248,9 @@ class Fusion:
                 got = f"{root!r}{nearest(root, roots)}"
                 self._refuse("env or a name of the pattern", got, f"begin with one of {roots}", at=f" guard {guard.reads!r}")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {printed(self.pattern)!r}, {self.direction})"
+
     @property
     def single(self) -> bool:
         """Whether the pattern can only ever match one node."""

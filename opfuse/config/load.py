@@ -40,7 +40,7 @@ class Config:
     recipe: Recipe | None
     dtype: torch.dtype
     rules: RuleSet
-    pipeline: tuple[PipelineEntry, ...]
+    pipeline: tuple[PipelineEntry, ...] = field(repr=False)
     data: Text | None
     train: Train
     watch: Watching | None = None

@@ -7,7 +7,7 @@ rates of large products and of memory (``benchmarks/results/h200.json``); a prod
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -56,7 +56,7 @@ class Advice:
     """The advice for a model, layer by layer. rows: tokens of the training step that was assumed."""
 
     rows: int
-    layers: tuple[LayerAdvice, ...]
+    layers: tuple[LayerAdvice, ...] = field(repr=False)
 
     @property
     def policy(self) -> dict[str, None]:

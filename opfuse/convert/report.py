@@ -99,6 +99,9 @@ class Report:
             raise ConversionError(describe("report", wanted="a path that has a line", got=got, cure="see report.entries"))
         return found
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._numbers()})"
+
     def __str__(self) -> str:
         rows = [COLUMNS, *self._rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -111,9 +114,11 @@ class Report:
         summary = html.escape(self._summary()).replace("\n", "<br>")
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>"
 
+    def _numbers(self) -> str:
+        return ", ".join(f"{len(self.of(status))} {status}" for status in STATUSES)
+
     def _summary(self) -> str:
-        numbers = ", ".join(f"{len(self.of(status))} {status}" for status in STATUSES)
-        share = f"{numbers}; {self.share:.1%} of the weights multiply in fused modules"
+        share = f"{self._numbers()}; {self.share:.1%} of the weights multiply in fused modules"
         if self.gain is None:
             return share
         measured = f"x {self.gain:.2f} of torch.compile in bf16 on an H200 where large products decide ({RECORD})"

@@ -33,6 +33,9 @@ class HostTimes:
 
     rows: tuple[HostTime, ...]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.rows)} groups)"
+
     def __str__(self) -> str:
         head = f"{sum(row.seconds for row in self.rows) * 1e6:.0f} us of the host in {len(self.rows)} groups, interpreted"
         same = alike(self.rows, lambda row: (starred(row.pipeline), row.side, row.name, row.nodes))

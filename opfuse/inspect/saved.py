@@ -42,7 +42,7 @@ class Saved:
     """
 
     recipe: str
-    values: tuple[SavedValue, ...]
+    values: tuple[SavedValue, ...] = field(repr=False)
     totals: Totals
     by_override: Mapping[str, Totals | RefusedSetting]
     baseline: Totals | RefusedSetting

@@ -44,8 +44,8 @@ class Explanation:
     recipe: str
     backend: str
     reason: str
-    plans: tuple[Plan, ...]
-    saved: tuple[SavedValue, ...]
+    plans: tuple[Plan, ...] = field(repr=False)
+    saved: tuple[SavedValue, ...] = field(repr=False)
     totals: Totals
     saved_by_override: Mapping[str, int | RefusedSetting] = field(default_factory=dict)
     from_environment: Mapping[str, str] = field(default_factory=dict)

@@ -108,6 +108,7 @@ class Tracer(fx.Tracer):
     """
 
     kind: ClassVar[type[fx.Proxy]] = fx.Proxy
+    proxy_buffer_attributes = True  # a trace writes to none
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         self._values: list[weakref.ref[fx.Proxy]] = []
@@ -186,7 +187,7 @@ class _TraceReader:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.arguments = [node for node in graph.nodes if node.op == "placeholder"]
-        self.nodes = {node for node in graph.nodes if node.op != "placeholder"}
+        self.nodes = dict.fromkeys(node for node in graph.nodes if node.op != "placeholder")
 
     def chain(self) -> TracedChain:
         first, *_ = self.arguments
@@ -204,7 +205,7 @@ class _TraceReader:
             return False
         if result.args != (value,):
             _refuse("a result of several values", "one tensor")
-        self.nodes.discard(result)
+        self._take(result)
         return True
 
     def _next(self, value: fx.Node) -> tuple[ChainStep, fx.Node]:
@@ -220,7 +221,8 @@ class _TraceReader:
 
     def _take(self, *nodes: fx.Node) -> fx.Node:
         """The last of nodes that are accounted for."""
-        self.nodes.difference_update(nodes)
+        for node in nodes:
+            self.nodes.pop(node, None)
         return nodes[-1]
 
     def _step(self, node: fx.Node, value: fx.Node) -> ChainStep:
@@ -305,7 +307,7 @@ def _told(node: fx.Node) -> str:
     return f"{WORDS.get(node.op, 'the call of')} {target}"
 
 
-WORDS = {"call_module": "the submodule", "placeholder": "the argument", "get_attr": "the parameter"}
+WORDS = {"call_module": "the submodule", "placeholder": "the argument", "get_attr": "the tensor"}
 
 
 def _refuse(got: str, wanted: str) -> NoReturn:

@@ -94,8 +94,10 @@ def _computes(found: Experts) -> bool:
         vars(found.module)["_parameters"] = {found.both: both, found.down: down}
         return inspect.unwrap(type(found.module).forward)(found.module, x, index, weights)
 
-    with kept(found.module):
+    with kept(found.module) as assigned:
         got = with_gradients(theirs, x, both, down, weights)
+        if set(assigned()) - {"_parameters"}:
+            return False
     wanted = with_gradients(ours, x, both, down, weights)
     if got is None or wanted is None or got[0].shape != wanted[0].shape:
         return False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -25,18 +27,76 @@ UNGATED: Mapping[str, type[Activation]] = {
 """The activations of one tensor, by name."""
 
 
+CONTAINERS = (list, dict, set, deque)
+"""What a forward may keep values in, as an attribute or inside of another one."""
+
+
+class _Attributes:
+    """The attributes of a module as they were: what each is, what containers in it hold, and how often buffers were written."""
+
+    def __init__(self, module: nn.Module, prefix: str) -> None:
+        self.module, self.prefix = module, prefix
+        self.values = dict(vars(module))
+        self.held = {name: [(each, _parts(each)) for each in _containers(value)] for name, value in self.values.items()}
+        self.buffers = [(name, each, each._version) for name, each in module._buffers.items() if _counts_writes(each)]
+
+    def changed(self) -> Iterator[str]:
+        """Names of attributes that were assigned, deleted or written to."""
+        now = vars(self.module)
+        for name in dict.fromkeys((*self.values, *now)):
+            same = name in now and name in self.values and now[name] is self.values[name]
+            if not same or not all(_are_same(_parts(each), before) for each, before in self.held[name]):
+                yield f"{self.prefix}{name}"
+        yield from (f"{self.prefix}{name}" for name, each, version in self.buffers if each._version != version)
+
+    def restore(self) -> None:
+        """Have all attributes and containers what they had. A forward that runs for its values alone writes to no buffer."""
+        for each, before in (pair for pairs in self.held.values() for pair in pairs):
+            if not _are_same(_parts(each), before):
+                each.clear()
+                each.update(before) if isinstance(each, (dict, set)) else each.extend(before)
+        vars(self.module).clear()
+        vars(self.module).update(self.values)
+
+
+def _counts_writes(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return buffer is not None and not buffer.is_inference()
+
+
+def _containers(value: Any, seen: tuple[int, ...] = ()) -> Iterator[Any]:
+    """``value`` and what it holds, as far as these are containers."""
+    if isinstance(value, CONTAINERS) and id(value) not in seen:
+        yield value
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _containers(each, (*seen, id(value)))
+
+
+def _parts(container: Any) -> list[Any]:
+    """Keys and values of a dictionary as pairs, the parts of another container."""
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the same objects in the same order."""
+    flat, other = ([each for part in all_ for each in (part if isinstance(part, tuple) else (part,))] for all_ in (parts, others))
+    return len(flat) == len(other) and all(map(operator.is_, flat, other))
+
+
 @contextmanager
 def kept(module: nn.Module, **instead: Any) -> Iterator[Callable[[], list[str]]]:
-    """Give the module other attributes inside the block; afterwards all its attributes are what they were.
+    """Give the module other attributes inside the block; afterwards its attributes and those of its submodules are what they
+    were, and so is what lists, dictionaries, sets and queues among them hold.
 
-    Yields a function that returns the names of the attributes assigned since.
+    Yields a function that returns the names of the attributes, buffers too, that were assigned or written to since.
     """
     before = dict(vars(module))
     vars(module).update(instead)
-    given = dict(vars(module))
+    parts = [_Attributes(part, f"{name}." * bool(name)) for name, part in (("", module), *module.named_children())]
     try:
-        yield lambda: [name for name, value in vars(module).items() if name not in given or given[name] is not value]
+        yield lambda: [name for part in parts for name in part.changed()]
     finally:
+        for part in parts:
+            part.restore()
         vars(module).clear()
         vars(module).update(before)
 
@@ -49,7 +109,7 @@ def random_states() -> tuple[Any, ...]:
 
 def found_in_both_modes(module: nn.Module, probe: Callable[[], T]) -> T | None:
     """What ``probe()`` finds of the module; None if that differs in training and evaluation, if random numbers were drawn, or if
-    the module's forward assigned an attribute, such as a count.
+    the module's forward assigned an attribute or wrote to one, such as a count.
     """
     before, found = random_states(), list[T]()
     for training in (True, False):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -100,7 +104,7 @@ REFUSED = {
     "its own sum": (doubled, "the call of add"),
     "no gradients for a part": (without_gradients, "a block of other gradients or casts"),
     "autocast for a part": (under_autocast, "a block of other gradients or casts"),
-    "what it lists": (listing, "the submodule a, which the forward keeps"),
+    "what it lists": (listing, "self.seen, which the forward keeps"),
 }
 
 
@@ -125,6 +129,60 @@ def test_a_forward_that_keeps_something_is_no_chain_and_that_is_taken_back(value
     with pytest.raises(NoChain, match=r"self\.kept, which the forward keeps"):
         chain_of(made)
     assert vars(made) == before
+
+
+WRITES = {
+    "a list": ("log", [], lambda kept: kept.append(1)),
+    "a part of a list": ("log", [1], lambda kept: kept.__setitem__(0, 2)),
+    "a count by name": ("log", {"calls": 7}, lambda kept: kept.update(calls=kept["calls"] + 1)),
+    "a list in a dictionary": ("log", {"rows": [1]}, lambda kept: kept["rows"].append(2)),
+    "a set": ("log", set(), lambda kept: kept.add(1)),
+    "a queue": ("log", deque([1], maxlen=1), lambda kept: kept.append(2)),
+    "a buffer": ("log", torch.zeros(2), lambda kept: kept.add_(1)),
+    "an attribute of a submodule": ("a", None, lambda kept: setattr(kept, "calls", 1)),
+    "a list of a submodule": ("a.log", [], lambda kept: kept.append(1)),
+}
+"""The name of an attribute, its value, and what a forward writes to it."""
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_forward_that_writes_to_what_it_has_is_no_chain_and_that_is_taken_back(name):
+    """What only its forward keeps, such as a count, would stand still once that does not run."""
+    path, value, write = WRITES[name]
+
+    def writing(self, x):
+        write(operator.attrgetter(path)(self))
+        return self.a(x)
+
+    made = module(writing)
+    if isinstance(value, torch.Tensor):
+        made.register_buffer(path, value.clone())
+    elif value is not None:
+        holder, _, last = path.rpartition(".")
+        setattr(made.get_submodule(holder), last, copy.deepcopy(value))
+    before = [[*vars(part)] for part in made.modules()]
+    told = "the tensor log beside it" if name == "a buffer" else rf"self\.{path}.*, which the forward keeps"
+    with pytest.raises(NoChain, match=told):
+        chain_of(made)
+    assert [[*vars(part)] for part in made.modules()] == before
+    if value is not None:
+        kept = operator.attrgetter(path)(made)
+        assert torch.equal(kept, value) if isinstance(value, torch.Tensor) else kept == value
+
+
+@pytest.mark.parametrize("name", [name for name, (path, value, _) in WRITES.items() if path == "log" and name != "a buffer"])
+def test_an_activation_that_writes_to_what_it_has_stays(name):
+    _, value, write = WRITES[name]
+
+    class Writing(nn.Module):
+        def forward(self, x):
+            write(self.log)
+            return F.gelu(x)
+
+    made = Writing()
+    made.log = copy.deepcopy(value)
+    assert activation_of_module(made) is None
+    assert made.log == value
 
 
 def formula(x):

@@ -49,6 +49,33 @@ def test_paths_exist(page: Path) -> None:
     assert [*dead_paths(page)] == []
 
 
+RUN = {
+    "CONTRIBUTING.md": {"python": "tests/ops/test_new_activation.py"},
+    "README.md": {"python": "tests/test_readme.py", "py": "tests/test_package.py"},
+    "conformance.md": {"python": "tests/test_readme.py"},
+    "fuse.md": {"py": "tests/convert/test_architectures.py"},
+    "fusions.md": {"python": "tests/test_readme.py"},
+    "kernels.md": {"py": "tests/kernels/test_new_kernel.py"},
+    "migrate.md": {"python": "tests/te/test_te.py"},
+    "ops.md": {"python": "tests/test_readme.py"},
+    "pytorch.md": {"python": "tests/test_pytorch_page.py"},
+    "questions.md": {"py": "tests/test_questions.py"},
+    "recipes.md": {"python": "tests/test_readme.py"},
+    "torch.md": {"python": "tests/test_readme.py", "py": "tests/test_readme.py"},
+    "trace.md": {"py": "tests/test_trace.py"},
+    "tutorial.md": {"python": "tests/test_readme.py"},
+    "weights.md": {"python": "tests/convert/test_foreign.py"},
+}
+"""The tests that run the Python blocks of a page: those in ``python`` one after another, those in ``py`` each by itself."""
+
+
+def test_every_block_of_python_is_run_by_a_test() -> None:
+    shown = {page.name: set(re.findall(r"^ *```(py\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)) for page in PAGES}
+    assert {name: kinds for name, kinds in shown.items() if kinds} == {name: set(kinds) for name, kinds in RUN.items()}
+    files = [(name.partition(".")[0], ROOT / file) for name, kinds in RUN.items() for file in kinds.values()]
+    assert [file for name, file in files if name not in file.read_text(encoding="utf-8")] == []
+
+
 TOLD_BY_FILE = ("compiler", "core", "inspect", "program", "recipes", "runtime")
 """Rooms of which docs/architecture.md tells file by file."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import opfuse
 from docs import tables
@@ -30,6 +32,30 @@ def names() -> dict[str, Any]:
         for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL):
             exec(compile(block, page, "exec"), space)
     return space
+
+
+def test_fragments_of_the_page_on_torch_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the names that they begin from, and a back end that compiles nothing."""
+    fragments = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "torch.md").read_text(encoding="utf-8"), re.DOTALL)
+    model = ops.Sequential(ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32))
+    x, recipe = torch.randn(32, 32, requires_grad=True), recipes.MXFP8BlockScaling()
+    with opfuse.quantized_model_init(recipe=recipe):
+        stored = ops.Sequential(ops.Linear(32, 32))
+    known = {"torch": torch, "opfuse": opfuse, "recipe": recipe, "x": x, "path": tmp_path / "planes.safetensors"}
+    known |= {"save_file": save_file, "load_file": load_file}
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    wanted = stored.state_dict()["0.weight"].dequantize()
+    with opfuse.autocast(recipe=recipe):
+        quantized = model(x)
+    made = []
+    for fragment, begun in zip(fragments, (stored, model, model), strict=True):
+        space = {**known, "model": begun}
+        exec(compile(fragment, "docs/torch.md", "exec"), space)
+        made.append(space.get("loss"))
+    assert torch.equal(stored.state_dict()["0.weight"].dequantize(), wanted)
+    assert made[0] is None
+    assert torch.equal(made[1], quantized)
+    assert torch.equal(made[2], model(x))
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)

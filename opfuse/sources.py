@@ -10,7 +10,9 @@ import dataclasses
 import functools
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from zlib import crc32
 
 import torch
 
@@ -60,6 +62,22 @@ def told(place: Site) -> str:
     if file.startswith(_PASSED):
         return ARGUMENT
     return DEFAULT if file.startswith("<frozen importlib") else f"{file.removeprefix(os.getcwd() + os.sep)}:{line}"
+
+
+@functools.cache
+def package_code() -> int:
+    """A number for the code and the version of this package, the same in every process that runs these."""
+    root = Path(__file__).parent
+    files = (f"{path.relative_to(root)}\0".encode() + path.read_bytes() for path in sorted(root.rglob("*.py")))
+    return crc32(b"".join((sys.modules["opfuse"].__version__.encode(), *files)))
+
+
+def class_code(kinds: Iterable[type]) -> int:
+    """A number for the files of classes and their bases, but those of this package and of torch; 0 where there are no others."""
+    names = {base.__module__ for kind in kinds for base in kind.__mro__}
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
+    own = [Path(file).read_bytes() for file in files if file and not file.startswith(_PASSED) and os.path.exists(file)]
+    return crc32(b"".join(own)) if own else 0
 
 
 def caller() -> str:

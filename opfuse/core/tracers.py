@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn, Self
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opfuse.errors import UnsupportedError, describe
 from opfuse.recipes.passes import compiled_autograd
+from opfuse.sources import class_code, package_code
 
 WHY = "opfuse runs its own plans: a call is no op of a graph of torch.compile with "
 """How the reason of a graph break begins."""
@@ -101,9 +103,9 @@ def all_enrolled() -> list[Any]:
     return list(_enrolled.values())
 
 
-def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, int, int]:
-    """Get the object of a ticket ready to be traced; returns its number, a number for the place of the call, and one for the
-    object's code (0 if it tells none), which keeps files of compilers apart.
+def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, ...]:
+    """Get the object of a ticket ready to be traced; returns its number, one for the place of the call, and those that keep files
+    of compilers apart: for the object's code, or that of its ops, for its form, and for the code of this package.
 
     Dynamo runs this function while it traces, without looking into it. The result becomes a constant of the graph, guarded by
     ``form``: objects of one form share the graph. They all get ready now, since what is made later fails a guard.
@@ -114,7 +116,8 @@ def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, int, int]:
     for other in all_enrolled():
         if type(other) is type(thing) and hasattr(thing, "resembles") and other.resembles(thing):
             other.get_ready()
-    return number, next(_sites), getattr(thing, "code", 0)
+    code = getattr(thing, "code", None) or class_code(type(op) for op in getattr(thing, "ops", ()))
+    return number, next(_sites), code, crc32(form.encode()), package_code()
 
 
 # What torch.compiler.assume_constant_result does, after an import that takes a second.

@@ -128,8 +128,9 @@ def pipeline_op(
 
     tensors: ``count`` inputs, then the parameters, and last the ticket. wanted: for each, whether its gradient is wanted. call:
     numbers of the pipeline that was traced, which is this one or one of its form, and of the call in the code, so that no
-    compiler merges two calls. autocast: the dtype of torch.autocast in the code. Errors: those of the call; UnsupportedError for
-    an op that writes to an input, a quantized output, and parameters other than the pipeline's own.
+    compiler merges two calls, and those that keep its files apart (``prepared``). autocast: the dtype of torch.autocast in the
+    code. Errors: those of the call; UnsupportedError for an op that writes to an input, a quantized output, and parameters other
+    than the pipeline's own.
     """
     *tensors, ticket = tensors
     pipeline: CompiledPipeline = enrolled(int(ticket))

@@ -546,3 +546,57 @@ def test_a_function_that_is_not_compiled_makes_ops_for_compiled_code():
 
     x = torch.randn(4, 32)
     assert torch.equal(torch.compile(call, backend="eager")(x), call(x))
+
+
+# -- files of compilers ----------------------------------------------------------------------------------------------------------
+
+
+def traced(model):
+    """The graph of a call of ``model``, with what torch gives a compiler beside it."""
+    found = []
+    torch._dynamo.reset()
+    torch.compile(model, backend=lambda graph, inputs: found.append((graph, inputs)) or graph.forward)(torch.randn(8, 32))
+    return found[0]
+
+
+def numbers(model):
+    """What the op of a pipeline in a graph knows it by, but for the pipeline's number and that of the call."""
+    (node,) = [node for node in traced(model)[0].graph.nodes if node.target is torch.ops.opfuse.pipeline]
+    return node.args[3][2:]
+
+
+class Halved(ops.ReLU):
+    """An op of one's own."""
+
+
+def test_a_file_of_a_compiler_is_of_these_ops_and_this_code(monkeypatch):
+    """A graph that Inductor has on disk tells the shapes of results: another op or another opfuse may make others."""
+
+    def pipeline(act):
+        return ops.Sequential(ops.Linear(32, 64), act())
+
+    def of_another(name, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"opfuse.core.tracers.{name}", lambda *_: 7)
+            return numbers(pipeline(*args))
+
+    known = {kind: numbers(pipeline(kind)) for kind in (ops.GELU, ops.SwiGLU, Halved)}
+    assert known[ops.GELU] == numbers(pipeline(ops.GELU))
+    assert len({*map(tuple, known.values())}) == 3
+    assert known[ops.GELU][0] == 0 != known[Halved][0]
+    assert of_another("package_code", ops.GELU) != known[ops.GELU]
+    assert of_another("class_code", Halved)[1:] == known[Halved][1:]
+    assert of_another("class_code", Halved) != known[Halved]
+
+
+def test_inductor_asks_for_the_numbers_of_an_op():
+    from torch._inductor.codecache import compiled_fx_graph_hash
+
+    graph, inputs = traced(ops.Sequential(ops.Linear(32, 64)))
+    (node,) = [node for node in graph.graph.nodes if node.target is torch.ops.opfuse.pipeline]
+    given, keys = [torch.zeros_like(each) for each in inputs], []
+    for last in (1, 2, 1):
+        node.update_arg(3, [*node.args[3][:-1], last])
+        graph.recompile()
+        keys.append(compiled_fx_graph_hash(graph, given, {}, [])[0])
+    assert keys[0] == keys[2] != keys[1]

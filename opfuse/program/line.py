@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import keyword
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -42,6 +46,25 @@ def empty_on(device: torch.device) -> Callable[..., torch.Tensor] | None:
     return found
 
 
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class CompiledText:
+    """A text of Python, and what it compiles to."""
+
+    text: str
+    code: CodeType
+
+
+_COMPILED: WeakValueDictionary[str, CompiledText] = WeakValueDictionary()
+
+
+def compiled(text: str) -> CompiledText:
+    """``text`` compiled: once for all programs that have it, as those of equal layers have."""
+    found = _COMPILED.get(text)
+    if found is None:
+        found = _COMPILED[text] = CompiledText(text, compile(text, "<opfuse program>", "exec"))
+    return found
+
+
 class Line:
     """The text of the function, and the values of its constants.
 
@@ -62,6 +85,7 @@ class Line:
         zeroed: int,
     ) -> None:
         self._constants: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
         self._lines: list[str] = []
         self._addressed, self._device = addressed, device
         self._launches = self._products = 0
@@ -79,17 +103,13 @@ class Line:
             self._let_go([n for n in dict.fromkeys((*step.reads(), *made)) if last.get(n, i) == i and n not in kept])
         self._say(f"return [{', '.join(map(_name, results))}]")
 
-    def function(self) -> ProgramFunction:
-        """The function."""
+    def function(self) -> tuple[CompiledText, ProgramFunction]:
+        """The text, and the function that it defines over these constants."""
+        text = compiled("\n".join(["def run(given, frame, stream):", *(f"    {line}" for line in self._lines)]))
         namespace = dict(self._constants)
-        exec(compile(self.text, "<opfuse program>", "exec"), namespace)
+        exec(text.code, namespace)
         run: ProgramFunction = namespace["run"]
-        return run
-
-    @property
-    def text(self) -> str:
-        """The function as Python."""
-        return "\n".join(["def run(given, frame, stream):", *(f"    {line}" for line in self._lines)])
+        return text, run
 
     # -- what is written ---------------------------------------------------------------------------------------------
 
@@ -102,7 +122,11 @@ class Line:
         return name
 
     def _new_constant(self, value: Any) -> str:
-        return self._constant(f"c{len(self._constants)}", value)
+        """The name of a constant that has none of its own; one for the same object."""
+        found = self._names.get(id(value))
+        if found is None:
+            found = self._names[id(value)] = self._constant(sys.intern(f"c{len(self._constants)}"), value)
+        return found
 
     def _start(self, given: Sequence[int], last: Mapping[int, int], kept: Collection[int]) -> None:
         if given:

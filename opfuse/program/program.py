@@ -93,19 +93,25 @@ class Program:
     results. Threads may run a program at the same time: each call has a frame of its own. Nothing that a call allocates is held
     between calls.
 
-    recording: what it was made of. launches, products: its steps of these kinds, in order. text: the function that runs it, as
-    Python.
+    recording: what it was made of, until :meth:`settle`. launches, products: its steps of these kinds, in order.
     """
+
+    recording: Recording | None
 
     def __init__(self, tape: Tape, results: Sequence[int]) -> None:
         """results: the numbers of the tensors that a call returns."""
         self._make(Recording.of(tape, results))
 
-    def in_rooms(self, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Program:
-        """The same program with tensors that come in, or go out, in one for each of ``groups``: :meth:`Recording.in_rooms`."""
-        program = Program.__new__(Program)
-        program._make(self.recording.in_rooms(groups, sizes))
+    @classmethod
+    def of(cls, recording: Recording) -> Program:
+        """The program of a recording."""
+        program = cls.__new__(cls)
+        program._make(recording)
         return program
+
+    def settle(self) -> None:
+        """Let go of the recording, of which nothing else will be made: most of what a program takes on the host."""
+        self.recording = None
 
     def _make(self, recording: Recording) -> None:
         self.recording = recording
@@ -130,7 +136,7 @@ class Program:
             slab=self.slab.size,
             zeroed=zeroed.size,
         )
-        self.text, self._run = line.text, line.function()
+        self._compiled, self._run = line.function()
         self._frames = [self._new_frame()]
 
     def _read(self, bases: dict[int, int], places: Mapping[int, int], *, workspace: int) -> dict[int, Readers]:
@@ -157,14 +163,24 @@ class Program:
         return Frame([step.parameter for step in self.launches], [step.form for step in self.products], self._readers)
 
     @property
+    def text(self) -> str:
+        """The function that runs it, as Python."""
+        return self._compiled.text
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of the slab."""
         return self.slab.size
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of the parameters that it holds between calls, and of its text."""
-        return sum(frame.nbytes for frame in self._frames) + len(self.text)
+    def frame_bytes(self) -> int:
+        """Bytes of the parameters that it holds between calls, in memory that is no object of Python's."""
+        return sum(frame.nbytes for frame in self._frames)
+
+    @property
+    def constants(self) -> Mapping[str, object]:
+        """The values of names in the text."""
+        return self._run.__globals__
 
     def __call__(self, given: list[torch.Tensor]) -> list[Any]:
         """The results. given: the inputs, in the order of the recording; the list is emptied.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -46,7 +47,11 @@ class OpStep:
 
     def reads(self) -> Iterator[int]:
         """Numbers of the tensors that the step reads or writes."""
-        return numbers_in((self.args, self.kwargs))
+        return iter(self._read)
+
+    @cached_property
+    def _read(self) -> tuple[int, ...]:
+        return (*numbers_in(self.args), *numbers_in(self.kwargs))
 
     def renamed(self, names: Mapping[int, int]) -> OpStep:
         """The same step with other numbers for the tensors that it reads."""
@@ -130,11 +135,12 @@ Step = OpStep | LaunchStep | ProductStep | CallStep
 
 def numbers_in(value: Any) -> Iterator[int]:
     """The numbers of the tensors in arguments."""
-    if isinstance(value, Ref):
+    kind = type(value)
+    if kind is Ref:
         yield value.number
-    elif isinstance(value, dict):
+    elif kind is dict:
         for each in value.values():
             yield from numbers_in(each)
-    elif isinstance(value, (tuple, list)):
+    elif kind is tuple or kind is list:
         for each in value:
             yield from numbers_in(each)

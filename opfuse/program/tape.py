@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from opfuse.kernels.engine.launch import Launch, listening
 from opfuse.program.steps import CallStep, Hole, LaunchStep, OpStep, Place, Ref, Step
@@ -186,7 +185,7 @@ class Tape(TorchDispatchMode):
         with self._refusing():
             if not _UNKNOWN_SHAPE.isdisjoint(func.tags):
                 raise Unrecordable(f"values decide the result of {func}")
-            filled = tree_map_only(torch.Tensor, lambda tensor: Ref(self.number(tensor)), (args, kwargs))
+            filled = self._filled(args), self._filled(kwargs)
             if func is _aten.as_strided.default and (len(args) > 3 or "storage_offset" in kwargs):
                 self._check_place(self._memory[args[0].untyped_storage().data_ptr()].number)
         result = self._run(func, args, kwargs)
@@ -194,6 +193,15 @@ class Tape(TorchDispatchMode):
             with self._refusing():
                 self._note(func, filled, result)
         return result
+
+    def _filled(self, value: Any) -> Any:
+        """Arguments with numbers in the place of tensors."""
+        if isinstance(value, torch.Tensor):
+            return Ref(self.number(value))
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind(map(self._filled, value))
+        return {name: self._filled(each) for name, each in value.items()} if kind is dict else value
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of the op. If memory runs out, the recording is given up with the tensors it keeps, and the op rerun."""

@@ -28,7 +28,7 @@ class BackwardPass:
     """Of a segment whose forward pass left what ``interpret`` reads.
 
     interpret: the interpreter's method. programs: by looks of what comes in. told: what else the pass depends on; None where
-    that cannot be said.
+    that cannot be said. packs: whether what a program of the pass reads may yet be saved in blocks.
     """
 
     plan: Plan
@@ -36,6 +36,7 @@ class BackwardPass:
     interpret: Callable[[GradOutputs, Iterator[torch.Tensor]], Result]
     programs: Programs
     told: tuple[Any, ...] | None = ()
+    packs: bool = False
 
     def look(self, grad_outputs: GradOutputs, saved: list[torch.Tensor]) -> tuple[Any, ...] | None:
         """How what comes in looks; None if no program may run."""
@@ -58,7 +59,8 @@ class BackwardPass:
         tape = Tape(given([*grad_outputs.values(), *saved]))
         with tape.recording():
             result = self.interpret(grad_outputs, iter(saved))
-        program = program_of(tape, [grad for grad in result if grad is not None], self.plan.name, self.segment.nodes)
+        grads = [grad for grad in result if grad is not None]
+        program = program_of(tape, grads, self.plan.name, self.segment.nodes, packs=self.packs)
         made = REFUSED if program is None else RecordedBackward(program, tuple(grad is not None for grad in result))
         self.programs.note(look, made)
         return result

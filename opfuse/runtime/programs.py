@@ -186,15 +186,17 @@ class Recorder(Runner):
         if tape is None:
             return
         structures, tensors = structures_of(values)
-        program = program_of(tape, [*tensors, *saved], self.plan.name, self.segment.nodes)
+        stepped = BACKWARD in self.plan.own_code[self.segment.nodes.start].why
+        packs = self.segment.requires_grad and not stepped
+        program = program_of(tape, [*tensors, *saved], self.plan.name, self.segment.nodes, packs=packs)
         if program is None:
             self._note(REFUSED)
             return
-        stepped = BACKWARD in self.plan.own_code[self.segment.nodes.start].why
         interpreter = (SteppedRunner if stepped else Runner)(self.plan, self.segment, self.ops, ())
         if self.segment.requires_grad:  # else no backward pass wants them, and they hold what the ops read
             interpreter.contexts = self.contexts
-        self._note(Recorded(program, structures, interpreter, Programs(0 if stepped else BACKWARD_LOOKS)))
+        backward = Programs(0 if stepped else BACKWARD_LOOKS)
+        self._note(Recorded(program, structures, interpreter, backward, packs=program.recording is not None))
 
 
 # -- repeating -------------------------------------------------------------------------------------------------------------------
@@ -231,7 +233,8 @@ class Repeater:
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
         """As of the interpreter."""
         recorded, saved, packed_look = self._recorded, list(tensors), None
-        backward = BackwardPass(self.plan, self.segment, recorded.interpreter.gradients, recorded.backward)
+        packs = recorded.packs or recorded.packing is not None
+        backward = BackwardPass(self.plan, self.segment, recorded.interpreter.gradients, recorded.backward, packs=packs)
         if (packing := self._packing) is not None:
             packed_look = backward.look(grad_outputs, saved)
             found = packing.backward.get(packed_look)

@@ -14,7 +14,7 @@ import torch
 
 from opfuse.core.context import Value
 from opfuse.program.line import MAKES_ROOM, plain_room
-from opfuse.program.program import Program
+from opfuse.program.program import Program, Recording
 from opfuse.program.rooms import made_together
 from opfuse.program.slab import aligned, last_reads
 from opfuse.program.steps import OpStep, Step
@@ -69,15 +69,19 @@ def structures_of(values: Sequence[Value]) -> tuple[Structures, list[torch.Tenso
     return tuple(structures), [tensor for part in parts for tensor in part]
 
 
-def program_of(tape: Tape, results: Sequence[torch.Tensor], name: str, nodes: range) -> Program | None:
+def program_of(tape: Tape, results: Sequence[torch.Tensor], name: str, nodes: range, *, packs: bool = False) -> Program | None:
     """The program of a tape, which returns ``results``; None, and a line of the log, if the tape cannot be repeated.
 
-    name: of the pipeline. nodes: of the plan that the tape recorded.
+    name: of the pipeline. nodes: of the plan that the tape recorded. packs: whether saved tensors may yet share blocks, for which
+    the program keeps its recording.
     """
     refusal = tape.refusal
     try:
         if not refusal:
-            return Program(tape, [tape.number(tensor) for tensor in results])
+            program = Program(tape, [tape.number(tensor) for tensor in results])
+            if not packs or not (program.launches or program.products):
+                program.settle()
+            return program
     except Unrecordable as reason:
         refusal = str(reason)
     _log.info("%s, nodes %s: interpreted at every call, since %s", name, nodes, refusal)
@@ -156,6 +160,9 @@ class Recorded(RecordedValues):
         """Have later calls save what ``backward`` reads by address in one block. grads: how many gradients come before it."""
         if self.packs:
             self.packs, self.packing = False, Packing.of(self, backward.program, grads)
+            self.program.settle()
+        if self.packing is None:
+            backward.program.settle()
 
 
 @dataclass(eq=False)
@@ -179,7 +186,9 @@ class Packing:
     @classmethod
     def of(cls, recorded: Recorded, backward: Program, grads: int) -> Packing | None:
         """Blocks for the saved tensors that ``backward`` reads by address only; None if no two of them share one."""
-        recording = recorded.program.recording
+        recording, read = recorded.program.recording, backward.recording
+        if recording is None or read is None:
+            return None
         saved = recording.results[recorded.results :]
         device = None if recording.device is None else torch.device("cuda", recording.device)
         made, as_tensors = dict(_rooms(recording.steps, device)), recording.read_as_tensors()
@@ -187,26 +196,31 @@ class Packing:
             number: position
             for position, number in enumerate(saved)
             if number in made and number not in as_tensors and recording.results.count(number) == 1
-            if _is_by_address(backward, grads + position)
+            if _is_by_address(read, grads + position)
         }
-        last = last_reads(backward.recording.steps)
+        last = last_reads(read.steps)
         large = {number: last.get(grads + at) for number, at in positions.items() if number not in recording.sizes}
         together = made_together(recording.steps, MAKES_ROOM[0], large, recording.lasting)
         small = [number for number in positions if number not in large]
         groups = [group for group in (small, *together) if len(group) > 1]
         if not groups:
             return None
-        forward = recorded.program.in_rooms(groups, {number: made[number].nbytes for number in positions})
+        forward = Program.of(recording.in_rooms(groups, {number: made[number].nbytes for number in positions}))
+        forward.settle()
         rooms = {position: made[number] for number, position in positions.items()}
         return cls(forward, [[positions[number] for number in group] for group in groups], rooms, len(saved))
 
     def of_backward(self, backward: RecordedBackward, grads: int) -> Any:
         """The recorded pass, taking the blocks; REFUSED if it reads a tensor of theirs other than by its address."""
         groups = [[grads + position for position in group] for group in self.groups]
-        if not all(_is_by_address(backward.program, number) for group in groups for number in group):
+        recording = backward.program.recording
+        if recording is None or not all(_is_by_address(recording, number) for group in groups for number in group):
             return REFUSED
         sizes = {grads + position: room.nbytes for position, room in self.rooms.items()}
-        return RecordedBackward(backward.program.in_rooms(groups, sizes), backward.present)
+        program = Program.of(recording.in_rooms(groups, sizes))
+        for each in (program, backward.program):
+            each.settle()
+        return RecordedBackward(program, backward.present)
 
     def unpacked(self, saved: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """All saved tensors, in order; those in blocks are copied into memory of their own."""
@@ -247,5 +261,5 @@ def _rooms(steps: Sequence[Step], device: torch.device | None) -> Iterator[tuple
             yield step.results[0], SavedRoom(*room)
 
 
-def _is_by_address(program: Program, number: int) -> bool:
-    return number not in program.recording.results and number not in program.recording.read_as_tensors()
+def _is_by_address(recording: Recording, number: int) -> bool:
+    return number not in recording.results and number not in recording.read_as_tensors()

@@ -16,6 +16,7 @@ from opfuse.core.signature import TensorSig
 from opfuse.formats import NumberFormat
 from opfuse.tensors.gemm import clash
 from opfuse.tensors.meeting import Travel
+from opfuse.tensors.quantizers.own import casts_itself
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -27,6 +28,12 @@ BOTH = frozenset((FORWARD, BACKWARD))
 QUANTIZE = "quantize"
 QUANTIZE_GROUPS = "quantize_groups"
 """Kinds of quantize nodes: for a whole tensor, and for groups of rows apart. Rules that end in a cast mean the first."""
+
+BUILTIN_CAST = "builtin_cast"
+"""Trait of a cast of a whole tensor by the library's own code, so that a kernel may do it on its way."""
+
+CAST_WORDS = (QUANTIZE, BUILTIN_CAST)
+"""What patterns may call such a cast."""
 
 GROUPED = "grouped"
 """Trait of an op whose rows are in groups, of as many rows as its first extra input says."""
@@ -56,6 +63,11 @@ class CastSpec:
     def kind(self) -> str:
         """The kind of its node."""
         return QUANTIZE_GROUPS if self.groups else QUANTIZE
+
+    @property
+    def words(self) -> frozenset[str]:
+        """What patterns may call its node."""
+        return frozenset(CAST_WORDS if self.kind == QUANTIZE and casts_itself(self.quantizer) else (self.kind,))
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,7 @@ class Node:
     @cached_property
     def words(self) -> frozenset[str]:
         """What patterns may call this node: its kind and its traits."""
-        return self.traits | {self.kind}
+        return self.traits | (self.spec.words if self.is_cast else {self.kind})
 
 
 @dataclass(frozen=True)

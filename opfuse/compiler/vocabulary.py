@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from opfuse.compiler.graph import QUANTIZE, QUANTIZE_GROUPS, CastSpec, Node
+from opfuse.compiler.graph import CAST_WORDS, QUANTIZE_GROUPS, CastSpec, Node
 from opfuse.compiler.rules import Fusion, Guard, Term
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env, TensorSig
@@ -64,7 +64,7 @@ _declared: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 
 def kinds() -> tuple[NodeKind, ...]:
     """Every kind of node that there can be now."""
-    casts = (NodeKind(frozenset((kind,)), CastSpec) for kind in (QUANTIZE, QUANTIZE_GROUPS))
+    casts = (NodeKind(frozenset(words), CastSpec) for words in (CAST_WORDS, (QUANTIZE_GROUPS,)))
     for cls in _below(BasicOperation):
         if cls.kind and cls not in _declared:
             _declared[cls] = _kind(cls)

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import torch
 
-from opfuse.compiler.graph import QUANTIZE
+from opfuse.compiler.graph import CAST_WORDS
 from opfuse.compiler.rules import TESTS, Guard
 from opfuse.compiler.vocabulary import PARAMETERS
 from opfuse.config.document import meaning
@@ -80,7 +80,7 @@ def _attributes(words: Sequence[str]) -> dict[str, Domain]:
     """What may be read of an op at a place: its hyper-parameters."""
     classes = [cls for cls in OPS.values() for word in words if word in KINDS.get(cls.kind, ())]
     found = {name: domain for cls in classes for name, domain in domains(spec_of(cls)).items()}
-    return {**found, **(CAST if QUANTIZE in words else {})}
+    return {**found, **(CAST if not set(CAST_WORDS).isdisjoint(words) else {})}
 
 
 def _lookup(step: str, known: Mapping[str, Any], of: str) -> Any:

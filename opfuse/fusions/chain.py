@@ -22,6 +22,6 @@ def elementwise(x: torch.Tensor, *, chain: Sequence[Context], quantize: Context 
 
 ELEMENTWISE = fusion(
     "elementwise",
-    {"chain": run("elementwise", low=1), "quantize": maybe("quantize")},
+    {"chain": run("elementwise", low=1), "quantize": maybe("builtin_cast")},
     forward=elementwise,
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE
+from opfuse.compiler.graph import BACKWARD, CAST_WORDS, FORWARD, QUANTIZE
 from opfuse.compiler.patterns import Term, is_single, printed, terms_of
 from opfuse.compiler.rules import PASSES, Fusion, Guard, fusion, is_
 from opfuse.compiler.vocabulary import declared_traits
@@ -24,6 +24,8 @@ PRODUCER, ELEMENTWISE = "producer", "elementwise"
 
 KINDS = {cls.kind: frozenset((cls.kind, *declared_traits(cls))) for cls in OPS.values() if issubclass(cls, BasicOperation)}
 """Every kind of node that built-in ops become, and those that :func:`learn` was told of, with the pattern words that mean it."""
+
+KINDS[QUANTIZE] |= {*CAST_WORDS}
 
 WORDS: set[str] = set().union(*KINDS.values())
 """Every word that a pattern may use."""
@@ -63,7 +65,7 @@ def _means_only(words: Iterable[str], trait: str) -> bool:
 
 
 def _is_cast(term: Term) -> bool:
-    return term.words == (QUANTIZE,)
+    return len(term.words) == 1 and term.words[0] in CAST_WORDS
 
 
 def _epilogue_misfit(pattern: Sequence[Term], _direction: str) -> Misfit | None:

@@ -73,6 +73,6 @@ LINEAR_ADD = fusion(
 
 EPILOGUE = fusion(
     "epilogue",
-    {"producer": one("producer"), "chain": run("elementwise"), "quantize": maybe("quantize")},
+    {"producer": one("producer"), "chain": run("elementwise"), "quantize": maybe("builtin_cast")},
     forward=epilogue,
 )

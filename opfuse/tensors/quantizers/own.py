@@ -20,6 +20,15 @@ def is_own_quantizer(quantizer: Any) -> bool:
     return is_ours(type(quantizer)) and all(is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))
 
 
+def casts_itself(quantizer: Any) -> bool:
+    """Whether the library's own code casts, which a kernel may then do; for a quantizer made of others, of all of them."""
+    if not is_dataclass(quantizer):
+        return True
+    cast = getattr(type(quantizer), "quantize", None)
+    known = cast is None or (is_ours(cast) and not getattr(quantizer, "runs_code_of_others", False))
+    return known and all(casts_itself(getattr(quantizer, each.name)) for each in fields(quantizer))
+
+
 def draws(quantizer: Any) -> bool:
     """Whether a cast draws random numbers, so that no two are equal."""
     if not is_dataclass(quantizer):

@@ -127,6 +127,11 @@ ACROSS = {
     "X05": "`high_precision` equals a hybrid whose columnwise plane is the original tensor, over random pipelines",
     "X06": "Row-scaled activations train only under an override or a hybrid",
     "X07": "Under `batch_invariant` a row of a forward pass has the same bits in any batch, of any number of rows",
+    "X08": "FP8 products of the package's own kernel, one or many in a launch, have the bits of cuBLASLt's",
+    "X09": "A product, its elementwise ops and the cast of the result have in one launch the bits of one after the other",
+    "X10": "A product that adds to `main_grad` has the bits of a product in fp32 and an addition",
+    "X11": "Sizes of groups may stay on the device: nothing waits, one program repeats all sizes, bits stay the same",
+    "X12": "Rows for experts are cast as they are read, with the bits of copies that are cast",
 }
 RELIABILITY = {
     "R01": "Every bf16 and fp16 input, by every format and scale rule: bit for bit what the oracles say, on every backend",

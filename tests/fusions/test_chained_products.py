@@ -24,6 +24,7 @@ def mlp():
     return to(ops.Sequential(ops.Linear(WIDTH, 2 * WIDTH), ops.GELU(), ops.Linear(2 * WIDTH, WIDTH)), torch.bfloat16)
 
 
+@pytest.mark.row("X09")
 @pytest.mark.parametrize(
     ("name", "override"), [("delayed", None), ("fp8_current", None), ("fp8_block", None), ("fp8_block", "high_precision")]
 )

@@ -75,6 +75,7 @@ class _Copies(TorchDispatchMode):
 SHAPES = [(37, 4, 2), (1, 4, 4), (5, 4, 1), (200, 2, 1), (300, 16, 3)]
 
 
+@pytest.mark.row("X12")
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(("tokens", "groups", "top_k"), SHAPES)
 @pytest.mark.parametrize("grad", [True, False])
@@ -114,6 +115,7 @@ THROUGH_AN_INDEX = {
 """What a GPU is asked for, by recipe and whether weights have gradients. Amaxes of tokens, under "current", need no index."""
 
 
+@pytest.mark.row("X12")
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(("recipe", "grad"), THROUGH_AN_INDEX)
 def test_rows_are_read_by_the_kernel_that_casts_them(recipe, grad, monkeypatch):

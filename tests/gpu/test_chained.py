@@ -61,6 +61,7 @@ def bits(result, encode) -> list[torch.Tensor]:
     return [t.contiguous().view(torch.uint8) for t in found]
 
 
+@pytest.mark.row("X09")
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("form", ALL, ids=[f"{k}, {n}{', fast' * f}" for k, n, _, f in ALL])
 def test_r5_one_launch_has_the_bits_of_several(form, sizes, device):
@@ -88,6 +89,7 @@ def test_r18_what_is_not_finite_shows_where_it_is(device):
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.row("X09")
 @pytest.mark.parametrize(
     ("recipe", "override"),
     [
@@ -121,6 +123,7 @@ def test_r5_r11_a_step_has_the_same_bits_either_way(recipe, override, device, mo
     assert all(torch.equal(one, other) for one, other in zip(*ways, strict=True))
 
 
+@pytest.mark.row("X10")
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8BlockScaling])
 def test_r5_gradients_are_added_to_main_grad_by_the_product(recipe, device, monkeypatch):
     ways, added = [], []
@@ -140,6 +143,7 @@ def test_r5_gradients_are_added_to_main_grad_by_the_product(recipe, device, monk
     assert torch.equal(*ways)
 
 
+@pytest.mark.row("X10")
 @pytest.mark.parametrize("single", [True, False])
 def test_r5_gradients_of_experts_are_added_by_one_launch_or_one_each(single, device, monkeypatch):
     ways, added = [], []
@@ -158,6 +162,7 @@ def test_r5_gradients_of_experts_are_added_by_one_launch_or_one_each(single, dev
     assert all(map(torch.equal, *ways))
 
 
+@pytest.mark.row("X10")
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_r5_sums_in_fp32_are_added_in_place(kind, fast, device):

@@ -25,6 +25,7 @@ def drawn(problem: Mixture, device: torch.device) -> tuple[torch.nn.Module, torc
     return mixture(problem, str(device)), randn(problem.tokens, problem.features).to(device)
 
 
+@pytest.mark.row("X12")
 @native_groups
 @every_recipe
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -37,6 +38,7 @@ def test_r4_a_dispatch_and_its_cast_are_what_they_are_apart(name, problem, x_dty
     assert runs[0].outcomes("dispatch_cast")[0].status == "fused"
 
 
+@pytest.mark.row("X12")
 @native_groups
 @every_recipe
 def test_a_program_repeats_it_for_tokens_that_go_elsewhere_and_nothing_waits(name, device):

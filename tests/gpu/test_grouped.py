@@ -84,6 +84,7 @@ def test_b24_r5_products_of_all_groups(splits, form, place, device):
             assert float((piece - want).norm()) <= 2**-8 * float(want.norm())
 
 
+@pytest.mark.row("X11")
 @grouped_kernel
 @every_form
 def test_nothing_waits_for_the_device(form, device):
@@ -102,6 +103,7 @@ def test_nothing_waits_for_the_device(form, device):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.row("X11")
 @pytest.mark.skipif(not native_groups, reason="no kernel multiplies groups of unknown sizes here")
 @pytest.mark.parametrize("place", ["cuda", "cpu"])
 def test_one_program_repeats_steps_of_all_sizes(place, device):
@@ -148,6 +150,7 @@ def trained(op, x, dy, splits, recipe) -> list[torch.Tensor]:
     return [y.detach(), x.grad, *(getattr(weight, "main_grad", weight.grad).clone() for weight in op.parameters())]
 
 
+@pytest.mark.row("X11")
 @pytest.mark.skipif(not native_groups, reason="no kernel multiplies groups of unknown sizes here")
 @every_form
 @pytest.mark.parametrize("added", [False, True], ids=["", "main_grad"])
@@ -168,6 +171,7 @@ def test_random_sizes_of_the_device_have_the_bits_of_the_host(kind, added, form,
         assert [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, want, strict=True)].count(False) == 0
 
 
+@pytest.mark.row("X11")
 @pytest.mark.skipif(not native_groups, reason="no kernel multiplies groups of unknown sizes here")
 @pytest.mark.parametrize("added", [False, True], ids=["", "main_grad"])
 @pytest.mark.parametrize("kind", ["rows", "current"])
@@ -352,6 +356,7 @@ def test_the_gradient_of_a_bias_is_that_of_the_op_bias(dtype, scaled, splits, de
             assert torch.equal(got, bias.bias.grad)
 
 
+@pytest.mark.row("X11")
 @pytest.mark.parametrize("kind", ["fp8_current", "fp8_block", "mxfp8"])
 def test_splits_of_the_host_give_the_bits_of_splits_of_the_device(kind, device):
     op, (x, dy) = grouped(device), tensors(SPLITS[0], device)

@@ -47,6 +47,7 @@ def operands(kind: str, groups: str, device: torch.device) -> tuple[list[Stored]
     return lefts, [planes(right, columns, length, generator, device) for _, length in sizes], [lines for lines, _ in sizes]
 
 
+@pytest.mark.row("X08")
 @pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,6 +59,7 @@ def test_r5_groups_have_the_bits_of_the_library(kind, groups, fast, device):
         assert torch.equal(got.view(torch.int16), torch.cat(wanted).view(torch.int16))
 
 
+@pytest.mark.row("X08")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fast", [False, True], ids=["split", "fast"])
 def test_r5_a_plain_product_has_the_bits_of_the_library(kind, fast, device):

@@ -71,6 +71,7 @@ def test_the_sum_in_fp32_is_that_of_the_gradients(form, recipe):
         main.zero_grad()
 
 
+@pytest.mark.row("X10")
 @pytest.mark.parametrize("form", ["added", "overwritten", "scaled"])
 def test_a_product_that_adds_to_the_buffer_itself_does_what_an_addition_does(form, monkeypatch):
     """As on a GPU: not where the buffer is overwritten, nor where a factor is taken into the sums."""
@@ -98,6 +99,7 @@ def test_a_product_that_adds_to_the_buffer_itself_does_what_an_addition_does(for
     assert bool(asked) == (form == "added")
 
 
+@pytest.mark.row("X10")
 @pytest.mark.parametrize("form", ["grouped", "single", "single, without empty groups"])
 def test_products_of_groups_that_add_to_their_buffers_do_what_additions_do(form, monkeypatch):
     """In one launch where all groups have rows and one buffer; else in one for each that is not overwritten."""

@@ -112,6 +112,7 @@ QUANTIZERS = {
 }
 
 
+@pytest.mark.row("X11")
 @every_size
 @pytest.mark.parametrize("usages", [USAGES, USAGES[:1], USAGES[1:]], ids=str)
 @pytest.mark.parametrize("kind", QUANTIZERS)
@@ -197,7 +198,7 @@ SCALED = {
 }
 
 
-@pytest.mark.row("B24")
+@pytest.mark.row("B24", "X11")
 @pytest.mark.parametrize("kind", SCALED)
 @pytest.mark.parametrize("name", ["one weight", "experts"])
 def test_b24_scales_of_groups_are_those_where_the_host_knows_the_sizes(name, kind, request):
@@ -246,6 +247,7 @@ def test_b25_gradients_under_an_override_need_no_sizes(name, stored, recipe, req
     assert same(got[0], wanted[0])
 
 
+@pytest.mark.row("X11")
 @pytest.mark.parametrize("kind", ["blocks", *SCALED])
 @pytest.mark.parametrize("form", [{}, {"single_grouped_weight": True}], ids=["apart", "single"])
 @pytest.mark.parametrize("overwritten", [False, True])
@@ -267,7 +269,7 @@ def test_gradients_that_are_added_to_main_grad(overwritten, form, kind, request)
     assert all(map(same, *found))
 
 
-@pytest.mark.row("B24")
+@pytest.mark.row("B24", "X11")
 @every_size
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stored", [False, True])
@@ -379,6 +381,7 @@ def test_what_the_host_has_is_checked_and_copied(given, on_device):
                 step(op, x, given((100, 0, 27, 200)))
 
 
+@pytest.mark.row("X11")
 @pytest.mark.unrun
 @pytest.mark.parametrize("given", [list, torch.tensor])
 def test_one_program_repeats_all_sizes_that_the_host_has(given, monkeypatch, request):

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from opfuse.errors import PipelineError, describe
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.bindings import driver, runtime
 from opfuse.program.slab import last_reads
@@ -93,8 +94,9 @@ class Line:
         last, kept = last_reads(steps), {*inside, *results}
         self._start(given, last, kept)
         self._make_slab(slab, zeroed)
-        defined = set(given)
+        defined = {*given, *inside}
         for i, step in enumerate(steps):
+            _check_made(step, defined)
             made = [n for n in getattr(step, "results", ()) if n not in defined]
             if not (isinstance(step, OpStep) and len(step.results) == 1 and step.results[0] in inside):
                 self._step(step)
@@ -243,6 +245,13 @@ def plain_room(step: Step, device: torch.device | None) -> tuple[Sequence[int], 
 
 
 _USUAL = {"dtype", "device", "layout", "pin_memory"}
+
+
+def _check_made(step: Step, defined: Collection[int]) -> None:
+    """PipelineError for a step that reads memory which no step before it has made: a kernel would take any address."""
+    if unmade := [number for number in step.reads() if number not in defined]:
+        got, cure = f"{step} before {', '.join(map(_name, unmade))}", "set OPFUSE_PROGRAMS=0, and report this"
+        raise PipelineError(describe("a program", wanted="memory that is made before a step reads it", got=got, cure=cure))
 
 
 def _name(number: int) -> str:

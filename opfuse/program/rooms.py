@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate as running_sums
 
 import torch
 
@@ -52,22 +53,21 @@ def made_together(
 
 
 def with_rooms(steps: Sequence[Step], rooms: Mapping[int, Sequence[int]], sizes: Mapping[int, int]) -> list[Step]:
-    """The steps, with one tensor of bytes for those of each of ``rooms``, under its number, made where the first of them is."""
+    """The steps, with one tensor of bytes for those of each of ``rooms``, under its number, made where the first of them is.
+
+    The tensors of a room lie in the order of the room, whatever the order in which the steps make them.
+    """
     places, bytes_of = dict[int, Place](), dict[int, int]()
     for block, group in rooms.items():
-        offset = 0
-        for number in group:
-            places[number] = Place(block, offset)
-            offset += aligned(sizes[number])
-        bytes_of[group[0]] = offset
+        *offsets, bytes_of[block] = running_sums((aligned(sizes[number]) for number in group), initial=0)
+        places |= {number: Place(block, offset) for number, offset in zip(group, offsets)}
     found: list[Step] = []
     for step in steps:
         made = step.results[0] if isinstance(step, OpStep) and len(step.results) == 1 else None
-        if isinstance(step, OpStep) and made in bytes_of:
-            room = {**step.kwargs, "dtype": torch.uint8}
-            found.append(replace(step, args=([bytes_of[made]],), kwargs=room, results=(places[made].number,)))
-        elif made not in places:
+        if not isinstance(step, OpStep) or made not in places:
             found.append(_moved(step, places))
+        elif (size := bytes_of.pop(block := places[made].number, None)) is not None:
+            found.append(replace(step, args=([size],), kwargs={**step.kwargs, "dtype": torch.uint8}, results=(block,)))
     return found
 
 

@@ -103,6 +103,28 @@ def test_what_kernels_alone_read_is_saved_in_one_block():
     assert isinstance(packed, RecordedBackward)
 
 
+def test_a_block_is_made_before_the_first_of_its_tensors_is_written(monkeypatch):
+    """Saved in another order than they are made: the block is there for the kernel that comes first."""
+
+    def turned(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        squared_first = launch("square", x, room(x))
+        doubled = launch("double", x, room(x))
+        return launch("square", launch("square", doubled, room(x)), room(x)), [
+            doubled,
+            squared_first,
+            launch("negate", x, room(x)),
+        ]
+
+    monkeypatch.setitem(globals(), "forward", turned)
+    recorded = recorded_forward(torch.randn(40))
+    for call in range(8):
+        x, grad = torch.randn(40), torch.randn(40)
+        y, dx, kept = step(recorded, x, grad)
+        assert torch.equal(y, ((2 * x) ** 2) ** 2)
+        assert torch.equal(dx, backward(grad, turned(x)[1]))
+        assert len(kept) == (3 if call < 3 else 2)
+
+
 def test_another_look_of_the_gradient_gets_what_was_packed():
     """In memory of its own, so that it can be recorded as if there were no block; then it is packed as well."""
     recorded = recorded_forward(torch.randn(40))

@@ -1,7 +1,7 @@
-"""What kernels ask of their callers before they write: planes of the matrix that is cast, numbers that are what they are read as.
+"""Checks of what casts are given, before a kernel reads or writes it.
 
-A kernel finds its addresses from layouts and reads numbers as fp32, whatever is there. So a wrong layout would be an address
-outside of a plane, and a wrong dtype another number.
+A kernel computes addresses from layouts, and reads memory as fp32 whatever is there. So it would write outside of a plane if a
+layout were wrong, and read another number if a dtype were.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from opfuse.errors import DtypeError, QuantizerError, describe
 from opfuse.numerics.layouts import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What casts read."""
+"""The dtypes that casts read."""
 
 
 def check_planes(shape: Sequence[int], layouts: Sequence[Layout], *, where: str) -> None:
-    """QuantizerError unless ``layouts`` are planes of the matrix that a tensor (..., columns) of ``shape`` is.
+    """QuantizerError unless ``layouts`` are planes of a tensor (..., columns) of ``shape``, seen as a matrix (rows, columns).
 
-    There is one plane or two, of one format and one order of scales, each for another usage; one alone may be rotated. ``where``
-    names the cast.
+    One plane or two, of different usages, of one format and one order of scales; only one of them may be rotated. where: names
+    the cast in the error.
     """
     matrix = (math.prod(shape[:-1]), shape[-1]) if len(shape) else ()
     if not layouts:

@@ -1,1 +1,1 @@
-"""Chains of elementwise ops as the library calls them: their structure, their CUDA text, their launches."""
+"""Chains of elementwise ops: their structure, their CUDA text, their launches."""

@@ -1,4 +1,4 @@
-"""What a call of a chain comes to: its structure, the tensors that it reads and writes, how it is cut into blocks."""
+"""One call of a chain: its structure, the tensors that it reads and writes, and how its results are cut into tiles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ Tensors = list[dict[str, Tensor]]
 class Tiling(NamedTuple):
     """How a matrix of results is cut into tiles, each for a block of threads; as in chain.cuh.
 
-    A tile has ``groups`` times 2^log_across packs of eight columns, and as many rows as the other threads are, ``steps`` times.
+    A tile has ``groups`` times 2^log_across packs of eight columns; the block's other threads lie below each other, ``steps``
+    rows each.
     """
 
     rows: int
@@ -44,12 +45,12 @@ class Tiling(NamedTuple):
 
     @property
     def tiles_down(self) -> int:
-        """Tiles one below the other."""
+        """How many tiles lie below each other."""
         return ceil_div(self.rows, (self.threads >> self.log_across) // self.groups * self.steps)
 
     @property
     def tiles_across(self) -> int:
-        """Tiles side by side."""
+        """How many tiles lie side by side."""
         return ceil_div(self.columns, (PACK << self.log_across) * self.groups)
 
     @property
@@ -59,7 +60,7 @@ class Tiling(NamedTuple):
 
     @property
     def fields(self) -> tuple[int | float, ...]:
-        """Those of Cut in chain.cuh."""
+        """The fields of the struct Cut in chain.cuh."""
         across, (multiplier, shift) = self.tiles_across, divisor(self.tiles_across)
         own = {
             "rows": self.rows,
@@ -102,7 +103,7 @@ class ChainCall:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return self.tensors[0].device
 
     @property
@@ -111,7 +112,7 @@ class ChainCall:
         return self.result is self.tensors[0] and not any(stage.grads or stage.saved for stage in self.code.stages)
 
     def cut(self) -> Tiling:
-        """Wide pieces of few rows."""
+        """The tiling of a chain without casts: wide tiles of few rows."""
         size, columns = self.shape.numel(), self.shape[-1]
         if self.code.is_flat and size % PACK == 0:
             columns = math.gcd(size, _FLAT_COLUMNS)
@@ -119,7 +120,7 @@ class ChainCall:
         return Tiling(size // columns, columns, lanes.bit_length() - 1, 1, self.code.packs)
 
     def is_aligned(self, columns: int) -> bool:
-        """Whether every pack of eight of ``columns`` results starts where a vector can, and is whole."""
+        """Whether every pack of eight of ``columns`` results starts at an address of a vector, and is whole."""
         return columns % PACK == 0 and self._on_vectors
 
     @cached_property
@@ -240,20 +241,20 @@ def _flat(tensors: Tensors) -> list[Tensor]:
 
 
 def _runs(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether kernels know these tensors."""
+    """Whether kernels can read these tensors."""
     device = tensors[0].device
     return dtype in C_TYPES and all(t.dtype in C_TYPES and t.device == device and is_dense(t) for t in tensors)
 
 
 def _is_wide(stages: Sequence[Stage], shapes: Sequence[torch.Size]) -> bool:
-    """Whether rows are too long for a kernel, where it matters where they end."""
+    """Whether rows are too long for a kernel that has to know where they end."""
     if all(shape[-1] < WIDEST for shape in shapes):
         return False
     return any(stage.math.is_gated or {"row", "column"} & {*stage.math.operands.values()} for stage in stages)
 
 
 def _result_shapes(shape: torch.Size, stages: Sequence[Stage]) -> list[torch.Size]:
-    """Of x and of each stage's result; none if there are none."""
+    """The shapes of x and of each stage's result; nothing if the chain cannot have them."""
     shapes = [shape] if shape and stages else []
     for stage in stages if shapes else ():
         if stage.math.is_gated and shapes[-1][-1] % (2 * (stage.interleave or 1)):
@@ -263,7 +264,7 @@ def _result_shapes(shape: torch.Size, stages: Sequence[Stage]) -> list[torch.Siz
 
 
 def _gradient_shapes(dy: Tensor, stages: Sequence[Stage]) -> list[torch.Size]:
-    """Of the gradients of each stage's input, and of dy; none if there are none."""
+    """The shapes of the gradients of each stage's input, and of dy; nothing if the chain cannot have them."""
     shapes = [dy.shape] if dy.dim() and stages else []
     for stage in reversed(stages) if shapes else ():
         if stage.math.is_gated and shapes[0][-1] % (stage.interleave or 1):

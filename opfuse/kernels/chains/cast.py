@@ -1,8 +1,8 @@
-"""Chains whose result is cast in the same kernel, forward and backward: a chain's run, then a cast of what it made.
+"""Chains whose result is cast in the same kernel, forward and backward.
 
-A kernel stores the result itself only if it is asked to, as for a backward pass in high precision. What a kernel cannot take runs
-as two. A cast under the amax of the whole result is two kernels at best: the first one finds the amax. Then a result that was
-stored is cast, or, where that takes fewer bytes, the result is made once more and cast by the kernel that makes it.
+The kernel stores the result itself only if asked to, as for a backward pass in high precision. What it cannot take runs as two
+kernels, the chain and the cast. If the scale depends on the amax of the whole result, there are two kernels in any case. The
+first finds the amax; the second casts the stored result or, if that takes fewer bytes, computes the result again and casts it.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _forward_measured(
 
 
 def is_light(stages: Sequence[Stage]) -> bool:
-    """Whether these ops read no more than their result is: no second half, no operand for each element."""
+    """Whether these ops read no more bytes than their result has: no second half, no operand for each element."""
     return not any(stage.math.is_gated or "full" in stage.math.operands.values() for stage in stages)
 
 

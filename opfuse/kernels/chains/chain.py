@@ -1,4 +1,4 @@
-"""Chains of elementwise ops as the library calls them: one kernel, with the results of numerics/chain.py.
+"""Chains of elementwise ops: one kernel each, with the results of numerics/chain.py.
 
 A kernel is compiled for the structure of a chain: its ops, dtypes, and what is stored. Shapes and constants are its parameters.
 What a kernel cannot take goes to the torch definition, which runs it or says what is wrong: other dtypes than fp32, bf16, fp16
@@ -33,7 +33,7 @@ _AMAX = parameter_of("encode.cuh", "Encode")
 
 
 class ChainProgram(NamedTuple):
-    """A compiled structure: the variant, and the one parameter of its kernels, with the chain in it."""
+    """What a structure is compiled to: the variant, and the struct of its kernels' parameter, which has the chain in it."""
 
     variant: Variant
     parameter: CStruct
@@ -115,7 +115,7 @@ def forward_chain_amax(
     keep: Collection[int] = (),
     stores: bool = True,
 ) -> tuple[Tensor | None, dict[int, Tensor], Tensor]:
-    """The amax is found while the result is made: nothing is read twice."""
+    """Finds the amax while it computes the result: nothing is read twice."""
     call = forward_call(x, stages, rounding, dtype, keep, stores=stores)
     if call is None:
         return forward_then_amax(x, stages, rounding=rounding, dtype=dtype, keep=keep, stores=stores)
@@ -134,7 +134,7 @@ def backward_chain_amax(
     rounding: Rounding = "per_op",
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensors, Tensor]:
-    """The amax is found while dx is stored: nothing is read twice."""
+    """Finds the amax while it stores dx: nothing is read twice."""
     call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
     if call is None or call.result is None or not _has_kernel(call):
         return backward_then_amax(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)

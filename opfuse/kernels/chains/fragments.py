@@ -20,12 +20,12 @@ def stored(code: ChainCode) -> list[tuple[int, str]]:
 
 
 def fits(code: ChainCode) -> bool:
-    """Whether a chain has a place beside the sums of a product, which are rounded first: in fp32 they leave no registers."""
+    """Whether registers suffice for a chain beside the sums of a product, which are rounded first: in fp32 they take all."""
     return code.source == code.io and not code.depths[0] and len(stored(code)) <= MOST_STORED
 
 
 def fragments_of(code: ChainCode) -> str:
-    """What stands in place of generated.cuh, after product.cuh and chain.cuh."""
+    """The text in place of generated.cuh, for a source that includes product.cuh and chain.cuh before it."""
     return "\n\n".join([text_of(code), *_sections(code)]) + "\n"
 
 

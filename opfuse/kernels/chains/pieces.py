@@ -35,6 +35,6 @@ def loop(statement: str) -> str:
 
 
 def block(lines: Iterable[str]) -> str:
-    """What stands between braces."""
+    """Statements between braces."""
     lines = list(lines)
     return "\n" + textwrap.indent("\n".join(lines), "    ") + "\n" if lines else ""

@@ -1,7 +1,7 @@
-"""The structure of a chain of elementwise ops: what its code depends on, and two calls of the same structure share.
+"""The structure of a chain of elementwise ops: all that its code depends on, so calls of one structure share a kernel.
 
-A gated op reads two columns for each of its results, so what comes before it runs as two *strands*, and as 2^d of them before d
-gated ops.
+A gated op reads two columns for each of its results. So the ops before it run as two *strands*, one for each column; before d
+gated ops there are 2^d strands.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ChainCode:
 
     @cached_property
     def is_flat(self) -> bool:
-        """Whether nothing depends on where rows end."""
+        """Whether the code does not depend on where rows end."""
         kinds = {kind for stage in self.stages for kind in stage.math.operands.values()}
         return not self.depths[0] and kinds <= {"full"}
 
@@ -133,7 +133,7 @@ class ChainCode:
 
     @property
     def final(self) -> int:
-        """The level at which the result is: what x flows to, or dy flows back to."""
+        """The level of the result: where x flows to, or where dy flows back to."""
         return len(self.stages) if self.direction == "forward" else 0
 
 

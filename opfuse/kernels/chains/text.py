@@ -1,8 +1,8 @@
 """The CUDA text of a chain of elementwise ops, written from their declared expressions.
 
-It has the same parts in both directions: one device function for each expression; ``Chain``, the kernel's parameter; the inputs
-of eight neighbouring results and how they are loaded; ``run_chain``, which takes them from boundary to boundary and knows no
-place; how results are stored. Only structure is in the text: shapes, pointers and constants are parameters.
+The text has the same parts in both directions: a device function for each expression; ``Chain``, the kernel's parameter;
+``load_inputs``, which loads the inputs of eight neighbouring results; ``run_chain``, which computes with them from boundary to
+boundary and knows no addresses; and functions that store results. Shapes, pointers and constants are parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PARTS = ("float *row_parts, *column_parts;  // sums of each tile", "long long r
 
 
 def text_of(code: ChainCode) -> str:
-    """What stands in place of generated.cuh."""
+    """The text in place of generated.cuh."""
     steps = Forward(code) if code.direction == "forward" else Backward(code)
     constants = [f"float c{i}_{name};" for i, name in code.constants]
     sections = [
@@ -45,7 +45,7 @@ def _columns(code: ChainCode) -> Iterator[str]:
 
 
 def _sums(code: ChainCode) -> Iterator[str]:
-    """Where the sums go that are gradients of operands."""
+    """The functions that store the sums which are gradients of operands."""
     rows = [
         f"if (sum == {k}) p.d{i}_{name}[column_{code.depths[i + 1]}_{s}(p.cut, column)] = from_fp32<{t}>(value);"
         for k, (i, name, t, s) in enumerate(code.row_sums)

@@ -1,4 +1,4 @@
-"""The casts that a chain's kernel can do itself: their tiles, their fields of the parameter, the planes that they make."""
+"""The casts that a chain's kernel does itself: their tiles, their fields of the parameter, and the planes that they make."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Tile(NamedTuple):
         return _defines(self)
 
     def holds(self, sums: int) -> bool:
-        """Whether there is shared memory for the parts of so many sums over rows, one for each 16 rows."""
+        """Whether shared memory has room for the parts of so many sums over rows, one part for each 16 rows."""
         return sums * 4 * self.columns * self.rows // _SUMMED_ROWS <= _MOST_SUM_BYTES
 
     @property
     def own_rows(self) -> int:
-        """Rows that a thread has."""
+        """How many rows a thread has."""
         return self.rows * self.columns // (PACK * self.threads)
 
     def lightened(self, part: float) -> Tile:
@@ -58,7 +58,7 @@ class Tile(NamedTuple):
         return self._replace(resident=math.ceil(part * self.resident), ahead=1)
 
     def cut(self, call: ChainCall) -> Tiling:
-        """The call's results in tiles of this size."""
+        """How the call's results are cut into tiles of this size."""
         columns = call.shape[-1]
         return Tiling(call.shape.numel() // columns, columns, 3, self.columns // _GROUP, self.own_rows, self.threads)
 

@@ -23,7 +23,7 @@ from opfuse.kernels.products.chained import product_chain
 from opfuse.kernels.products.registers import LONGEST, crowded
 from opfuse.numerics.activations import ARITHMETIC, POINTWISE
 
-CPU, SIZES = torch.device("cpu"), (256, 256, 256)
+CPU, SIZES = torch.device("cpu"), (16, 128, 128)
 
 
 class End(NamedTuple):

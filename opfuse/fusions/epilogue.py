@@ -9,10 +9,13 @@ import torch
 
 from opfuse.compiler.rules import fusion, is_, maybe, one, run
 from opfuse.core.context import Context, Value
+from opfuse.kernels.products.chained import OF_EXPERTS
 from opfuse.numerics.pointwise import compute_dtype
 from opfuse.ops.chains import run_chain, run_chain_cast
+from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import write_in_place
+from opfuse.tensors.gemm import tell_of_chain
 
 
 def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> torch.Tensor:
@@ -28,7 +31,10 @@ def _produce(x: Value, producer: Context, chain: Sequence[Context]) -> Any:
     """What the producer makes; of a matrix product that a chain follows, the chain decides how."""
     wide = producer.env.rounding == "single" and bool(chain)
     make = producer.op.pending if chain and isinstance(producer.op, BasicLinear) else producer.op.produce
-    return make(producer, x, out_dtype=compute_dtype(x.dtype) if wide else None)
+    result = make(producer, x, out_dtype=compute_dtype(x.dtype) if wide else None)
+    if chain and isinstance(producer.op, GroupedLinear):
+        tell_of_chain(result.shape, [ctx.op.math.name for ctx in chain], OF_EXPERTS)
+    return result
 
 
 def _flow(x: Value, producer: Context) -> dict[str, Any]:

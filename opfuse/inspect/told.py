@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from opfuse.errors import FusionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import SavedValue, Totals
 from opfuse.inspect.saved import RefusedSetting, listed, told
+from opfuse.kernels.products.chained import OF_DERIVATIVES
 from opfuse.tensors.gemm import ChainTold
 
 WIDTH, MOST = 120, 5
@@ -134,6 +136,15 @@ def _head(e: Explanation) -> Iterator[str]:
         yield f"kept     {casts} casts of weights, {size} bytes beside what is saved"
     for shape, names, why in e.chains if e.rule is None else ():
         yield f"chain    {' '.join(names)} behind a product {tuple(shape)}: {f'apart, {why}' if why else 'one launch'}"
+    if e.rule is None and e.chains and any(_derives(plan) for plan in e.plans):
+        yield f"         {OF_DERIVATIVES}"
+
+
+def _derives(plan: Plan) -> bool:
+    """Whether a backward pass goes from a product to an activation before it."""
+    kinds = [node.traits for node in plan.graph.view(BACKWARD) if not node.is_cast]
+    kinds = [traits for traits in kinds if "activation" in traits or "elementwise" not in traits]
+    return any("activation" in one and "gemm" in two for one, two in itertools.pairwise(kinds))
 
 
 def _pipelines(e: Explanation, section: Callable[[Plan], Iterable[str]]) -> Iterator[str]:

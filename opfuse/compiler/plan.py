@@ -69,7 +69,8 @@ class Plan:
     that the backward pass makes anew, by the node that reads them.
 
     What was found since, by a segment's first node: programs (also by that and a pass, and by a cast): recordings. own_code: what
-    of the user's own runs in a segment. keepable: its casts of weights that may be kept from call to call.
+    of the user's own runs in a segment. keepable: its casts of weights that may be kept from call to call. grouped: its ops with
+    groups of rows, and their casts.
     """
 
     key: PlanKey
@@ -85,6 +86,7 @@ class Plan:
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     own_code: dict[int, OwnCode] = field(default_factory=dict, compare=False, repr=False)
     keepable: dict[int, tuple[tuple[Node, int], ...]] = field(default_factory=dict, compare=False, repr=False)
+    grouped: dict[int, tuple[tuple[Node, Sequence[Cast]], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def reads_sizes(self) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED
+from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, Node
 from opfuse.compiler.plan import OwnCode, Plan, Segment
+from opfuse.core.cast import Cast
 from opfuse.core.context import Value
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
@@ -121,24 +122,33 @@ def _sizes(
     copied there, decide nothing that the host does; but no program that copies them has a place in a CUDA graph.
     """
     given = dict(zip(segment.inputs, tensors))
-    for node in (plan.graph.nodes[i] for i in segment.nodes):
-        if GROUPED in node.traits and not node.is_cast:
-            x, splits = given.get(node.inputs[0]), given.get(node.inputs[1])
-            if splits is None:
-                yield None
-                continue
-            where = ops[node.op].label
-            check_splits(splits, node.spec.num_groups, where=where)
-            rows = 0 if x is None else matrix_shape(x.shape)[0]
-            casts = [cast for cast in plan.casts.values() if cast.op is ops[node.op]]
-            grouped = next((cast for cast in casts if isinstance(cast, GroupedCast)), None)
-            if grouped is not None and grouped.stays(splits, (1,) if x is None else x.shape):
-                if x is not None:
-                    check_copied(splits, rows, where=where)
-                yield known_sizes(splits, rows) if is_capturing() else None
-            else:
-                reads = casts or ops[node.op].sums_biases(node.needs)
-                yield read_sizes(splits, rows, where=where) if reads else known_sizes(splits, rows)
+    for node, casts in _grouped(plan, segment, ops):
+        x, splits = given.get(node.inputs[0]), given.get(node.inputs[1])
+        if splits is None:
+            yield None
+            continue
+        where = plan.ops[node.op]
+        check_splits(splits, node.spec.num_groups, where=where)
+        rows = 0 if x is None else matrix_shape(x.shape)[0]
+        grouped = next((cast for cast in casts if isinstance(cast, GroupedCast)), None)
+        if grouped is not None and grouped.stays(splits, (1,) if x is None else x.shape):
+            if x is not None:
+                check_copied(splits, rows, where=where)
+            yield known_sizes(splits, rows) if is_capturing() else None
+        else:
+            reads = casts or ops[node.op].sums_biases(node.needs)
+            yield read_sizes(splits, rows, where=where) if reads else known_sizes(splits, rows)
+
+
+def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Sequence[tuple[Node, Sequence[Cast]]]:
+    """The segment's ops with groups of rows, and their casts; looked for once, since experts have many nodes."""
+    found = plan.grouped.get(segment.nodes.start)
+    if found is None:
+        nodes = [plan.graph.nodes[i] for i in segment.nodes]
+        grouped = [node for node in nodes if GROUPED in node.traits and not node.is_cast]
+        casts = {node.op: [cast for cast in plan.casts.values() if cast.op is ops[node.op]] for node in grouped}
+        found = plan.grouped[segment.nodes.start] = tuple((node, casts[node.op]) for node in grouped)
+    return found
 
 
 # -- recording -------------------------------------------------------------------------------------------------------------------

@@ -168,13 +168,19 @@ def _values(splits: torch.Tensor) -> Sizes:
 
 def listed_splits(sizes: Sequence[Any], *, where: str) -> torch.Tensor:
     """int64 tensor of a list of ints. DtypeError for anything else in it: numbers are not rounded, nested lists not flattened."""
-    wrong = [size for size in sizes if not isinstance(size, Integral) or isinstance(size, bool) or int(size).bit_length() > 63]
+    kinds = set(map(type, sizes))
+    known = kinds == {int} and max(map(abs, sizes)) < 1 << 63
+    wrong = [] if known else [size for size in sizes if not _is_int64(size)]
     if wrong:
         wanted, got = "a tensor, or a list of ints", f"a {type(sizes).__name__} with {reprlib.repr(wrong[0])}"
         raise DtypeError(describe(f"{where} split sizes", wanted=wanted, got=got, cure="pass one whole number for each group"))
-    listed = torch.tensor([int(size) for size in sizes], dtype=torch.int64, device="cpu")
+    listed = torch.tensor([*map(int, sizes)], dtype=torch.int64, device="cpu")
     setattr(listed, _CONSTANT, True)
     return listed
+
+
+def _is_int64(size: Any) -> bool:
+    return isinstance(size, Integral) and not isinstance(size, bool) and int(size).bit_length() <= 63
 
 
 _CONSTANT = "opfuse_constant"
@@ -216,7 +222,7 @@ def check_copied(splits: torch.Tensor, rows: int, *, where: str) -> None:
 
 def check_sizes(sizes: Sizes, rows: int, *, where: str) -> Sizes:
     """``sizes`` themselves; ShapeError unless they are numbers of rows that add up to ``rows``."""
-    if any(size < 0 for size in sizes) or sum(sizes) != rows:
+    if min(sizes, default=0) < 0 or sum(sizes) != rows:
         wanted, cure = (
             f"numbers of rows, none below 0, with the sum {rows}",
             "count the rows of the input that belong to each group",

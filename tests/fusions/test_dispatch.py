@@ -90,6 +90,19 @@ def test_r4_rows_cast_as_they_are_read_have_the_bits_of_copies(recipe, tokens, g
     assert fused.outcomes("dispatch_cast")[0].status == "fused"
 
 
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("override", ["dequantized", "high_precision"])
+@pytest.mark.parametrize("recipe", [BLOCKS, RECIPES["current"]], ids=["blocks", "current"])
+def test_rows_under_an_override_have_the_bits_of_copies(recipe, override, monkeypatch):
+    """What is saved under high precision are the rows themselves, which are copied for it."""
+    monkeypatch.setattr("opfuse.kernels.products.grouped._arch", lambda device: (9, 0))
+    model, x = wired(layer(single_grouped_weight=True)), randn(TOKENS, K)
+    step = recipe.replace(backward_override=override)
+    fused, unfused = (run(model, x, step=Step(step, rules, input_grad=True)) for rules in (RULES, UNFUSED))
+    assert differences(fused.tensors, unfused.tensors) == []
+    assert fused.outcomes("dispatch_cast")[0].status == "fused"
+
+
 @pytest.mark.parametrize("usages", [USAGES, USAGES[:1], USAGES[1:]], ids=str)
 def test_a_cast_through_an_index_is_that_of_the_rows(usages):
     wanted = {usage: usage in usages for usage in USAGES}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import sys
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ import opfuse
 from opfuse import errors, ops, recipes
 from opfuse.config import loads
 from opfuse.ops import grouped_linear
+from opfuse.tensors.groups import check_sizes, listed_splits
 from tests.compiler.harness import randn, recipe_for, same
 from tests.ops.test_op_errors import raised
 
@@ -90,6 +92,20 @@ def test_a_list_of_anything_but_ints_is_refused(wrong, kind):
 def test_a_list_of_ints_is_a_tensor_of_split_sizes(sizes):
     op, x = grouped(), randn(ROWS, K)
     assert same(op(x, sizes), op(x, splits()))
+
+
+def test_a_list_costs_the_host_no_call_for_each_group():
+    def calls(groups: int) -> int:
+        begun: list[str] = []
+        sys.setprofile(lambda _, event, argument: begun.append(event))
+        try:
+            listed_splits([1] * groups, where="a test")
+            check_sizes((1,) * groups, groups, where="a test")
+        finally:
+            sys.setprofile(None)
+        return sum(event in ("call", "c_call") for event in begun)
+
+    assert calls(4) == calls(128)
 
 
 NO_TENSOR = {"numpy": numpy.array(SPLITS), "none": None, "number": 96, "string": "splits"}

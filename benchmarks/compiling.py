@@ -172,9 +172,12 @@ def records() -> Iterator[dict[str, Any]]:
 
 
 def resources() -> Iterator[dict[str, Any]]:
-    """Registers of a thread, and bytes of them that are spilled, of each kernel's largest variant on this device."""
+    """Registers of a thread, and bytes of them that are spilled, of each kernel's largest variant, as the compiler says.
+
+    For this device, or without one for an H100 and H200.
+    """
     most: dict[str, dict[str, int]] = {}
-    for row in table(compiling.architecture(torch.cuda.current_device())):
+    for row in table(compiling.architecture(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a"):
         known = most.setdefault(f"{row['source']}, {row['entry']}", {"registers": 0, "spills": 0})
         known.update({name: max(value, row[name]) for name, value in known.items()})
     for name, used in sorted(most.items()):

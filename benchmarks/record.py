@@ -3,7 +3,7 @@
 A record is one figure: name, value, unit, the limit it should reach (None: no limit is set), whether it does, and the script.
 With ``--only``, the figures of other scripts stay in FILE, if its machine and packages are the same: of each script the file says
 when it ran, and the digests of the code that it measured. ``--tests`` adds the same of tests/gpu, from the reports that
-pytest wrote under ``--junit-xml``.
+pytest wrote under ``--junit-xml``. Scripts in :data:`ANYWHERE` also run without a GPU, for the machine of FILE.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import argparse
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+import torch
 
 from benchmarks import (
     calls,
@@ -124,11 +126,20 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
 }
 """What is measured, in this order; all but the tools of compute-sanitizer by default, which take minutes."""
 
+ANYWHERE = frozenset({"registers"})
+"""Scripts that ask the compiler alone, which compiles for a GPU that is not there."""
 
-def earlier(file: Path) -> dict[str, Any]:
-    """What ``file`` has of this machine with these packages."""
+
+def earlier(file: Path, only: Collection[str] = SCRIPTS) -> dict[str, Any]:
+    """What ``file`` has of this machine with these packages; of any machine where there is no GPU and ``only`` needs none."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found if found.get("versions") == versions() else {}
+    elsewhere = ANYWHERE.issuperset(only) and not torch.cuda.is_available()
+    return found if elsewhere or found.get("versions") == versions() else {}
+
+
+def begun() -> dict[str, Any]:
+    """A record without figures."""
+    return {"script": "python -m benchmarks.record", "versions": versions(), "measured": {}, "results": []}
 
 
 def counts(reports: Sequence[Path]) -> dict[str, int]:
@@ -151,7 +162,7 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", type=Path, default=[], metavar="XML", help="pytest's reports of tests/gpu")
     arguments = parser.parse_args()
     file: Path = arguments.file or device_file()
-    whole = {"script": "python -m benchmarks.record", "versions": versions(), "measured": {}, "results": [], **earlier(file)}
+    whole = earlier(file, arguments.only) or begun()
     if arguments.tests:
         whole["tests"] = {**counts(arguments.tests), **moment()}
     for script in arguments.only:

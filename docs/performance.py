@@ -1,8 +1,12 @@
-"""Writes docs/performance.md from the records of GPUs: ``python -m docs.performance``; ``--check`` only compares."""
+"""Writes docs/performance.md from the records of GPUs: ``python -m docs.performance``; ``--check`` only compares.
+
+The page says of each section whether its kernels were those of the package when the page was written.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +17,7 @@ from benchmarks.models import LARGE as SIZES
 from benchmarks.sanitizer import TOOLS
 from docs import performance_text as prose
 from docs.tables import table
+from opfuse.kernels.engine.sources import sources_digest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
@@ -251,8 +256,8 @@ def choices(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, shown(figure, 2)) for name, units in of_script(record, "choices").items() for figure in units.values()]
 
 
-def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
-    """(heading, text) of each section whose script has run."""
+def sections(record: Mapping[str, Any], today: str) -> Sequence[tuple[str, str]]:
+    """(heading, text) of each section whose script has run. today: as :func:`code` wants it."""
     made = {
         "casts": ("Kernels", kernels),
         "peers": ("Kernels compared with PyTorch, 16384 x 8192", peers),
@@ -285,12 +290,25 @@ def sections(record: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         "memcheck": ("compute-sanitizer", lambda record: f"{others(record, *TOOLS)}\n\n{prose.SANITIZER}"),
     }
     run = record["measured"]
-    return [(heading, f"{code(run[script])}.\n\n{text(record)}") for script, (heading, text) in made.items() if script in run]
+    there = [(script, *each) for script, each in made.items() if script in run]
+    return [(heading, f"{code(run[script], today)}.\n\n{text(record)}") for script, heading, text in there]
 
 
-def code(moment: Mapping[str, Any]) -> str:
-    """When something was measured, and of which code."""
-    return f"On {moment['date']}: kernels {moment['kernels_digest'][:12]}, package {moment['package_digest'][:12]}"
+def code(moment: Mapping[str, Any], today: str) -> str:
+    """When something was measured, and of which code. today: how the digest of the kernels' sources begins."""
+    sources = "these" if moment["kernels_digest"].startswith(today) else "earlier"
+    kernels, package = (moment[f"{what}_digest"][:SHOWN] for what in ("kernels", "package"))
+    return f"On {moment['date']}: kernels {kernels}, of {sources} sources; package {package}"
+
+
+SHOWN = 12
+"""Digits of a digest."""
+
+
+def digest_of(page: str) -> str:
+    """How the digest of the kernels' sources began when ``page`` was written."""
+    found = re.search(rf"`([0-9a-f]{{{SHOWN}}})`", page)
+    return found[1] if found else ""
 
 
 def counted(tests: Mapping[str, Any]) -> str:
@@ -298,7 +316,7 @@ def counted(tests: Mapping[str, Any]) -> str:
     return ", ".join(f"{tests[state]} {state}" for state in ("passed", "failed", "skipped") if state in tests)
 
 
-def ranks(record: Mapping[str, Any]) -> str:
+def ranks(record: Mapping[str, Any], today: str) -> str:
     """Training over the GPUs of a machine."""
     count, figures = record["ranks"], of_script(record, "distributed")
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -315,32 +333,34 @@ def ranks(record: Mapping[str, Any]) -> str:
         for name, units in figures.items()
     ]
     origin = (
-        f"{code(record)}. By `{record['script']}`, {count} ranks, one a GPU: {versions}; "
+        f"{code(record, today)}. By `{record['script']}`, {count} ranks, one a GPU: {versions}; "
         f"tests/distributed over NCCL: {counted(record['tests'])}.\n\n"
     )
     return origin + prose.SEVERAL + table(("layers", *columns), rows)
 
 
-def document(record: Mapping[str, Any], several: Mapping[str, Any]) -> str:
-    """The page of the records of one GPU and of several."""
+def document(record: Mapping[str, Any], several: Mapping[str, Any], today: str) -> str:
+    """The page of the records of one GPU and of several. today: as :func:`code` wants it."""
     device, *versions = (f"{name} {version}" for name, version in record["versions"].items())
     head = prose.HEAD.format(
         device=f"one {device.removeprefix('device ')}",
         script=record["script"],
         versions=", ".join(versions),
-        code=code(record["tests"]),
+        today=today,
+        code=code(record["tests"], today),
         tests=counted(record["tests"]),
     )
-    made = [*sections(record), ("Several GPUs", ranks(several))]
+    made = [*sections(record, today), ("Several GPUs", ranks(several, today))]
     return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in made)
 
 
 def main() -> int:
     """Write the page, or compare it under ``--check``."""
-    text = document(*(json.loads(file.read_text(encoding="utf-8")) for file in (RECORD, RANKS)))
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in (RECORD, RANKS)]
     if "--check" in sys.argv[1:]:
-        return int(DOCUMENT.read_text(encoding="utf-8") != text)
-    DOCUMENT.write_text(text, encoding="utf-8")
+        page = DOCUMENT.read_text(encoding="utf-8")
+        return int(page != document(*records, digest_of(page)))
+    DOCUMENT.write_text(document(*records, sources_digest()[:SHOWN]), encoding="utf-8")
     return 0
 
 

@@ -6,7 +6,8 @@ HEAD = """\
 Measured on {device} by `{script}`, with {versions}.
 
 - Every table is measured in one process, on random data. Each section gives its date, and digests of the kernels' sources (as
-  `opfuse kernels --digest` prints) and of the package.
+  `opfuse kernels --digest` prints) and of the package. *These sources*, those of the day on which this page was written, have
+  `{today}`.
 - A figure in parentheses is the limit that the project sets itself. A figure that misses its limit is **bold**.
 - Bandwidths count the fewest bytes that a kernel can move.
 - Two pipelines come up again and again, with inputs and weights in bf16. **A** is Linear, GELU, Linear, with biases. **B** is

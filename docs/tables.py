@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -32,8 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("recipes", "ops", "fusions", "cli")))
 """Pages with tables between marks."""
-STUDY = ROOT / "benchmarks" / "results" / "overrides_cpu.json"
-"""What `opfuse study overrides configs/quickstart.yaml` wrote, without the single measurements."""
+STUDIES = {name: ROOT / "benchmarks" / "results" / f"{name}_cpu.json" for name in ("overrides", "keep")}
+"""What `opfuse study NAME configs/quickstart.yaml` wrote, without the single measurements."""
 RECORD = ROOT / "benchmarks" / "results" / "h200.json"
 
 
@@ -146,9 +147,9 @@ def variables() -> str:
     return table(["variable", "what it sets"], ([f"`{name}`", says] for name, says in VARIABLES.items()))
 
 
-def study() -> str:
-    """Gradients beside the exact ones, as recorded."""
-    return markdown(json.loads(STUDY.read_text(encoding="utf-8")))
+def study(name: str) -> str:
+    """Gradients beside the exact ones, as recorded; of ``keep`` also the bytes that are saved."""
+    return markdown(json.loads(STUDIES[name].read_text(encoding="utf-8")))
 
 
 def _summary(doc: str | None) -> str:
@@ -222,7 +223,7 @@ TABLES = {
     "ops": ops,
     "rules": rules,
     "variables": variables,
-    "study": study,
+    **{f"study_{name}": functools.partial(study, name) for name in STUDIES},
 }
 
 

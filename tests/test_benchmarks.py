@@ -361,7 +361,7 @@ def test_choices_are_measured_on_both_sides_of_each_threshold(monkeypatch: pytes
         limits = [found[name] for name, of in threshold.items() if of == kind]
         assert sorted(limits, key=str) == [choices.LEAST, None]
     page = performance.choices({"results": [{**each, "script": "choices"} for each in choices.records("meta")]})
-    assert ("product, per tensor, fast: 32 tiles", "2.00 (0.97)") in page
+    assert ("product, per tensor, fast: 112 tiles", "2.00 (0.97)") in page
 
 
 def test_gradients_of_groups_are_added_in_the_launch_or_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,11 @@ from tests.kernels.test_products import BF16, HOPPER, shifted, stored
 @pytest.mark.parametrize(
     ("kinds", "sizes", "cast", "why"),
     [
-        (("tensor", "tensor"), (256, 2048, 8192), "delayed", ""),
-        (("tensor", "tensor"), (256, 2048, 8208), "delayed", "slower: wants 1 to 8192 length of the sum, got 8208"),
-        (("tensor", "tensor"), (256, 2048, 8208), "", ""),
+        (("tensor", "tensor"), (1024, 1792, 8192), "delayed", ""),
+        (("tensor", "tensor"), (1024, 1792, 8208), "delayed", "slower: wants 1 to 8192 length of the sum, got 8208"),
+        (("tensor", "tensor"), (1024, 1792, 8208), "", ""),
         (("tensor", "tensor"), (128, 8192, 64), "", "slower: wants 256 to inf lines, got 128"),
-        (("tensor", "tensor"), (256, 1024, 64), "current", "slower: wants 32 to inf tiles, got 16"),
+        (("tensor", "tensor"), (256, 1024, 64), "current", "slower: wants 112 to inf tiles, got 16"),
         (("tensor", "tensor"), (256, 2048, 64), "MX", "not measured for this product with this cast"),
         (("1x128", "128x128"), (1800, 1792, 128), "1x128", ""),  # 8 by 14 tiles of 256 by 128
         (

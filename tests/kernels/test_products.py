@@ -125,10 +125,12 @@ def test_r10_what_the_own_product_takes(kinds, sizes, own):
 @pytest.mark.parametrize(
     ("kinds", "sizes", "fast", "faster"),
     [
-        (("tensor", "tensor"), (1024, 512, 256), True, True),
+        (("tensor", "tensor"), (1024, 1792, 256), True, True),
+        (("tensor", "tensor"), (1024, 1664, 256), True, False),
         (("tensor", "tensor"), (1024, 512, 256), False, False),
-        (("tensor", "tensor"), (1024, 512, 8208), True, False),
-        (("1x128", "128x128"), (1024, 2048, 128), False, True),
+        (("tensor", "tensor"), (1024, 1792, 8208), True, False),
+        (("1x128", "128x128"), (2048, 1792, 128), False, True),
+        (("1x128", "128x128"), (2048, 1664, 128), False, False),
         (("1x128", "1x128"), (1024, 2048, 128), False, False),
         (("1x128", "128x128"), (128, 8192, 128), False, False),
     ],

@@ -1,8 +1,10 @@
-"""Host cost of planning and of finding a plan again: ``python -m benchmarks.host [--json [FILE]]``. Runs on the CPU.
+"""Host cost of planning, of recording and of finding a plan again: ``python -m benchmarks.host [--json [FILE]]``, on the CPU.
 
-A *miss* lowers, covers and verifies a pipeline on an empty cache; the time should grow in proportion to the ops. A *hit* makes
-the key of a call and looks its plan up; it is set against a call of ``nn.Identity`` and of a small ``nn.Linear``. All times are
-the shortest of many short runs, since a host has other things to do; of a miss also the processor's, which others lengthen less.
+A *miss* lowers, covers and verifies a pipeline on an empty cache; the time should grow in proportion to the ops. A *recording* is
+a run on tape, and the program that is made of it; the same run by the interpreter and by the program are set beside it. A *hit*
+makes the key of a call and looks its plan up; it is set against a call of ``nn.Identity`` and of a small ``nn.Linear``. All times
+are the shortest of several runs, since a host has other things to do; of a miss and a recording the processor's, which others
+lengthen less.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.compiler.registry import active_rules
+from opfuse.recipes.recipe import Recipe
 from opfuse.runtime.fuser import OperationFuser
 
 WIDTH = 64
@@ -31,17 +34,29 @@ PIPELINES = {
 }
 """Pipelines to hit, by their number of basic ops."""
 
+RECORDED = 100
+RECIPES: dict[str, Recipe | None] = {
+    "none": None,
+    "fp8_current": opfuse.recipes.Float8CurrentScaling(),
+    "mxfp8": opfuse.recipes.MXFP8BlockScaling(),
+}
+"""Ops of the pipeline that is recorded, and its recipes."""
+
 
 def _block() -> list[torch.nn.Module]:
     return [ops.RMSNorm(WIDTH), ops.Linear(WIDTH, 2 * WIDTH), ops.GELU(), ops.Linear(2 * WIDTH, WIDTH)]
 
 
-def _pipeline(size: int) -> OperationFuser:
+def _modules(size: int) -> list[torch.nn.Module]:
     """RMSNorm, Linear, GELU, Linear again and again, up to ``size`` basic ops or a few more."""
     modules: list[torch.nn.Module] = []
     while sum(len(op.basic_ops) for op in modules) < size:
         modules += _block()
-    return OperationFuser(torch.nn.ModuleList(modules).bfloat16())
+    return modules
+
+
+def _pipeline(size: int) -> OperationFuser:
+    return OperationFuser(torch.nn.ModuleList(_modules(size)).bfloat16())
 
 
 def _input() -> torch.Tensor:
@@ -66,6 +81,37 @@ def plan_times(repeats: int = 15) -> list[dict[str, Any]]:
     return rows
 
 
+def _pass_times(model: torch.nn.Module, x: torch.Tensor, recipe: Recipe | None) -> tuple[float, float]:
+    """Milliseconds of the processor for a forward and a backward pass."""
+    start = time.process_time()
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x)
+    between = time.process_time()
+    y.backward(x)
+    return (between - start) * 1e3, (time.process_time() - between) * 1e3
+
+
+def record_times(size: int = RECORDED, repeats: int = 5) -> list[dict[str, Any]]:
+    """Milliseconds of the processor for each pass of a pipeline, by recipe and by what the call does.
+
+    The second call of a look records its forward pass, the fourth its backward pass.
+    """
+    x, rows = _input(), []
+    for name, recipe in RECIPES.items():
+        took: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(repeats):
+            gc.collect()
+            model = ops.Sequential(*_modules(size)).bfloat16()
+            calls = [_pass_times(model, x, recipe) for _ in range(5)]
+            with opfuse.interpreted():
+                took.setdefault("interpreted", []).append(_pass_times(model, x, recipe))
+            took.setdefault("recorded", []).append((calls[1][0], calls[3][1]))
+            took.setdefault("repeated", []).append(calls[4])
+        passes = {what: dict(zip(("forward_ms", "backward_ms"), map(min, zip(*times)))) for what, times in took.items()}
+        rows.append({"recipe": name, "ops": sum(len(op.basic_ops) for op in model), **passes})
+    return rows
+
+
 def _microseconds(call: Callable[[], Any], calls: int = 200) -> float:
     return min(timeit.repeat(call, number=calls, repeat=200)) / calls * 1e6
 
@@ -87,10 +133,16 @@ def hit_times() -> dict[str, Any]:
     return {**found, "pipelines": rows}
 
 
-def report(plans: list[dict[str, Any]], hits: dict[str, Any]) -> str:
-    """Both tables as text."""
+def report(plans: list[dict[str, Any]], recordings: list[dict[str, Any]], hits: dict[str, Any]) -> str:
+    """All tables as text."""
     lines = [f"{'ops':>6} {'nodes':>6} {'fusions':>8} {'miss ms':>9} {'CPU ms':>9} {'us an op':>9}"]
     lines += ["{ops:6d} {nodes:6d} {fusions:8d} {ms:9.1f} {cpu_ms:9.1f} {us_per_op:9.1f}".format(**row) for row in plans]
+    lines += ["", f"{'ops':>6} {'recipe':>12} {'run':>15} {'forward ms':>11} {'backward ms':>12}"]
+    for row in recordings:
+        for what, passes in ((what, passes) for what, passes in row.items() if isinstance(passes, dict)):
+            lines.append(
+                f"{row['ops']:6d} {row['recipe']:>12} {what:>15} {passes['forward_ms']:11.1f} {passes['backward_ms']:12.1f}"
+            )
     lines += ["", f"{'ops':>6} {'params':>6} {'key us':>8} {'hit us':>9} {'nn.Identity calls':>18} {'nn.Linear calls':>16}"]
     for row in hits["pipelines"]:
         ratios = row["hit_us"] / hits["nn.Identity"], row["hit_us"] / hits["nn.Linear"]
@@ -109,11 +161,12 @@ def main() -> None:
     torch.set_num_threads(1)
     with opfuse.autocast(recipe=opfuse.recipes.MXFP8BlockScaling()):
         plans, hits = plan_times(), hit_times()
-    text = json.dumps({"torch": torch.__version__, "planning": plans, "hit": hits}, indent=1)
+    recordings = record_times()
+    text = json.dumps({"torch": torch.__version__, "planning": plans, "recording": recordings, "hit": hits}, indent=1)
     if target is not None and str(target) == "-":
         print(text)
         return
-    print(report(plans, hits))
+    print(report(plans, recordings, hits))
     if target is not None:
         target.write_text(text + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.numerics.activations import BIAS, GELU
 from opfuse.numerics.chain import Stage
+from opfuse.program.program import Program
 from opfuse.runtime.fuser import listed_plans
+from opfuse.runtime.recorded import RecordedValues
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
 DOCUMENT = Path(__file__).resolve().parent / "trace.md"
 ROWS, WIDTH = 32, 64
-SHOWN = 4
+SHOWN, LINES = 4, 14
 
 TEXT = """# One call, traced
 
@@ -69,7 +72,16 @@ Value 5 is the output of GELU, value 9 the result:
 {values}
 
 The second call with the same shapes is recorded as it runs; from the third on the recording is repeated (`runtime/programs.py`,
-`program/`): torch ops and kernel launches in a straight line, with addresses filled in.
+`program/`): torch ops and kernel launches in a straight line, with addresses filled in. `program/line.py` writes that line as a
+function of Python, which lets go of each tensor after its last reader. On a GPU this one launches kernels; on a CPU, where the
+definitions of `numerics/` run, it has {lines} lines. The first are the cast of node 0, the last returns the result and what is
+saved for the backward pass:
+
+```text
+{line}
+```
+
+{constants}
 
 ## 5. The kernel (`kernels/chains/`)
 
@@ -143,6 +155,18 @@ def _values(model: ops.Sequential, x: torch.Tensor, y: torch.Tensor) -> Iterator
     yield "value 9 [0, :4]", *y[0, :SHOWN].tolist()
 
 
+def _program(plan: Plan) -> Program:
+    """The program of the forward pass."""
+    (made,) = (each for looks in plan.programs.values() for each in looks.values() if isinstance(each, RecordedValues))
+    return made.program
+
+
+def _constants(program: Program, shown: str) -> Iterator[Sequence[object]]:
+    for name in dict.fromkeys(re.findall(r"\bc\d+\b", shown)):
+        value = program.constants[name]
+        yield f"`{name}`", f"`{getattr(value, '__name__', value)}`"
+
+
 def _launched() -> tuple[Variant, str, Grid]:
     """The kernel that the epilogue launches, told by a launcher that launches nothing."""
     told: list[tuple[Variant, str, Grid]] = []
@@ -168,7 +192,13 @@ def document() -> str:
     """The page."""
     plan, model, x, y = _plan()
     variant, entry, grid = _launched()
+    program = _program(plan)
+    lines = program.text.split("\n")
+    first = "\n".join(lines[:LINES])
     return TEXT.format(
+        lines=len(lines),
+        line="\n".join([first, "    ...", lines[-1]]),
+        constants=table(("constant", "value"), _constants(program, first)),
         shown=SHOWN,
         key=table(("leaf", "value"), _key(plan)),
         graph=table(("node", "reads", "writes"), _nodes(plan)),

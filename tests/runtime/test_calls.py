@@ -32,6 +32,12 @@ def test_functions_of_the_library_in_a_step(recipe: Recipe, most: int) -> None:
     assert calls_of(2, recipe) <= most
 
 
+@pytest.mark.parametrize(("recipe", "most"), [(Float8CurrentScaling(), 61), (Float8BlockScaling(), 61), (DelayedScaling(), 63)])
+def test_functions_of_the_library_in_inference(recipe: Recipe, most: int) -> None:
+    model = model_of(ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE))
+    assert python_calls(model, recipe, train=False) <= most
+
+
 def test_delayed_scaling_calls_nothing_for_a_state() -> None:
     """One cast of a pass or many, a state is counted and updated without a function of its own."""
     extra = [calls_of(layers, DelayedScaling()) - calls_of(layers, Float8CurrentScaling()) for layers in (1, 2, 4)]

@@ -413,15 +413,16 @@ def test_looks_that_never_end_keep_few_programs():
 # -- what it costs, and what is told -----------------------------------------------------------------------------------------
 
 
-def python_calls(model, recipe) -> int:
-    """Functions of the library that Python calls in a training step, the backward pass on this thread."""
-    with torch.autograd.set_multithreading_enabled(False):
+def python_calls(model, recipe, *, train=True) -> int:
+    """Functions of the library that Python calls in a step, of training with the backward pass on this thread."""
+    with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(train):
         for call in range(5):  # from the fifth on nothing is recorded, and what is saved has its places
-            step(model, call, recipe)
-        x = randn(32, SIZE).requires_grad_()
+            step(model, call, recipe, train=train)
+        x = randn(32, SIZE).requires_grad_(train)
         with cProfile.Profile() as profile, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
             y = model(x)
-            y.backward(y.detach())
+            if train:
+                y.backward(y.detach())
     code = (entry for entry in profile.getstats() if not isinstance(entry.code, str))
     return sum(entry.callcount for entry in code if entry.code.co_filename.startswith(os.path.dirname(opfuse.__file__)))
 

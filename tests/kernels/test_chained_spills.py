@@ -125,8 +125,9 @@ REFUSED: tuple[tuple[Call, str], ...] = (
     ((("bias", "gelu", "add"), "stored", False, True), "at most 1 operands of the result's size, of 16 bits, .* got 2"),
     ((("bias", "dropout"), "1x128", False, False), "at most 0 operands of the result's size"),
     ((("bias", "srelu", "dropout", "add"), "delayed, both", False, False), "at most 3 ops, .*got bias, srelu"),
-    ((("bias", "relu", "bias"), "delayed", False, False), "one a bias, got bias, relu, bias"),
-    ((("gelu", "silu"), "1x128", False, False), "one an activation .*got gelu, silu"),
+    ((("bias", "relu", "bias"), "delayed", False, False), "no two alike and one an activation, got bias, relu, bias"),
+    ((("bias", "dropout", "dropout"), "current", True, True), "no two alike .*got bias, dropout, dropout"),
+    ((("gelu", "silu"), "1x128", False, False), "one an activation, got gelu, silu"),
 )
 
 
@@ -136,7 +137,7 @@ def test_what_would_spill_runs_apart_and_says_why(call, why):
     ops, end, keeps, wide = call
     (_, _, stages, _), _ = arguments(ops, ENDS[end], (0,) if keeps else (), wide=wide)
     of_end = ENDS[end]
-    kind = {"delayed": "TENSOR", "1x128": "BLOCKS", "": "NOTHING"}[of_end.cast]
+    kind = {"delayed": "TENSOR", "current": "AMAX", "1x128": "BLOCKS", "": "NOTHING"}[of_end.cast]
     stores = keeps or of_end.original
     assert re.search(why, crowded(stages, kind, turned=COLUMNWISE in of_end.usages, stores=stores))
 

@@ -13,7 +13,7 @@ from opfuse.numerics.activations import ARITHMETIC
 from opfuse.numerics.chain import Stage
 
 LONGEST = 3
-"""Ops of a chain, of which at most one is an activation, and one a bias."""
+"""Ops of a chain, no two alike, of which at most one is an activation."""
 
 MOST_FULL = {"arithmetic": 2, "activation": 1, "nothing stored": 0}
 """Operands of the result's size, in 16 bits: beside arithmetic, beside an activation, for an end of :data:`FULL`."""
@@ -36,8 +36,8 @@ def crowded(stages: Sequence[Stage], cast: str, *, turned: bool, stores: bool) -
     names = [stage.math.name for stage in stages]
     own = [name for name in names if name not in ARITHMETIC]
     full = (cast, turned) in FULL and not stores
-    if len(names) > LONGEST or len(own) > 1 or names.count("bias") > 1:
-        return f"registers: wants at most {LONGEST} ops, of which one an activation and one a bias, got {', '.join(names)}"
+    if len(names) > LONGEST or len(own) > 1 or len({*names}) < len(names):
+        return f"registers: wants at most {LONGEST} ops, no two alike and one an activation, got {', '.join(names)}"
     if "gelu_erf" in names and (names != EXACT_GELU or (full and turned)):
         return "registers: the exact GELU has them only behind a bias, and for a transpose only if a value is stored"
     room = MOST_FULL["nothing stored" if full else "activation" if own else "arithmetic"]

@@ -1,4 +1,5 @@
-"""What a field may hold: one value that reads, words and describes it, for arguments of ops, recipes, guards and files alike.
+"""What a field may hold: one value that reads, words and describes it, for arguments of functions and ops, recipes, guards and
+files alike.
 
 A field's domain follows from its type (``bool``, ``int``, ``float``, ``str``, a ``Literal``, any of these or None); where it is
 narrower, the type says so: ``eps: Annotated[float, NON_NEGATIVE]``.
@@ -10,10 +11,10 @@ import functools
 import inspect
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from opfuse.errors import OpfuseError, describe, nearest
 
@@ -247,3 +248,117 @@ def keywords(cls: type) -> frozenset[str] | None:
     parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return None if takes_any else frozenset(p.name for p in parameters) - {"self"}
+
+
+# -- arguments of public functions ---------------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NAMES = {"Module": "an nn.Module", "Tensor": "a torch.Tensor", "dtype": "a torch.dtype", "str": "a text"}
+"""Classes that are called otherwise."""
+
+
+def checked_arguments(error: type[OpfuseError], *, but: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A public function whose arguments are checked before it runs; ``error`` for one that its annotation does not allow, and
+    for a keyword that there is not. It gets them in their normal form. but: the argument that the function checks itself.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        where = function.__qualname__.removesuffix(".__init__")
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            unknown = [] if open_ended else [name for name in kwargs if name not in signature.parameters]
+            if unknown:
+                known = [name for name in signature.parameters if name != "self"]
+                got, cure = f"{unknown[0]!r}{nearest(unknown[0], known)}", "mend the name"
+                raise error(describe(where, wanted=f"arguments of {', '.join(known)}", got=got, cure=cure))
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return function(*args, **kwargs)  # Python says it better
+            for name, domain in _domains(function).items():
+                if name in bound.arguments and name != but:
+                    bound.arguments[name] = domain.checked(f"{where}({name}=)", bound.arguments[name], error)
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+@functools.cache
+def _domains(function: Callable[..., Any]) -> dict[str, Domain]:
+    """The domains of a function's arguments; those are left out whose annotation says nothing."""
+    hints = get_type_hints(function, include_extras=True)
+    kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
+    found = {name: _argument(hint, kinds[name]) for name, hint in hints.items() if name in kinds}
+    return {name: domain for name, domain in found.items() if domain is not None}
+
+
+def _argument(hint: Any, kind: Any) -> Domain | None:
+    if kind is inspect.Parameter.VAR_KEYWORD:
+        return None
+    domain = _of(hint)
+    return (
+        _several(domain, "arguments, each", tuple) if domain is not None and kind is inspect.Parameter.VAR_POSITIONAL else domain
+    )
+
+
+def _of(hint: Any) -> Domain | None:
+    """The domain of an annotation: that of a field, or what is of its classes."""
+    domain, origin, parts = domain_of(hint), get_origin(hint), get_args(hint)
+    if domain is not None:
+        return domain
+    if origin in (Union, UnionType):
+        kinds = [part for part in parts if part is not NoneType]
+        inner = _of(kinds[0]) if len(kinds) == 1 else _instance(*kinds) if all(isinstance(k, type) for k in kinds) else None
+        return inner if inner is None or NoneType not in parts else optional(inner)
+    if origin is tuple and parts[1:] != (...,):
+        return _row([_of(part) for part in parts])
+    if isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping):
+        inner = _of(parts[0])
+        return None if inner is None else _several(inner, "a list, each part", (tuple, list) if origin is tuple else origin)
+    if isinstance(hint, TypeVar):
+        return _of(hint.__bound__)
+    kind = origin or hint
+    return _instance(kind) if isinstance(kind, type) and kind not in (object, Any, NoneType) else None
+
+
+def _instance(*kinds: type) -> Domain:
+    wanted = " or ".join(_NAMES.get(kind.__name__, f"a {kind.__name__}") for kind in kinds)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, kinds):
+            raise ValueError
+        return value
+
+    return Domain(wanted, read)
+
+
+def _several(domain: Domain, what: str, kinds: Any) -> Domain:
+    """Several values of a domain, as a tuple, out of an object of ``kinds``; a text is none."""
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if isinstance(value, (str, bytes)) or not isinstance(value, kinds):
+            raise ValueError
+        return tuple(map(domain.read, value))
+
+    return Domain(f"{what} {domain.wanted}", read, names=domain.names)
+
+
+def _row(domains: list[Domain | None]) -> Domain | None:
+    """As many values as there are domains."""
+    known = [domain for domain in domains if domain is not None]
+    if len(known) < len(domains):
+        return None
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (tuple, list)) or len(value) != len(known):
+            raise ValueError
+        return tuple(domain.read(each) for domain, each in zip(known, value))
+
+    return Domain(f"({', '.join(domain.wanted for domain in known)})", read)

@@ -42,3 +42,71 @@ def test_what_a_terminal_shows_is_short(name: str) -> None:
         shown = repr(RETURNED[name]())
     assert len(shown) < 700
     assert shown.startswith(type(RETURNED[name]()).__name__ + "(")
+
+
+X = torch.randn(8, 8)
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "support of a number": (lambda: opfuse.support(3), r"support\(recipe=\): wants a Recipe or a text, got 3"),
+    "support on a text": (
+        lambda: opfuse.support(FP8, "9.0"),
+        r"support\(arch=\): wants None or \(an integer, an integer\), got '9.0'",
+    ),
+    "support on a number": (lambda: opfuse.support_matrix(archs=(9,)), r"support_matrix\(archs=\): wants a list, each part \("),
+    "a flag": (lambda: opfuse.is_fp8_available(native="yes"), r"is_fp8_available\(native=\): wants True or False, got 'yes'"),
+    "a state dict": (lambda: opfuse.to_planes(None), r"to_planes\(state_dict=\): wants a Mapping, got None"),
+    "a model of states": (lambda: opfuse.prepare_delayed("m"), r"prepare_delayed\(model=\): wants an nn.Module, got 'm'"),
+    "raw weights": (
+        lambda: opfuse.post_all_gather_processing([X]),
+        r"weights=\): wants a list, each part a QuantizedTensor, got",
+    ),
+    "masters": (lambda: opfuse.master_weights(3), r"master_weights: wants parameters, got an element of type int"),
+    "graphs of a tensor": (
+        lambda: opfuse.graphed(pipeline(), X),
+        r"graphed\(sample_args=\): wants a list, each part a torch.Tensor",
+    ),
+    "a path": (lambda: opfuse.dump(None), r"dump\(path=\): wants a text or a Path, got None"),
+    "a file": (lambda: opfuse.load(None), r"a path is a text, got NoneType"),
+    "an option": (lambda: opfuse.explain(pipeline(), X, overrides=2), r"explain\(overrides=\): wants True or False, got 2"),
+    "calls": (lambda: opfuse.host_times(pipeline(), X, calls="5"), r"host_times\(calls=\): wants an integer, got '5'"),
+    "a checkpoint": (lambda: opfuse.checkpoint(None, X), "checkpoint: wants a module or a function, got NoneType"),
+    "a kind": (lambda: opfuse.advise(model(), kind=None), r"advise\(kind=\): wants text, got None"),
+    "no model": (lambda: opfuse.unfuse_(None), r"unfuse_\(model=\): wants an nn.Module, got None"),
+    "a class": (
+        lambda: opfuse.export_weights(nn.Linear, "deepseek"),
+        r"weights\(model=\): wants an nn.Module, got <class",
+    ),
+    "a layout": (lambda: opfuse.import_weights({}, layout=3), r"import_weights\(layout=\): wants None or text, got 3"),
+    "a dtype": (lambda: opfuse.import_weights({}, dtype="bf16"), r"import_weights\(dtype=\): wants a torch.dtype, got 'bf16'"),
+    "an order": (
+        lambda: opfuse.register_fusion(opfuse.active_rules().rules[0], prepend=1),
+        r"prepend=\): wants True or False, got 1",
+    ),
+    "modules": (lambda: opfuse.offloaded(None), r"offloaded\(modules=\): wants arguments, each an nn.Module, got \(None,\)"),
+    "torchao's keyword": (
+        lambda: opfuse.fuse_(model(), FP8, module_filter_fn=lambda module, path: True),
+        r"fuse_: wants keywords that it has, got 'module_filter_fn'; did you mean 'filter_fn'\? Cure: write one of",
+    ),
+    "an index": (lambda: pipeline()["0"], "Sequential index: wants an integer, got '0'"),
+    "a place": (lambda: pipeline().insert(None, ops.GELU()), "Sequential index: wants an integer, got None"),
+    "no list": (lambda: pipeline() + ops.GELU(), "Sequential: wants a list of modules, got GELU"),
+    "a name": (lambda: ops.Sequential({"a.b": ops.GELU()}), "Sequential: wants a name that a submodule can have, got 'a.b'"),
+    "keywords of ops": (lambda: pipeline()(X, op_kwargs=[1]), "Sequential op_kwargs: wants a mapping, got list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_function_cannot_take_is_told_with_its_cure(name: str) -> None:
+    call, told = REFUSED[name]
+    with pytest.raises(opfuse.errors.OpfuseError, match=told) as raised:
+        call()
+    assert "Cure: " in str(raised.value) or "help" in str(raised.value)
+
+
+def test_an_argument_too_many_is_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        opfuse.unfuse_(model(), 3)  # type: ignore[call-arg]
+
+
+def test_what_is_listed_is_given_as_a_tuple() -> None:
+    assert opfuse.support_matrix([[9, 0]]) == opfuse.support_matrix(((9, 0),))  # type: ignore[arg-type, list-item]

@@ -15,7 +15,7 @@ from typing import Any
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import JOINT, PASSES, Fusion
 from opfuse.compiler.vocabulary import check_rules
-from opfuse.domains import uncallable
+from opfuse.domains import checked_arguments, uncallable
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.keys import REGISTERED, Digest, digest, key_fields
 from opfuse.sources import caller
@@ -219,6 +219,7 @@ class Registration:
         self.unregister()
 
 
+@checked_arguments(FusionError)
 def register_fusion(rule: Fusion, *, prepend: bool = False) -> Registration:
     """Add a declarative rule to the process-wide set."""
     set_default_rules(default_rules().with_rule(rule, first=prepend))
@@ -234,6 +235,7 @@ def _register(direction: str, func: Callable[..., Any], prepend: bool, wanted: s
     return Registration(name)
 
 
+@checked_arguments(FusionError)
 def register_forward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
     """Register ``func(ops, *, recipe) -> ops``, whose FusedOperations bring their own ``fuser_forward``.
 
@@ -242,11 +244,13 @@ def register_forward_fusion(func: Callable[..., Any], prepend: bool = False, *, 
     return _register(FORWARD, func, prepend, name)
 
 
+@checked_arguments(FusionError)
 def register_backward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
     """Like :func:`register_forward_fusion`, for ``fuser_backward``."""
     return _register(BACKWARD, func, prepend, name)
 
 
+@checked_arguments(FusionError)
 def register_forward_backward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
     """Like :func:`register_forward_fusion`, for ops that bring both and keep their own saved state."""
     return _register(JOINT, func, prepend, name)

@@ -94,6 +94,9 @@ def check(path: str | Path) -> tuple[Finding, ...]:
 
 def text_at(path: str | Path) -> tuple[bytes, str]:
     """The text of the file at ``path``, or of the example of that name, and its path. ConfigError if there is neither."""
+    if not isinstance(path, (str, Path)):
+        got, help = f"a path is a text, got {type(path).__name__}", "write the path of a file, or the name of an example"
+        raise ConfigError(Finding("load", Span(1, 1), "no-file", got, help))
     file, known = Path(path), examples()
     if not file.exists():
         file = known.get(str(path), file)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
 from opfuse.convert.gains import RECORD
 from opfuse.convert.policy import HEADS, OUTPUT_HEAD, heads_of
 from opfuse.core.operation import BasicOperation
-from opfuse.domains import SIZE
+from opfuse.domains import SIZE, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
 
@@ -81,7 +81,10 @@ class Advice:
         return {"rows": self.rows, "gain": self.gain, "layers": [asdict(layer) for layer in self.layers]}
 
 
-def advise(model: nn.Module, *, kind: str = "fp8_current", rows: int = 8192, heads: Collection[str] = ()) -> Advice:
+@checked_arguments(ConversionError, but="model")
+def advise(
+    model: nn.Module, *, kind: str = "fp8_current", rows: Annotated[int, SIZE] = 8192, heads: Collection[str] = ()
+) -> Advice:
     """Advise the recipe ``kind`` or bf16 for each linear layer of ``model``, with the expected gain of a training step.
 
     rows: tokens of a step. Heads and routers stay in high precision, since their errors are those of the loss and of routing;
@@ -91,12 +94,11 @@ def advise(model: nn.Module, *, kind: str = "fp8_current", rows: int = 8192, hea
     if kind not in RATES:
         got, cure = f"{kind!r}{nearest(kind, RATES)}", f"name one of {', '.join(RATES)}"
         raise ConversionError(describe("advise(kind=)", wanted="a kind of recipe that was measured", got=got, cure=cure))
-    tokens = SIZE.checked("advise(rows=)", rows, ConversionError)
     layers = list(_layers(model, heads)) if isinstance(model, nn.Module) else []
     if not layers:
         got, cure = f"{type(model).__name__}, which has none", "pass a model of nn.Linear, or of opfuse.ops"
         raise ConversionError(describe("advise", wanted="a module with linear layers", got=got, cure=cure))
-    return Advice(tokens, tuple(_layer(path, sizes, what, kind, tokens) for path, sizes, what in layers))
+    return Advice(rows, tuple(_layer(path, sizes, what, kind, rows) for path, sizes, what in layers))
 
 
 def _layers(model: nn.Module, heads: Collection[str]) -> Iterator[tuple[str, tuple[int, int], str | None]]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from opfuse.convert.policy import HEADS
+from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.formats import COLUMNWISE, E2M1, E4M3, NVFP4, ROWWISE, NumberFormat
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, store_scale
@@ -253,6 +254,7 @@ class Exported(NamedTuple):
     quantization_config: dict[str, Any]
 
 
+@checked_arguments(ConversionError)
 def export_weights(model: nn.Module, layout: str, *, ignore: Collection[str] | None = None) -> Exported:
     """The state dict of ``model`` with the weights of its linear layers as the library of ``layout`` stores them.
 
@@ -306,6 +308,7 @@ def _record(name: str, value: torch.Tensor, layout: str) -> QuantizedStorage:
     return quantizer.quantize(value.detach())
 
 
+@checked_arguments(ConversionError)
 def import_weights(
     tensors: Mapping[str, torch.Tensor],
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -24,8 +24,8 @@ from opfuse.convert.siblings import siblings
 from opfuse.convert.states import States
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
-from opfuse.domains import BOOLEAN
-from opfuse.errors import ConversionError, describe
+from opfuse.domains import BOOLEAN, checked_arguments
+from opfuse.errors import ConversionError, describe, nearest
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -37,6 +37,7 @@ def fuse_(
     filter_fn: Filter | None = None,
     policy: Policy | None = None,
     pack: bool = False,
+    **unknown: Never,
 ) -> Report:
     """Convert ``model``, in place, to compute under ``recipe``; :func:`unfuse_` undoes it. Returns a report on each module.
 
@@ -55,9 +56,13 @@ def fuse_(
     pack: place the weights of one product (gate and up; query, key and value) side by side in memory, so that calls do not copy
     them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy.
 
-    A model that is fused already is converted again. ConversionError if nothing could be converted, or if a pattern matches
-    nothing.
+    A model that is fused already is converted again. ConversionError if nothing could be converted, if a pattern matches nothing,
+    and for another keyword.
     """
+    if unknown:
+        name, known = next(iter(unknown)), ("recipe", "filter_fn", "policy", "pack")
+        cure = f"write one of {', '.join(known)}"
+        raise ConversionError(describe("fuse_", wanted="keywords that it has", got=f"{name!r}{nearest(name, known)}", cure=cure))
     if not isinstance(model, nn.Module):
         cure = "pass the model itself"
         raise ConversionError(describe("fuse_", wanted="an nn.Module", got=type(model).__name__, cure=cure))
@@ -86,6 +91,7 @@ def fuse_(
     return Report(tuple(walk.entries))
 
 
+@checked_arguments(ConversionError)
 def unfuse_(model: AnyModule) -> AnyModule:
     """Undo :func:`fuse_`, in place: every module gets its own forward back.
 

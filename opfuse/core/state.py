@@ -21,7 +21,8 @@ from torch import nn
 
 from opfuse.core.context import versions
 from opfuse.core.watched import WatchedModule
-from opfuse.errors import OpfuseWarning, RecipeError, describe
+from opfuse.domains import checked_arguments
+from opfuse.errors import OpfuseWarning, QuantizedTensorError, RecipeError, describe
 from opfuse.recipes import DelayedScaling, QuantizerRole, as_recipe
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.saved_states import FIELDS
@@ -195,6 +196,7 @@ def unquoted(key: str) -> str:
     return f"{role}/{field}"
 
 
+@checked_arguments(RecipeError)
 def prepare_delayed(model: nn.Module, recipe: object = None) -> nn.Module:
     """Tell ``model`` that it trains under ``recipe`` (None: ``DelayedScaling()``), so that its state dict has the keys of states.
 
@@ -222,6 +224,7 @@ def _stateful(model: nn.Module) -> Iterator[StatefulModule]:
             yield from getattr(vars(module).get(NAMESPACE), "ops", {}).values()
 
 
+@checked_arguments(QuantizedTensorError)
 def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict that torch's own modules load strictly: without states, and with quantized tensors, also those saved plane by
     plane, decoded.

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from opfuse.domains import checked_arguments
+from opfuse.errors import PipelineError
 from opfuse.inspect.observe import CallInputs, observe
 from opfuse.inspect.saved import RefusedSetting, recipes_of, totals_under
 from opfuse.inspect.told import Explanation
@@ -17,6 +19,7 @@ ENVIRONMENT = "environment "
 """How the source of a recipe's field begins if its value came from an environment variable."""
 
 
+@checked_arguments(PipelineError, but="model")
 def explain(model: nn.Module, *inputs: Any, overrides: bool = False, **named: Any) -> Explanation:
     """Explain ``model(*inputs, **named)`` under the active recipe, or those of converted modules, by running its forward once.
 

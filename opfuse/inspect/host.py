@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from opfuse.domains import checked_arguments
+from opfuse.errors import PipelineError
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import CallInputs, copied_call
 from opfuse.runtime.observed import GroupRun, observed
@@ -61,6 +63,7 @@ class _Times:
         self.found.setdefault((run.pipeline, run.side, run.name, run.nodes), []).append(run.seconds)
 
 
+@checked_arguments(PipelineError, but="model")
 def host_times(model: nn.Module, *inputs: Any, calls: int = 5, **named: Any) -> HostTimes:
     """How long the host is at each group of ``model(*inputs, **named)`` and of its backward pass, under the active recipe.
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from opfuse.errors import OpfuseError
+from opfuse.domains import checked_arguments
+from opfuse.errors import OpfuseError, PipelineError
 from opfuse.formats import dtype_name
 from opfuse.inspect.alike import alike, common, counted, starred
 from opfuse.inspect.gradients import error_of, gradients_of
@@ -69,6 +70,7 @@ class Saved:
         }
 
 
+@checked_arguments(PipelineError, but="model")
 def saved(model: nn.Module, *inputs: Any, errors: bool = False, **named: Any) -> Saved:
     """What ``model(*inputs, **named)`` saves for its backward pass under the active recipe.
 

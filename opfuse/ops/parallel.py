@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from opfuse.core.operation import FusibleOperation
+from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError, ShapeError, describe
 from opfuse.ops.activation import GatedActivation
 from opfuse.ops.collective import AllGather, AllReduce, ReduceScatter, SumGradients
@@ -49,6 +50,7 @@ class TensorParallel(ParallelStyle):
     PipelineError for another module, or a pipeline that is not so; ShapeError for features that the ranks cannot share.
     """
 
+    @checked_arguments(PipelineError)
     def __init__(self, *, sequence_dim: int | None = None) -> None:
         super().__init__()
         self.sequence_dim = sequence_dim

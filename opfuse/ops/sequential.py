@@ -17,7 +17,8 @@ from opfuse.core.channels import cure_of_extras
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.tracers import Enrolled, check_exported, check_proxy, prepared
 from opfuse.core.watched import WatchedModule
-from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, describe
+from opfuse.domains import INTEGER
+from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, PipelineTypeError, describe
 from opfuse.recipes import current_recipe
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.fuser import OperationFuser
@@ -95,7 +96,7 @@ class Sequential(Enrolled):
         self.__dict__["_rules"] = None if rules is None else checked_rules(rules)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             for name, module in modules[0].items():
-                self.add_module(name, self._check(module))
+                self._add_named(name, self._check(module))
         else:
             self.extend(modules)  # type: ignore[arg-type]
 
@@ -113,7 +114,7 @@ class Sequential(Enrolled):
         return iter(self._modules.values())  # type: ignore[arg-type]
 
     def _name(self, index: SupportsIndex) -> str:
-        position = index.__index__()
+        position = INTEGER.checked("Sequential index", index, PipelineTypeError)
         if not -len(self) <= position < len(self):
             raise PipelineIndexError(
                 describe("Sequential", wanted=f"an index within {len(self)} modules", got=position, cure="check len(model)")
@@ -149,6 +150,15 @@ class Sequential(Enrolled):
         _check_held(module)
         return module
 
+    def _add_named(self, name: str, module: nn.Module) -> None:
+        try:
+            self.add_module(name, module)
+        except (KeyError, TypeError) as error:
+            cure = f"give it another name: {error.args[0]}"
+            raise PipelineError(
+                describe("Sequential", wanted="a name that a submodule can have", got=repr(name), cure=cure)
+            ) from error
+
     def append(self, module: nn.Module) -> Sequential:
         """Add a module at the end."""
         taken = (int(name) for name in self._modules if name.isdigit())
@@ -157,14 +167,20 @@ class Sequential(Enrolled):
 
     def extend(self, modules: Iterable[nn.Module]) -> Sequential:
         """Add modules at the end."""
-        for module in list(modules):
+        for module in self._listed(modules):
             self.append(module)
         return self
+
+    def _listed(self, modules: object) -> list[Any]:
+        if not isinstance(modules, Iterable):
+            got, cure = type(modules).__name__, "pass several modules in a list, or one to append()"
+            raise PipelineTypeError(describe("Sequential", wanted="a list of modules", got=got, cure=cure))
+        return list(modules)
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
         """Insert a module before ``index``; names are renumbered."""
         modules = list(self)
-        modules.insert(index, self._check(module))
+        modules.insert(INTEGER.checked("Sequential index", index, PipelineTypeError), self._check(module))
         self._replace(modules)
         return self
 
@@ -175,10 +191,10 @@ class Sequential(Enrolled):
         return removed
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
-        return type(self)(*self, *other, rules=self.rules)
+        return type(self)(*self, *self._listed(other), rules=self.rules)
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
-        return self.extend(list(other))
+        return self.extend(other)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
@@ -266,7 +282,7 @@ class Sequential(Enrolled):
             runs = self.runs()
             if self.__dict__["_made"].unquantized and current_recipe() is not None:
                 self._tell_unquantized()
-        kwargs = self._kwargs(op_kwargs or {})
+        kwargs = self._kwargs({} if op_kwargs is None else op_kwargs)
         given = self._given(extra_inputs)
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
@@ -321,6 +337,9 @@ class Sequential(Enrolled):
 
     def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
         """The keyword arguments of each op of a run, by the run's identity; an op stands for all its places, an index for one."""
+        if not isinstance(op_kwargs, Mapping):
+            got, cure = type(op_kwargs).__name__, "pass {op: {...}}, by op or by index"
+            raise PipelineTypeError(describe("Sequential op_kwargs", wanted="a mapping", got=got, cure=cure))
         if not op_kwargs:
             return {}
         runs = [run for run in self.runs() if isinstance(run, OperationFuser)]

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
+from opfuse.domains import BOOLEAN
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.recipes.builtin import Float8CurrentScaling
 from opfuse.recipes.recipe import Recipe
@@ -217,6 +218,8 @@ def quantized_model_init(
     """
     _check_keywords("quantized_model_init", ("enabled", "recipe", "preserve_high_precision_init_val"), unknown)
     chosen = _chosen("quantized_model_init", enabled, recipe)
+    kept = preserve_high_precision_init_val
+    BOOLEAN.checked("quantized_model_init preserve_high_precision_init_val", kept, RecipeError)
     if chosen is not None:
         note_use()
     token = _MODEL_INIT.set(None if chosen is None else ModelInit(chosen.current(), preserve_high_precision_init_val))

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, cast
 
 import torch
 
+from opfuse.domains import checked_arguments
 from opfuse.errors import RecipeError, describe, nearest
 from opfuse.formats import DEQUANTIZED, FP8_ELEMENTS, IDENTITY, USAGES, NumberFormat, fp8_tensor
 from opfuse.kernels.products.native import BACKENDS, ON_CPU, Machine, layout_refusal
@@ -118,6 +119,7 @@ def _cuda_version() -> Arch | None:
     return int(major), int(minor)
 
 
+@checked_arguments(RecipeError)
 def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
     """How ``recipe``, or recipes of a kind such as ``"mxfp8"``, run on ``arch`` (None: on this machine).
 
@@ -214,6 +216,7 @@ def _formats(recipe: CustomRecipe, tensor_type: str) -> Mapping[str, NumberForma
     return None if answer is None else dict(zip(USAGES, answer.formats))
 
 
+@checked_arguments(RecipeError)
 def support_matrix(archs: tuple[Arch, ...] = ARCHS) -> tuple[SupportRow, ...]:
     """One row per kind of recipe and compute capability."""
     found = ((kind, arch, support(kind, arch)) for kind in RECIPES for arch in archs)
@@ -226,21 +229,25 @@ def _available(kind: str, *, return_reason: bool, native: bool) -> bool | tuple[
     return (answer, str(found)) if return_reason else answer
 
 
+@checked_arguments(RecipeError)
 def is_fp8_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
     """Whether per-tensor FP8 recipes run here; with ``native``, whether they do without emulation."""
     return _available("fp8_current", return_reason=return_reason, native=native)
 
 
+@checked_arguments(RecipeError)
 def is_fp8_block_scaling_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
     """Whether FP8 block scaling runs here; with ``native``, whether it does without emulation."""
     return _available("fp8_block", return_reason=return_reason, native=native)
 
 
+@checked_arguments(RecipeError)
 def is_mxfp8_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
     """Whether MXFP8 runs here; with ``native``, whether it does without emulation."""
     return _available("mxfp8", return_reason=return_reason, native=native)
 
 
+@checked_arguments(RecipeError)
 def is_nvfp4_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
     """Whether NVFP4 runs here; with ``native``, whether it does without emulation."""
     return _available("nvfp4", return_reason=return_reason, native=native)

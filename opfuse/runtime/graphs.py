@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import all_enrolled
-from opfuse.errors import UnsupportedError, describe
+from opfuse.domains import checked_arguments
+from opfuse.errors import PipelineError, UnsupportedError, describe
 from opfuse.recipes import Recipe, autocast, in_region
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.runtime.kept import sharded_part
@@ -27,6 +28,7 @@ CALLS = 2
 """Warm-up calls before the one in which the host must not wait: they compile kernels and choose products."""
 
 
+@checked_arguments(PipelineError)
 def graphed(module: nn.Module, sample_args: Sequence[torch.Tensor], *, recipe: Recipe | None = None) -> nn.Module:
     """``module`` as a module whose forward and backward pass are a CUDA graph each, for inputs that look like ``sample_args``.
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from opfuse.domains import checked_arguments
+from opfuse.errors import PipelineError
 from opfuse.tensors.capture import check_capture
 
 MIB = 2**20
@@ -32,6 +34,7 @@ class offloaded(saved_tensors_hooks):
     under ``save_on_cpu``, changes of saved tensors in place are not noticed.
     """
 
+    @checked_arguments(PipelineError)
     def __init__(self, *modules: nn.Module, ahead: int = 256 * MIB, least: int = MIB) -> None:
         self.modules, self.ahead, self.least = modules, ahead, least
         self._staying: set[int] = set()

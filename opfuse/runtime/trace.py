@@ -26,8 +26,9 @@ import opfuse
 from opfuse.compiler import plain as plans
 from opfuse.compiler.plan import Plan, PlanKey
 from opfuse.core.tracers import all_enrolled
+from opfuse.domains import checked_arguments
 from opfuse.environment import variable
-from opfuse.errors import OpfuseWarning, OutputError, describe, told_of
+from opfuse.errors import OpfuseWarning, OutputError, TraceError, describe, told_of
 from opfuse.keys import Cache, Leaf, Miss, leaves, plain
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 
@@ -187,6 +188,7 @@ def write(path: Path, pipelines: list[TracedPipeline]) -> Path:
     return path
 
 
+@checked_arguments(TraceError)
 def dump(path: str | Path) -> Path:
     """Write what this process planned: live pipelines, their keys with sources, every miss and why, the environment.
 

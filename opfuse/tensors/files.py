@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from opfuse.domains import checked_arguments
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.formats import DTYPES, USAGES, Element, NumberFormat, dtype_name
 from opfuse.tensors import quantizers
@@ -45,6 +46,7 @@ _FORMER: dict[str, Callable[[Any], tuple[str, Any]]] = {
 """Fields that texts of earlier versions have, and what they are now."""
 
 
+@checked_arguments(QuantizedTensorError)
 def to_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with each quantized tensor as the plain tensors of its planes, which share its memory; others as they are.
 
@@ -63,6 +65,7 @@ def to_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+@checked_arguments(QuantizedTensorError)
 def from_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`to_planes` took apart, put together again; other entries as they are.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
     after ``fully_shard``, which keeps no attributes.
     DtypeError for what is no tensor, such as a module or the pairs of ``named_parameters()``, which would have no masters.
     """
-    given = [parameters] if isinstance(parameters, (torch.Tensor, torch.nn.Module)) else list(parameters)
+    alone = isinstance(parameters, (torch.Tensor, torch.nn.Module)) or not isinstance(parameters, Iterable)
+    given: list[Any] = [parameters] if alone else [*parameters]
     wrong = next((each for each in given if not isinstance(each, torch.Tensor)), None)
     if wrong is not None:
         got = f"an element of type {type(wrong).__name__}"

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import increment_version
 
+from opfuse.domains import checked_arguments
 from opfuse.errors import QuantizedTensorError, QuantizerError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels.casts.encoding import Current
@@ -25,6 +26,7 @@ from opfuse.tensors.tensor import QuantizedTensor
 
 
 @torch.no_grad()
+@checked_arguments(QuantizedTensorError)
 def quantize_master_weights(
     weights: Sequence[QuantizedTensor],
     masters: Sequence[torch.Tensor | None],
@@ -61,6 +63,7 @@ def quantize_master_weights(
         _write(weight, amax, master, start or 0)
 
 
+@checked_arguments(QuantizedTensorError)
 def post_all_gather_processing(weights: Sequence[QuantizedTensor]) -> None:
     """Make the columnwise planes of ``weights`` from rowwise planes whose raw data was gathered.
 
@@ -78,6 +81,7 @@ def post_all_gather_processing(weights: Sequence[QuantizedTensor]) -> None:
         increment_version([weight, *weight.record.tensors()])
 
 
+@checked_arguments(QuantizedTensorError)
 def replace_raw_data(tensor: QuantizedTensor, new_raw_data: torch.Tensor) -> None:
     """Move the rowwise data of ``tensor``, with its values, to ``new_raw_data``, a part of a buffer of many weights.
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import profiles
 from benchmarks.bandwidth import BF16, FP8, SHAPES
 from benchmarks.models import LARGE as SIZES
 from benchmarks.sanitizer import TOOLS
@@ -158,6 +159,24 @@ def least_of_b(record: Mapping[str, Any]) -> str:
     return f"{prose.BYTES_OF_B}{table(head, rows)}\n\n{prose.LESS_THAN_BYTES}"
 
 
+def traces(record: Mapping[str, Any]) -> str:
+    """For each step its kernels down, variants across."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for name, units in of_script(record, "profiles").items():
+        step, variant, kernel = name.rsplit(", ", 2)
+        launches = f" ({shown(units['launches'], 0)})" if "launches" in units else ""
+        found.setdefault(step, {}).setdefault(kernel, {})[variant] = shown(units["ms"], 2) + launches
+    last = (profiles.ALL, profiles.SPAN)
+    tables = []
+    for step, kernels in found.items():
+        inorder = {
+            **{kernel: kernels[kernel] for kernel in kernels if kernel not in last},
+            **{each: kernels[each] for each in last},
+        }
+        tables.append(f"{step}:\n\n{_by_what(inorder, 'kernel')}")
+    return "\n\n".join((prose.PROFILES.rstrip(), *tables))
+
+
 SPEEDS = {
     "x torch bf16": "torch's bf16 layers, one for each group",
     "x bf16 grouped": "torch's grouped bf16 product, one launch for all groups",
@@ -275,6 +294,7 @@ def sections(record: Mapping[str, Any], today: str) -> Sequence[tuple[str, str]]
             lambda record: prose.CHOICES + table(("choice", "x alternative (at least)"), choices(record)),
         ),
         "pipelines": ("Pipelines compared with their products, 8192 tokens, 4096 wide, 14336 inside", pipelines),
+        "profiles": ("Where the time of these steps goes", traces),
         "invariance": ("Batch-invariant forward passes", lambda record: prose.INVARIANCE + others(record, "invariance")),
         "grouped": (
             "Mixtures of experts, 7168 features in, 2048 out",

@@ -96,6 +96,12 @@ A measured training step can be a little faster than that: products that alterna
 electrical power available than products back to back. Running SwiGLU inside its product would save inference two thirds of
 these bytes, but was slower: [architecture.md](architecture.md#decisions-worth-their-reasons)."""
 
+PROFILES = """\
+Milliseconds of the GPU for each kernel of a step, and in parentheses its launches, by torch.profiler. *nvjet* kernels are
+cuBLASLt's, `product` and `product_chain` opfuse's own products.
+
+"""
+
 INVARIANCE = "Time with `batch_invariant=True`, relative to the same call without.\n\n"
 
 GROUPED = """\

@@ -28,6 +28,7 @@ from benchmarks import (
     overhead,
     pipelines,
     products,
+    profiles,
     pytorch,
     record,
     sanitizer,
@@ -425,6 +426,23 @@ def test_sanitizers_share_the_cases_of_a_kernel() -> None:
     assert max(loaded) < min(singly)
     with pytest.raises(UnsupportedError, match=r"got cast_rows\. Cure: name some of amaxes_nv"):
         sanitizer.shares("memcheck", ["cast_rows"])
+
+
+def test_a_trace_is_told_kernel_by_kernel() -> None:
+    """By names without their types, each with its launches; what takes next to nothing is one row; then the page's table."""
+    spans = [("cast_row", 0, 10), ("void at::native::(anonymous namespace)::add<4, int>(int)", 15, 5), ("cast_row", 20, 20)]
+    spans += [("product", 45, 1000), ("fill<1>", 1045, 1), ("copy", 1046, 2)]
+    events = [{"name": name, "ts": start, "dur": took} for name, start, took in spans]
+    found = [{**each, "script": "profiles"} for each in profiles.figures("B, training, delayed", events)]
+    page = performance.traces({"results": found})
+    rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    assert rows == [
+        "| product | 1.00 (1) |",
+        "| cast_row | 0.03 (2) |",
+        "| others | 0.01 (3) |",
+        "| all kernels | 1.04 (6) |",
+        "| from the first to the last | 1.05 |",
+    ]
 
 
 @pytest.mark.slow

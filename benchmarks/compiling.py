@@ -100,7 +100,7 @@ own = step(plain)
 print(json.dumps([own, *(step(fused, recipes.recipe_of(kind, {})) for _ in range(3))]))
 """
 
-KINDS = ("delayed", "fp8_current", "fp8_block", "mxfp8")
+KINDS, SIZE = ("delayed", "fp8_current", "fp8_block", "mxfp8"), 1024
 PROCESSES = 3
 """Whose median counts."""
 
@@ -129,7 +129,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def first_steps(device: str = "cuda", size: int = 1024, kinds: Sequence[str] = KINDS) -> Iterator[dict[str, Any]]:
+def first_steps(device: str = "cuda", size: int = SIZE, kinds: Sequence[str] = KINDS) -> Iterator[dict[str, Any]]:
     """Training steps of new processes, the first with a limit: the kernels compiled in it, or on disk."""
     with contextlib.ExitStack() as stack:
         processes = {}

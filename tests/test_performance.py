@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import chained, distributed, grouped, products, record, stamp
+from benchmarks import calls, chained, compiling, distributed, grouped, products, record, stamp
 from docs import performance
 from opfuse.kernels.engine.bindings import SOURCES
 
@@ -68,6 +69,24 @@ def test_every_script_was_run_and_every_limit_measured() -> None:
     measured = {(name, unit) for _, name, unit in FIGURES}
     assert {(name + performance.LARGE, "% of copy") for name in record.LEAST} <= measured
     assert {(name + performance.SMALL, "us") for name in record.MOST} <= measured
+    limits = {(name, unit): figure["limit"] for (_, name, unit), figure in FIGURES.items()}
+    wanted = dict(_limits_of_the_host())
+    assert {key: limits.get(key) for key in wanted} == wanted
+
+
+def _limits_of_the_host() -> Iterator[tuple[tuple[str, str], float]]:
+    """Name and unit of each figure, and its limit."""
+    small, large = f"host, A {calls.SMALL}x{calls.SMALL}", calls.DECODER
+    layers = f"host, decoder of {calls.LAYERS} layers {large.tokens}x{large.hidden}"
+    for what, most in calls.MOST_HOST.items():
+        for name, limit in most.items():
+            yield (f"{small}, {name}, {what}", f"x {calls.EAGER}"), limit
+            yield (f"{small}, {name}, {what}", "Python calls"), calls.MOST_CALLS[what]
+    for name, limit in calls.MOST_WALL.items():
+        yield (f"{layers}, {name}, step, wall", f"x {calls.EAGER}"), limit
+    for cache, limit in compiling.MOST_FIRST.items():
+        for kind in compiling.KINDS:
+            yield (f"first training step, {cache}, B {compiling.SIZE}x{compiling.SIZE}, {kind}", "ms"), limit
 
 
 @pytest.mark.row("D10")

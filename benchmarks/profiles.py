@@ -41,8 +41,15 @@ def steps() -> Iterator[tuple[str, Call]]:
 
 
 def kernel_of(name: str) -> str:
-    """The name of a kernel without arguments, namespaces and template parameters."""
-    bare = re.sub(r"\(anonymous namespace\)::", "", name).removeprefix("void ")
+    """The name of a kernel without arguments, namespaces and template parameters; of a mangled one, its first names."""
+    if name.startswith("_ZN"):
+        parts, rest = [], name.removeprefix("_ZN")
+        while length := re.match(r"\d+", rest):
+            end = length.end() + int(length[0])
+            parts.append(rest[length.end() : end])
+            rest = rest[end:]
+        return "::".join(parts)
+    bare = re.sub(r"\(anonymous namespace\)::", "", name).removeprefix("void ").strip()
     return re.split(r"[<(]", bare)[0].rsplit("::", 1)[-1]
 
 

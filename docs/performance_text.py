@@ -160,7 +160,7 @@ TRAINING = "Final loss of `opfuse run` with native products, and its distance fr
 
 COMPILING = """\
 A first call of a kernel compiles it with NVRTC, or loads it from the disk cache; each figure is of a process of its own.
-First training steps, where the record has them, are one forward and backward pass in a process that has run a step of the
+First training steps are one forward and backward pass in a process that has run a step of the
 same layers in plain bf16, the median of several processes; they include imports, planning, and compiling or loading kernels.
 
 """

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from types import TracebackType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -79,26 +80,31 @@ class _Graphed(_Call):
     def __init__(self, call: _Call, replay: Callable[..., Any]) -> None:
         super().__init__(call.module, call.recipe)
         self._replay, self._mode = replay, call.training
-        self._written: list[int | None] = []
+        self._written: list[tuple[ref[torch.Tensor], int]] = []
 
     def forward(self, *args: torch.Tensor) -> Any:
         if self.module.training != self._mode:
             return super().forward(*args)
+        self._keep()
         result = self._replay(*args)
         node = next((leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
         if node is not None:
             leaves = [getattr(each, "variable", None) for each, _ in node.next_functions]
-            node.register_prehook(lambda _: self._keep(leaves))
-            node.register_hook(self._note)
+            node.register_prehook(lambda _: self._keep())
+            node.register_hook(lambda gradients, _: self._note(leaves, gradients))
         return result
 
-    def _note(self, gradients: Sequence[torch.Tensor | None], _: object) -> None:
-        """Note where the backward pass writes."""
-        self._written = [None if each is None else each.data_ptr() for each in gradients]
+    def _note(self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Note where the backward pass wrote what becomes the ``grad`` of leaves."""
+        found = zip(leaves, gradients)
+        self._written = [(ref(leaf), each.data_ptr()) for leaf, each in found if leaf is not None and each is not None]
 
-    def _keep(self, leaves: Sequence[torch.Tensor | None]) -> None:
-        """Copy each ``grad`` that lies where the backward pass is about to write: autograd copies no first gradient."""
-        for leaf, address in zip(leaves, self._written):
+    def _keep(self) -> None:
+        """Copy each ``grad`` that lies in memory of the graphs: autograd copies no first gradient, and either pass writes there,
+        since what the forward pass lets go of is memory for the backward pass.
+        """
+        for held, address in self._written:
+            leaf = held()
             if leaf is not None and leaf.grad is not None and leaf.grad.data_ptr() == address:
                 leaf.grad = leaf.grad.clone()
 

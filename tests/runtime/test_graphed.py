@@ -19,7 +19,10 @@ DELAYED, SHORTER = (recipes.DelayedScaling(amax_history_len=length, margin=margi
 
 
 def captured(call, args, **_):
-    """As ``torch.cuda.make_graphed_callables``: what each pass computes is written where the call before wrote it."""
+    """As ``torch.cuda.make_graphed_callables``: what each pass computes is written where the call before wrote it.
+
+    Memory that the forward pass lets go of is that of gradients, so it writes there, too.
+    """
     inputs = [each.detach().requires_grad_(each.requires_grad) for each in args]
     original, parameters, memory = call.forward, [*call.parameters()], {}
 
@@ -29,6 +32,8 @@ def captured(call, args, **_):
     class Graphed(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *tensors):
+            for name, tensor in memory.items():
+                tensor.fill_(torch.nan if name != "y" else 0)
             with torch.enable_grad():
                 ctx.y = original(*(i.copy_(t) for i, t in zip([each.detach() for each in inputs], tensors)))
             return written("y", ctx.y.detach())

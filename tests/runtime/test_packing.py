@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -235,3 +236,52 @@ def test_one_tensor_is_no_block():
     with torch.no_grad(), tape.recording():
         dx = launch("negate", doubled, room(x))
     assert Packing.of(recorded, Program(tape, [tape.number(dx)]), 1) is None
+
+
+class Drawn:
+    """A random forward pass of launches that saves results in any order, and a backward pass that reads them in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self._choose = random.Random(seed)
+        entries = [*KERNELS]
+        self.made = [(self._choose.choice(entries), self._choose.randrange(i + 1)) for i in range(self._choose.randint(3, 12))]
+        self.saved = self._choose.sample(range(1, len(self.made) + 1), self._choose.randint(2, len(self.made)))
+        order = self._choose.sample(range(len(self.saved)), len(self.saved))
+        self.read = [(self._choose.choice(entries), i) for i in order[: self._choose.randint(2, len(order))]]
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        values = [x]
+        for entry, source in self.made:
+            values.append(launch(entry, values[source], room(x)))
+        return values[-1] + 1, [values[i] for i in self.saved]
+
+    def gradients(self, grads: dict[int, Tensor | None], saved: Iterator[Tensor]) -> list[Tensor | None]:
+        self.calls += 1
+        return self.backward(next(iter(grads.values())), list(saved))
+
+    def backward(self, grad: Any, saved: list[Tensor]) -> list[Tensor | None]:
+        return [launch("negate", grad, room(grad)), *(launch(entry, saved[i], room(grad)) for entry, i in self.read)]
+
+
+@pytest.mark.parametrize("small", [SMALL, 0], ids=["small", "large"])
+@pytest.mark.parametrize("seed", range(40))
+def test_random_passes_have_their_values_however_they_are_packed(seed, small, monkeypatch):
+    """Interpreted, recorded, repeated and packed: values that a plain run has, in memory that is there when it is read."""
+    monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
+    monkeypatch.setattr("opfuse.program.program.SMALL", small)
+    drawn = Drawn(seed)
+    tape = Tape([torch.randn(40)])
+    with torch.no_grad(), tape.recording():
+        y, saved = drawn.forward(tape.given[0])
+    recorded = Recorded(Program(tape, [tape.number(each) for each in (y, *saved)]), (None,), drawn)
+    for _ in range(7):
+        x, grad = torch.rand(40) - 0.5, torch.rand(40) - 0.5
+        repeater = Repeater(recorded, PLAN, SEGMENT, [x])
+        with torch.no_grad():
+            (y,) = repeater.forward([x])
+            kept = repeater.released()
+            found = repeater.gradients({1: grad}, iter([kept.pop(0) for _ in range(len(kept))]))
+        wanted, planes = drawn.forward(x)
+        assert all(map(torch.equal, [y, *found], [wanted, *drawn.backward(grad, planes)]))
+    assert drawn.calls == 2

@@ -235,7 +235,7 @@ def _register(direction: str, func: Callable[..., Any], prepend: bool, wanted: s
     return Registration(name)
 
 
-@checked_arguments(FusionError)
+@checked_arguments(FusionError, but="func")
 def register_forward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
     """Register ``func(ops, *, recipe) -> ops``, whose FusedOperations bring their own ``fuser_forward``.
 
@@ -244,13 +244,13 @@ def register_forward_fusion(func: Callable[..., Any], prepend: bool = False, *, 
     return _register(FORWARD, func, prepend, name)
 
 
-@checked_arguments(FusionError)
+@checked_arguments(FusionError, but="func")
 def register_backward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
     """Like :func:`register_forward_fusion`, for ``fuser_backward``."""
     return _register(BACKWARD, func, prepend, name)
 
 
-@checked_arguments(FusionError)
+@checked_arguments(FusionError, but="func")
 def register_forward_backward_fusion(func: Callable[..., Any], prepend: bool = False, *, name: str | None = None) -> Registration:
     """Like :func:`register_forward_fusion`, for ops that bring both and keep their own saved state."""
     return _register(JOINT, func, prepend, name)

@@ -113,8 +113,11 @@ def _no_quantized_gradient(recipe: Recipe | None) -> tuple[str, ...]:
 
 def _no_cast_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
     known = ("fp8_block", "fp8_current", "delayed", "custom")
-    casts = recipe is None or (recipe.kind in known and recipe.backward_override is None)
-    return () if casts else ("quantize.ragged.inputs.family", "one of ('block', 'row', 'tensor')", "nothing")
+    return (
+        ()
+        if recipe is None or recipe.kind in known
+        else ("quantize.ragged.inputs.family", "one of ('block', 'row', 'tensor')", "nothing")
+    )
 
 
 REFUSED = {"backward_activation_bias": _no_quantized_gradient, "dispatch_cast": _no_cast_in_groups}

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import opfuse
 from opfuse import ops, recipes
 from opfuse.recipes import current_recipe
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.cpu
 RECIPES = (
@@ -158,8 +159,7 @@ def child(model, recipe, queue):
     queue.put([each.numpy() for each in (*found, *left)])
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_a_model_goes_to_another_process_with_its_scales(context):
+def parent(rank, context):
     model = model_of()
     trained(model, DELAYED)
     model.zero_grad()
@@ -171,3 +171,9 @@ def test_a_model_goes_to_another_process_with_its_scales(context):
     process.join()
     found, left = trained(here, DELAYED)
     assert same(got, [*found, *left])
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_model_goes_to_another_process_with_its_scales(context):
+    """From a process without threads of autograd, such as other tests start: torch refuses backward passes after a fork there."""
+    run_ranks(parent, context, ranks=1)

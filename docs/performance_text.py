@@ -113,14 +113,14 @@ smallest size alone.
 """
 
 EXPERTS = """\
-**Why blocks miss their limits.** A trace of single steps ([above](#where-the-time-of-these-steps-goes)) has 5.8 ms of kernels
-for 8 x 8192, where torch's products take 8.9: 1.54 times the speed. 5.0 of the 5.8 are products, as fast as cuBLASLt's for
-blocks; the rest are casts, at the speed of copy. One step after another, as in these tables, takes 6.6 ms in FP8 and 8.9 in
-bf16: presumably electrical power limits FP8 first. With 4 x 24576 it is 9.1 ms and 10.2, beside 13.6. For 128 experts the trace
-has 1.22 ms of products, 0.41 of casts of rows, 0.24 of casts of weights, and 1.90 ms of torch's grouped products: many weights
-and short sums leave few FLOPs for each byte that is cast, and the limit is 1.0, or 1.16 with casts of weights kept. With one
-weight tensor for each of so many experts, CPU time decides; one tensor for all (`single_grouped_weight=True`) is cast in one
-launch."""
+**Why blocks miss their limits.** A trace of single steps ([above](#where-the-time-of-these-steps-goes)), with device splits, has
+5.8 ms of kernels for 8 x 8192, where torch's bf16 layers have 8.9: 1.54 times the speed. 5.0 of the 5.8 are products, as fast as
+cuBLASLt's for blocks; the rest are casts, at about the speed of copy. One step after another, as in these tables, takes 7.1 ms
+in FP8 and 9.0 in bf16: presumably electrical power limits FP8 more. 4 x 24576 takes 9.1 ms in the trace and 10.4 in these tables,
+torch's layers 13.6 and 13.8. For 128 experts the trace has 1.22 ms of products, 0.41 of casts of rows and 0.24 of casts of
+weights, beside 1.90 ms of torch's grouped products: many weights and short sums leave few FLOPs for each byte that is cast, and
+the limit is 1.0, or 1.16 with casts of weights kept. With one weight tensor for each of so many experts, CPU time decides; one
+tensor for all (`single_grouped_weight=True`) is cast in one launch."""
 
 HOST = """\
 For small models the CPU decides. *infer* is a forward pass under `torch.no_grad()`; *host* is the CPU time to queue a call,

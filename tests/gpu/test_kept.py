@@ -14,7 +14,7 @@ from opfuse.tensors import gemm
 
 pytestmark = pytest.mark.skipif(availability.device_arch() != (9, 0), reason="products of compute capability 9.0")
 
-BF16, ROWS, WIDTH = torch.bfloat16, 2048, 1024
+BF16, ROWS, WIDTH = torch.bfloat16, 4096, 1024
 RECIPES = {
     "per tensor": recipes.Float8CurrentScaling(),
     "delayed": recipes.DelayedScaling(),
@@ -29,7 +29,7 @@ def linears() -> tuple[torch.nn.Module, tuple]:
 
 
 def experts() -> tuple[torch.nn.Module, tuple]:
-    return ops.GroupedLinear(3, WIDTH, 4 * WIDTH, bias=False), ([256, 640, 1152],)
+    return ops.GroupedLinear(3, WIDTH, 4 * WIDTH, bias=False), ([512, 1280, 2304],)
 
 
 @pytest.mark.parametrize("layers", [linears, experts])

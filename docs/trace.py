@@ -1,4 +1,4 @@
-"""Writes docs/trace.md, one call followed through the rooms with its real values: ``python -m docs.trace``; a test compares."""
+"""Writes docs/trace.md, one call followed through the packages with its values: ``python -m docs.trace``; a test compares."""
 
 from __future__ import annotations
 

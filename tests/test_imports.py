@@ -1,4 +1,4 @@
-"""The rooms import one way."""
+"""The packages import one way."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 import opfuse
 
 PACKAGE = Path(opfuse.__file__).parent
-ROOMS = (
+PACKAGES = (
     *("leaf", "numerics", "kernels", "program", "tensors", "recipes", "core", "compiler", "runtime", "inspect"),
     *("ops", "te", "fusions", "convert", "config", "train", "cli", "__main__"),
 )
-"""In import order: a room imports only itself and rooms to its left."""
+"""In import order: a package imports only itself and packages to its left."""
 LEAVES = {"formats": 0, "keys": 0, "errors": 0, "domains": 0, "environment": 0, "sources": 0}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -32,8 +32,8 @@ def name_of(path: Path) -> tuple[str, ...]:
 
 
 def rank(name: str) -> int | None:
-    """Position of a room or leaf in the import order; None if there is no such thing."""
-    return LEAVES.get(name, ROOMS.index(name) if name in ROOMS else None)
+    """Position of a package or leaf in the import order; None if there is no such thing."""
+    return LEAVES.get(name, PACKAGES.index(name) if name in PACKAGES else None)
 
 
 def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, int, ast.AST]]:
@@ -78,7 +78,7 @@ def test_imports_run_one_way():
 
 
 def test_every_module_belongs_to_a_room():
-    outside = {name_of(path)[0] for path in MODULES if name_of(path)} - set(ROOMS) - set(LEAVES)
+    outside = {name_of(path)[0] for path in MODULES if name_of(path)} - set(PACKAGES) - set(LEAVES)
     assert outside == set()
 
 
@@ -161,20 +161,20 @@ def circles(package: Path) -> list[list[str]]:
 
 
 def test_no_modules_import_each_other():
-    """Not inside a room either; a name for type checkers counts, since a reader follows it."""
+    """Not inside a package either; a name for type checkers counts, since a reader follows it."""
     assert circles(PACKAGE) == []
 
 
-HIDDEN = {"plain": "from room.b import x", "relative": "from . import b", "function": "def f():\n    import room.b",
+HIDDEN = {"plain": "from package.b import x", "relative": "from . import b", "function": "def f():\n    import package.b",
           "types": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import x"}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_a_circle_is_found(kind, tmp_path):
-    (tmp_path / "room").mkdir()
-    for name, text in {"__init__": "", "a": HIDDEN[kind], "b": "from room.c import y", "c": "import room.a"}.items():
-        (tmp_path / "room" / f"{name}.py").write_text(text)
-    assert circles(tmp_path / "room") == [["room.a", "room.b", "room.c"]]
+    (tmp_path / "package").mkdir()
+    for name, text in {"__init__": "", "a": HIDDEN[kind], "b": "from package.c import y", "c": "import package.a"}.items():
+        (tmp_path / "package" / f"{name}.py").write_text(text)
+    assert circles(tmp_path / "package") == [["package.a", "package.b", "package.c"]]
 
 
 SAMPLES = {
@@ -191,7 +191,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("source", SAMPLES)
 def test_the_order_is_enforced(source, tmp_path, monkeypatch):
-    """The same check over a file that stands in the tensor room."""
+    """The same check over a file that stands in the tensor package."""
     (tmp_path / "tensors").mkdir()
     path = tmp_path / "tensors" / "sample.py"
     path.write_text(source)

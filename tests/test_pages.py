@@ -77,18 +77,18 @@ def test_every_block_of_python_is_run_by_a_test() -> None:
 
 
 TOLD_BY_FILE = ("compiler", "core", "inspect", "program", "recipes", "runtime")
-"""Rooms of which docs/architecture.md tells file by file."""
+"""Packages of which docs/architecture.md tells file by file."""
 
 
-def test_the_rooms_are_drawn_as_they_are() -> None:
-    """Every folder, and of rooms that are told file by file every file; no file that is gone."""
+def test_the_packages_are_drawn_as_they_are() -> None:
+    """Every folder, and of packages that are told file by file every file; no file that is gone."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^### `(\w+)/`\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
     assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == list(rows)
     package = ROOT / "opfuse"
     folders = [path.relative_to(package).parts for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__"]
     assert [parts for parts in folders if parts[0] not in rows or (parts[1:] and f"`{parts[-1]}/`" not in rows[parts[0]])] == []
-    told = {room: set(re.findall(r"`(?:\w+/)?(\w+\.py)`", text)) for room, text in rows.items()}
-    there = {room: {path.name for path in (package / room).rglob("*.py")} - {"__init__.py"} for room in rows}
-    assert {room: files - there[room] for room, files in told.items() if files - there[room]} == {}
-    assert {room: there[room] - told[room] for room in TOLD_BY_FILE if there[room] - told[room]} == {}
+    told = {name: set(re.findall(r"`(?:\w+/)?(\w+\.py)`", text)) for name, text in rows.items()}
+    there = {name: {path.name for path in (package / name).rglob("*.py")} - {"__init__.py"} for name in rows}
+    assert {name: files - there[name] for name, files in told.items() if files - there[name]} == {}
+    assert {name: there[name] - told[name] for name in TOLD_BY_FILE if there[name] - told[name]} == {}

@@ -1,4 +1,4 @@
-"""Configurations: YAML in, core objects or findings out. The only room that reads YAML."""
+"""Configurations: YAML in, core objects or findings out. The only package that reads YAML."""
 
 from opfuse.config.findings import Finding, Span
 from opfuse.config.load import Config, load, load_policy, loads

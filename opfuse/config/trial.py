@@ -66,7 +66,7 @@ def _shape(
 ) -> torch.Size | Problem | None:
     """The shape of the pipeline's output for an input of ``shape``; None where it depends on the caller's tensors."""
     channels: dict[str, Tensor] = {}
-    few = _stand_ins(entries)
+    few = _few_groups(entries)
     for i, entry in enumerate(entries):
         alone = _with_groups(replace(entry, extra_input=(), extra_output=()), few)
         try:
@@ -101,7 +101,7 @@ def _too_large(shape: Sequence[int], place: Loc) -> Problem | None:
     return Problem("too-large", f"a tensor of a file has at most {MAX_ELEMENTS} elements, got {elements}", IN_PYTHON, place)
 
 
-def _stand_ins(entries: Sequence[PipelineEntry]) -> dict[int, int]:
+def _few_groups(entries: Sequence[PipelineEntry]) -> dict[int, int]:
     """A small number for each number of groups, not below what one token goes to; different ones for different ones."""
     least = max((dict(entry.arguments).get("top_k", 1) for entry in entries), default=1)
     return {groups: min(groups, least + i) for i, groups in enumerate(sorted({e.groups for e in entries if e.groups}))}

@@ -163,7 +163,7 @@ def bias_gradient(dy: Tensor, norm: Norm) -> Tensor | None:
 @functools.cache
 def team(columns: int) -> int:
     """Threads that share a row: enough for four eights each, from a warp to a block."""
-    return min(max(_power_of_two(ceil_div(columns, 4 * EIGHT)), LANES), THREADS)
+    return min(max(_power_of_two_above(ceil_div(columns, 4 * EIGHT)), LANES), THREADS)
 
 
 def row_sums(values: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def row_sums(values: Tensor) -> Tensor:
     halves what an eight has, what groups have, what lanes have.
     """
     values = _in_turn(values, 1, CHUNK)
-    eights = _power_of_two(ceil_div(values.shape[1], EIGHT))
+    eights = _power_of_two_above(ceil_div(values.shape[1], EIGHT))
     if missing := eights * EIGHT - values.shape[1]:
         values = F.pad(values, (0, missing))
     lanes = min(eights, LANES)
@@ -190,7 +190,7 @@ def column_sums(values: Tensor) -> Tensor:
     columns = values.shape[1]
     teams = THREADS // team(columns)
     values = _in_turn(values, 0, BLOCKS * teams)
-    blocks = _power_of_two(ceil_div(values.shape[0], teams))
+    blocks = _power_of_two_above(ceil_div(values.shape[0], teams))
     if missing := blocks * teams - values.shape[0]:
         values = F.pad(values, (0, 0, 0, missing))
     return _by_halves(_by_halves(values.view(blocks, teams, columns), 1), 0) + 0
@@ -214,7 +214,7 @@ def _by_halves(values: Tensor, dim: int) -> Tensor:
     return values.squeeze(dim)
 
 
-def _power_of_two(n: int) -> int:
+def _power_of_two_above(n: int) -> int:
     """The least power of two that is not below ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 

@@ -121,15 +121,15 @@ def encode_e8m0(v: torch.Tensor) -> torch.Tensor:
 
 def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
     """fp32 2^(code - 127); code 0 is the subnormal 2^-127 and 255 is NaN."""
-    return _power_of_two(codes.to(torch.int32))
+    return _power_of_biased_exponent(codes.to(torch.int32))
 
 
 def e8m0_multiplier(codes: torch.Tensor) -> torch.Tensor:
     """fp32 2^(127 - code), what a quantize multiplies by; code 254 is the subnormal 2^-127 and 255 is NaN."""
-    return _power_of_two(torch.where(codes == E8M0_NAN, E8M0_NAN, 254 - codes.to(torch.int32)))
+    return _power_of_biased_exponent(torch.where(codes == E8M0_NAN, E8M0_NAN, 254 - codes.to(torch.int32)))
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+def _power_of_biased_exponent(exponent: torch.Tensor) -> torch.Tensor:
     """fp32 2^(exponent - 127) for a biased exponent, int32 0…254, NaN for 255; by bits, as arithmetic could flush a subnormal."""
     word = (exponent << 23).masked_fill_(exponent == 0, _SUBNORMAL_HALF).masked_fill_(exponent == E8M0_NAN, NAN_BITS)
     return word.view(torch.float32)

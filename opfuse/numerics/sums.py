@@ -63,9 +63,9 @@ def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, tor
     (left, left_power), (right, right_power) = torch.frexp(left), torch.frexp(right)
     both = left_power + right_power
     half = both >> 1
-    return left * _power_of_two(half), right * _power_of_two(both - half)
+    return left * _clamped_power_of_two(half), right * _clamped_power_of_two(both - half)
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+def _clamped_power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """fp32 2^exponent for any int32 exponent, clamped to the normal range: factors that lie beyond it give 0 or inf anyway."""
     return ((exponent.clamp(-126, 127) + 127) << 23).view(torch.float32)

@@ -172,5 +172,5 @@ def _set_grads(contexts: Sequence[Context], grads: Sequence[Mapping[str, torch.T
 
 
 def unread(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A stand-in for a value that only unwanted gradients read: one zero, expanded to ``shape``."""
+    """In place of a value that only unwanted gradients read: one zero, expanded to ``shape``."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)

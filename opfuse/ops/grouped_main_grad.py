@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from opfuse.numerics.pointwise import compute_dtype
-from opfuse.ops.main_grad import main_grad_of, overwrites, stand_in
+from opfuse.ops.main_grad import grad_for_autograd, main_grad_of, overwrites
 from opfuse.tensors.gemm import Operand
 from opfuse.tensors.gemm_grouped import Groups, add_wgrads, add_wgrads_of_runs, grouped_wgrad
 
@@ -46,5 +46,5 @@ def add_gradients(
         for i in rest:
             grad = cast(torch.Tensor, grads[i])
             into[i].copy_(grad) if i in new else into[i].add_(grad)
-    found = {name: stand_in(weight) for name, weight in weights.items()}
+    found = {name: grad_for_autograd(weight) for name, weight in weights.items()}
     return {name: grad for name, grad in found.items() if grad is not None}

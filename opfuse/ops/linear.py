@@ -18,7 +18,7 @@ from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import SpecError, describe
 from opfuse.numerics import pointwise
-from opfuse.ops.main_grad import added, is_asked_for, main_grad_of, overwrites, stand_in
+from opfuse.ops.main_grad import added, grad_for_autograd, is_asked_for, main_grad_of, overwrites
 from opfuse.ops.operands import check_forward, kept, multiplied
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight
@@ -142,7 +142,7 @@ class BasicLinear(BasicOperation):
         if main and scale is None and not overwrites(weight):
             buffer = main_grad_of(weight, where=f"{self.label} weight").detach()
             if add_product("wgrad", dy, ctx.saved.x, buffer, fast=options.get("fast", False)):
-                return stand_in(weight)
+                return grad_for_autograd(weight)
         grad = gemm("wgrad", dy, ctx.saved.x, dtype=ctx.compute_dtype, out_dtype=wide, **options)
         if scale is not None:
             grad = grad * scale

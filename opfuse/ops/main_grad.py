@@ -43,7 +43,7 @@ def added(weight: nn.Parameter, grad: torch.Tensor, *, where: str) -> torch.Tens
         buffer.copy_(grad)
     else:
         buffer.add_(grad)
-    return stand_in(weight)
+    return grad_for_autograd(weight)
 
 
 LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def overwrites(weight: nn.Parameter) -> bool:
     return bool(getattr(weight, "overwrite_main_grad", False))
 
 
-def stand_in(weight: nn.Parameter) -> torch.Tensor | None:
+def grad_for_autograd(weight: nn.Parameter) -> torch.Tensor | None:
     """What autograd gets in place of a gradient that is in the buffer, as :func:`added` says."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from opfuse.kernels.engine.bindings import stand_ins
+from opfuse.kernels.engine.bindings import on_demand
 
 WORKSPACE = 1 << 20
 """Bytes that an algorithm may use."""
@@ -35,7 +35,7 @@ def library() -> Any:
     The packages around them import all that nvmath has: 300 modules in half a second.
     """
     try:
-        with stand_ins("nvmath", "nvmath.bindings"):
+        with on_demand("nvmath", "nvmath.bindings"):
             return importlib.import_module("nvmath.bindings.cublasLt")
     except (ImportError, OSError, RuntimeError):
         return None

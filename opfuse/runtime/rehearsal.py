@@ -49,8 +49,8 @@ class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        room, _, name = func._schema.name.partition("::")
-        if "c10d" in room:
+        namespace, _, name = func._schema.name.partition("::")
+        if "c10d" in namespace:
             raise _Stop(f"{name} waits for other ranks")
         if name.startswith(_INDEXING) or not _BY_VALUES.isdisjoint(func.tags):
             raise _Stop(f"{name} reads values")

@@ -87,7 +87,7 @@ def _itself(func: Any, t: Quantized) -> Any:
 
 def _reshape(func: Any, t: Quantized, *args: Any) -> Any:
     """Keep the record under another shape of the same elements, if the last dimension stays, or if it becomes flat."""
-    shape = func(_stand_in(t), *args).shape
+    shape = func(_without_values(t), *args).shape
     if len(shape) != 1 and shape[-1:] != t.record.plane(t.usages[0]).shape[-1:]:
         return NotImplemented
     return t.over(with_shape(t.record, shape), readonly=t.readonly)
@@ -208,11 +208,11 @@ def _new_empty(func: Any, t: Quantized, size: Sequence[int], **options: Any) -> 
 def _fresh(func: Any, t: Quantized, *args: Any, **options: Any) -> torch.Tensor:
     """Plain tensors like ``t`` need none of its values."""
     options["device"] = options.get("device") or t.device
-    made: torch.Tensor = func(_stand_in(t), *args, **options)
+    made: torch.Tensor = func(_without_values(t), *args, **options)
     return made
 
 
-def _stand_in(t: Quantized) -> torch.Tensor:
+def _without_values(t: Quantized) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 

@@ -35,7 +35,7 @@ def outputs(func: Any, args: Sequence[Any]) -> list[Any]:
 
 def refuse(func: Any, run: Callable[..., Any], args: Sequence[Any], target: torch.Tensor) -> NoReturn:
     """QuantizedTensorError for a collective that would write into ``target``, once this rank has taken part by ``run``."""
-    for made in tree_leaves(run(*tree_map(_stand_in, tuple(args)))):
+    for made in tree_leaves(run(*tree_map(_own_values, tuple(args)))):
         if isinstance(made, torch.ScriptObject):
             torch._C._distributed_c10d.Work.unbox(made).wait()
     wanted, got = "a plain tensor to write into", "one that lives quantized"
@@ -43,7 +43,7 @@ def refuse(func: Any, run: Callable[..., Any], args: Sequence[Any], target: torc
     raise QuantizedTensorError(describe(f"{func} on {target!r}", wanted=wanted, got=got, cure=cure))
 
 
-def _stand_in(x: Any) -> Any:
+def _own_values(x: Any) -> Any:
     """A copy of the values of a quantized tensor, which may be written."""
     return x.dequantize().clone() if isinstance(x, Quantized) else x
 

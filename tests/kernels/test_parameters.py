@@ -49,8 +49,8 @@ def test_every_source_declares_its_parameter(source):
 
 
 def test_no_other_place_says_how_fields_are_packed():
-    rooms = ("casts", "chains", "norms", "products")
-    texts = {path.name: path.read_text() for room in rooms for path in (KERNELS / room).glob("*.py")}
+    packages = ("casts", "chains", "norms", "products")
+    texts = {path.name: path.read_text() for package in packages for path in (KERNELS / package).glob("*.py")}
     assert not [name for name, text in texts.items() if re.search(r"\bstruct\.", text)]
 
 

@@ -76,11 +76,11 @@ def test_no_string_of_a_kernel_looks_like_a_comment():
 
 def test_names_and_code_of_files_are_in_the_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def digest(**files: str) -> str:
-        room = tmp_path / str(len(list(tmp_path.iterdir()))) / "kernels"
+        package = tmp_path / str(len(list(tmp_path.iterdir()))) / "kernels"
         for name, text in files.items():
-            (room / "cuda").mkdir(parents=True, exist_ok=True)
-            (room / name.replace("_", ".")).write_text(text)
-        monkeypatch.setattr(sources, "SOURCES", room / "cuda")
+            (package / "cuda").mkdir(parents=True, exist_ok=True)
+            (package / name.replace("_", ".")).write_text(text)
+        monkeypatch.setattr(sources, "SOURCES", package / "cuda")
         return sources_digest()
 
     first = digest(a_py=PYTHON, b_cu=CUDA)

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("-j", "--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--seed", type=int, default=0, help="which mutants")
     parser.add_argument("--count", type=int, default=200, help="how many")
-    parser.add_argument("--rooms", nargs="+", default=list(hunt.ROOMS), metavar="PATH", help="folders or files to mutate")
+    parser.add_argument("--packages", nargs="+", default=list(hunt.PACKAGES), metavar="PATH", help="folders or files to mutate")
     parser.add_argument("--tests", nargs="+", type=Path, metavar="FILE", help="files of tests; by default all that may matter")
     parser.add_argument("--least", type=float, default=30, help="seconds that a mutant may take beside its tests")
     parser.add_argument("--cache", type=Path, default=hunt.CACHE, help="folder of what earlier runs found")
@@ -34,9 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.monotonic()
     tests = [path.resolve() for path in options.tests] if options.tests else suite.files()
     out = options.out or options.cache / "report.json"
-    measured = hunt.coverage(options.cache / "coverage", tests, options.rooms, options.jobs, tell)
+    measured = hunt.coverage(options.cache / "coverage", tests, options.packages, options.jobs, tell)
     kept = hunt.Kept(options.cache / "verdicts.jsonl", hunt.digest(*tests))
-    wanted = hunt.chosen(options.seed, options.count, options.rooms)
+    wanted = hunt.chosen(options.seed, options.count, options.packages)
     found = [verdict for mutant in wanted if (verdict := kept.get(mutant))]
     tell(f"mutants: {len(wanted)} chosen by seed {options.seed}, {len(found)} known from earlier runs")
     done = {verdict.mutant for verdict in found}

@@ -17,7 +17,7 @@ from tests.mutants.operators import Mutant, mutants
 
 ROOT = suite.ROOT
 Tell = Callable[[str], None]
-ROOMS = ("opfuse/compiler", "opfuse/core", "opfuse/inspect", "opfuse/recipes", "opfuse/runtime")
+PACKAGES = ("opfuse/compiler", "opfuse/core", "opfuse/inspect", "opfuse/recipes", "opfuse/runtime")
 CACHE = ROOT / ".mutants"
 FIRST = 25
 """So many of the fastest tests run before the files of the others are even imported."""
@@ -39,15 +39,17 @@ class Verdict:
         return self.state in ("survived", "uncovered")
 
 
-def modules(rooms: Sequence[str] = ROOMS) -> list[str]:
-    """Files of these rooms, or these files, from the root."""
-    found = [path for room in rooms for path in ([ROOT / room] if room.endswith(".py") else sorted((ROOT / room).rglob("*.py")))]
+def modules(packages: Sequence[str] = PACKAGES) -> list[str]:
+    """Files of these packages, or these files, from the root."""
+    found = [
+        path for name in packages for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).rglob("*.py")))
+    ]
     return [str(path.relative_to(ROOT)) for path in found]
 
 
-def chosen(seed: int, count: int, rooms: Sequence[str] = ROOMS) -> list[Mutant]:
-    """``count`` mutants of these rooms: the same for the same seed and source, and more of them begin with these."""
-    every = [mutant for file in modules(rooms) for mutant in mutants(ROOT, file)]
+def chosen(seed: int, count: int, packages: Sequence[str] = PACKAGES) -> list[Mutant]:
+    """``count`` mutants of these packages: the same for the same seed and source, and more of them begin with these."""
+    every = [mutant for file in modules(packages) for mutant in mutants(ROOT, file)]
     random.Random(seed).shuffle(every)
     return every[:count]
 
@@ -62,13 +64,13 @@ def digest(*paths: Path) -> str:
     return made.hexdigest()[:16]
 
 
-def coverage(folder: Path, paths: Sequence[Path], rooms: Sequence[str], workers: int, tell: Tell) -> suite.Coverage:
-    """Which test of ``paths`` runs which line of ``rooms``; measured anew for files that changed, or for all if rooms did.
+def coverage(folder: Path, paths: Sequence[Path], packages: Sequence[str], workers: int, tell: Tell) -> suite.Coverage:
+    """Which test of ``paths`` runs which line of ``packages``; measured anew for files that changed, or for all if packages did.
 
     SystemExit if a file could not be measured: what only its tests run would seem to be run by none.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    source, missing, found = digest(*(ROOT / file for file in modules(rooms))), [], []
+    source, missing, found = digest(*(ROOT / file for file in modules(packages))), [], []
     for path in paths:
         kept = folder / f"{'.'.join(path.relative_to(suite.TESTS).with_suffix('').parts)}.json"
         wanted = f"{source} {digest(path)}"
@@ -78,7 +80,7 @@ def coverage(folder: Path, paths: Sequence[Path], rooms: Sequence[str], workers:
         else:
             missing.append((path, kept, wanted))
     missing.sort(key=lambda each: -each[0].stat().st_size)
-    jobs = (suite.Job(each, lambda path=each[0]: suite.measured(path, modules(rooms)), 1800) for each in missing)  # type: ignore[misc]
+    jobs = (suite.Job(each, lambda path=each[0]: suite.measured(path, modules(packages)), 1800) for each in missing)  # type: ignore[misc]
     if missing and importlib.util.find_spec("coverage") is None:
         raise SystemExit("coverage: the package of this name is not installed; pip install '.[test]'")
     lost = []

@@ -135,7 +135,7 @@ def _stop(child: Child) -> None:
 
 
 def files() -> list[Path]:
-    """Test files that can reach the mutated rooms without a GPU."""
+    """Test files that can reach the mutated packages without a GPU."""
     folders = {TESTS / "gpu", TESTS / "kernels", TESTS / "numerics", TESTS / "mutants"}
     return [path for path in sorted(TESTS.rglob("test_*.py")) if not folders.intersection(path.parents)]
 

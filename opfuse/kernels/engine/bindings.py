@@ -73,7 +73,7 @@ def driver() -> Any:
     return bound
 
 
-class _StandIn(ModuleType):
+class _OnDemand(ModuleType):
     """Stands in for a package until somebody asks for an attribute that it was not given; then the package is imported."""
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +83,7 @@ class _StandIn(ModuleType):
 
 
 @contextlib.contextmanager
-def stand_ins(*packages: str, **given: object) -> Iterator[None]:
+def on_demand(*packages: str, **given: object) -> Iterator[None]:
     """Inside the block, modules of ``packages``, the outer named first, can be imported without importing these packages.
 
     given: attributes that the modules read from their packages. Packages that are imported already stay; importing a module of
@@ -93,20 +93,20 @@ def stand_ins(*packages: str, **given: object) -> Iterator[None]:
     for name in packages:
         if name in sys.modules or (spec := find_spec(name)) is None:
             continue
-        stand_in = _StandIn(name)
-        vars(stand_in).update(given, __path__=spec.submodule_search_locations)
-        made.append((name, sys.modules.setdefault(name, stand_in), stand_in))
+        deferred = _OnDemand(name)
+        vars(deferred).update(given, __path__=spec.submodule_search_locations)
+        made.append((name, sys.modules.setdefault(name, deferred), deferred))
     try:
         yield
     finally:
-        for name, found, stand_in in made:
-            if found is stand_in and sys.modules.get(name) is stand_in:
+        for name, found, deferred in made:
+            if found is deferred and sys.modules.get(name) is deferred:
                 sys.modules.pop(name, None)
 
 
 def _cupy_on_demand() -> contextlib.AbstractContextManager[None]:
     """Inside the block, CuPy's bindings do not import the package ``cupy`` only to log the functions that they find."""
-    return stand_ins("cupy", _environment=SimpleNamespace(_log=lambda message: None))
+    return on_demand("cupy", _environment=SimpleNamespace(_log=lambda message: None))
 
 
 @functools.cache

@@ -20,8 +20,8 @@ def sources_digest() -> str:
     Comments, docstrings and blank lines do not count, so that prose may be mended without a new measurement.
     """
     package = SOURCES.parents[1]
-    rooms = (package / "numerics", package / "kernels")
-    found = (path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    packages = (package / "numerics", package / "kernels")
+    found = (path for each in packages for path in each.rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
     files = {path.relative_to(package).as_posix(): path for path in found}
     digest = hashlib.sha256()
     for name in sorted(files):

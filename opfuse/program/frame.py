@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from itertools import accumulate as running_sums
 from typing import NamedTuple
 
 from opfuse.program.cublaslt import Product, ProductForm
@@ -36,13 +37,13 @@ class Frame:
         """parameters: of the launches, as they are packed. readers: by base, a number that the program gives to an address."""
         self.products = [Product(form) for form in forms]
         sizes = [-(-len(parameter) // _WORD) * _WORD for parameter in parameters]
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        starts = [*running_sums(sizes, initial=0)]
         packed = b"".join(parameter.ljust(size, b"\0") for parameter, size in zip(parameters, sizes))
         self._buffer = ctypes.create_string_buffer(packed, len(packed) or 1)
         address = ctypes.addressof(self._buffer)
         self._pointers = [(ctypes.c_void_p * 1)(address + start) for start in starts]
         self.arguments = [ctypes.addressof(pointer) for pointer in self._pointers]
-        self.words = memoryview(self._buffer).cast("B")[: sum(sizes)].cast("Q")
+        self.words = memoryview(self._buffer).cast("B")[: starts[-1]].cast("Q")
         self.at = [0] * len(readers)
         all_readers = [readers[base] for base in range(len(readers))]
         self._holes = [[(starts[step] // _WORD + word, offset) for step, word, offset in each.launches] for each in all_readers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -81,9 +82,15 @@ class Recording:
         steps = with_rooms(self.steps, rooms, sizes)
         return replace(self, steps=tuple(steps), given=tuple(moved(self.given)), results=tuple(moved(self.results)))
 
-    def read_as_tensors(self) -> set[int]:
+    @cached_property
+    def read_as_tensors(self) -> frozenset[int]:
         """Numbers of the tensors of which torch reads more than the address."""
-        return {number for step in self.steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
+        return frozenset(number for step in self.steps if isinstance(step, (OpStep, CallStep)) for number in step.reads())
+
+    @cached_property
+    def seen_as_tensors(self) -> frozenset[int]:
+        """These, and what goes out, which the caller gets as tensors."""
+        return self.read_as_tensors.union(self.results)
 
 
 class Program:
@@ -225,14 +232,14 @@ def _joined(steps: Sequence[Step]) -> list[Step]:
 
 def _without_same_views(tape: Tape, steps: Sequence[Step], results: Sequence[int]) -> Iterator[Step]:
     """``steps`` without views that are the same as their tensor, except results, which must not be the tensor itself."""
-    same: dict[int, int] = {}
+    same, out = dict[int, int](), {*results}
     for step in steps:
         if not isinstance(step, OpStep):
             yield step
             continue
         step = step.renamed(same)
         number = step.results[0] if step.op.is_view and step.single else None
-        if number is None or number in results or not tape.are_same(number, source := next(step.reads())):
+        if number is None or number in out or not tape.are_same(number, source := next(step.reads())):
             yield step
         else:
             same[number] = source

@@ -26,8 +26,8 @@ def shared_rooms(
     that outlive the program.
     """
     as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
-    last = last_reads(steps)
-    own = {n: last[n] for n in large if n in last and n not in as_tensors and n not in results}
+    apart, last = as_tensors.union(results), last_reads(steps)
+    own = {n: last[n] for n in large if n in last and n not in apart}
     groups = made_together(steps, made_by, own, lasting)
     return with_rooms(steps, dict(enumerate(groups, first_free(numbers_of(steps)))), large)
 

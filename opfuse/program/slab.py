@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,25 +39,42 @@ def slab_of(
     at the start that no tensor takes. reuses: whether tensors that are not alive at the same time may share memory.
     """
     as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
-    last = last_reads(steps)
-    placed: list[tuple[int, int, int]] = []  # last step, start, end
+    apart, last = as_tensors.union(results), last_reads(steps)
+    alive: list[_Piece] = []  # by start
     offsets: dict[int, int] = {}
-    size = aligned(reserved)
+    size = begin = aligned(reserved)
     for first, step in enumerate(steps):
         if not isinstance(step, OpStep) or step.op is not made_by:
             continue
         (number,) = step.results
-        if number in as_tensors or number in results or number not in sizes:
+        if number in apart or number not in sizes:
             continue
-        needed, offset = aligned(sizes[number]), aligned(reserved)
-        for _, start, end in sorted((place for place in placed if place[0] >= first or not reuses), key=lambda place: place[1]):
-            if offset + needed <= start:
-                break
-            offset = max(offset, end)
+        needed, offset = aligned(sizes[number]), size
+        if reuses:
+            alive = [piece for piece in alive if piece.last >= first]
+            offset = _first_gap(alive, begin, needed)
+            insort(alive, _Piece(offset, offset + needed, last.get(number, first)))
         offsets[number] = offset
-        placed.append((last.get(number, first), offset, offset + needed))
         size = max(size, offset + needed)
     return Slab(size, offsets)
+
+
+class _Piece(NamedTuple):
+    """Bytes from ``start`` to ``end`` that a tensor takes until the step ``last`` has read it."""
+
+    start: int
+    end: int
+    last: int
+
+
+def _first_gap(alive: Sequence[_Piece], begin: int, needed: int) -> int:
+    """The first offset from ``begin`` on with ``needed`` bytes that none of ``alive``, in the order of their starts, takes."""
+    offset = begin
+    for start, end, _ in alive:
+        if offset + needed <= start:
+            break
+        offset = max(offset, end)
+    return offset
 
 
 def aligned(size: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -36,12 +36,17 @@ def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
         look += [_structure(tensor) for tensor in tensors]
     if len(set(addresses)) < len(addresses):
         lying = [(leaf, address) for leaf, address in zip(leaves, addresses) if address]  # one without elements lies nowhere
-        places = [address for _, address in lying]
-        first = [places.index(address) for address in places]
+        first = firsts([address for _, address in lying])
         if any(lying[i][0] is not leaf for i, (leaf, _) in zip(first, lying)):
             return None
         return (*look, *first)
     return tuple(look)
+
+
+def firsts(values: Iterable[Hashable]) -> list[int]:
+    """For each value the position of the first one that is equal: which of them are the same."""
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(value, i) for i, value in enumerate(values)]
 
 
 def _leaves(tensor: Any) -> Sequence[torch.Tensor]:

@@ -26,7 +26,7 @@ from opfuse.program.tape import Tape
 from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
 from opfuse.runtime.before import made_before
 from opfuse.runtime.kept import Held, held_casts
-from opfuse.runtime.looks import given, look_of
+from opfuse.runtime.looks import firsts, given, look_of
 from opfuse.runtime.observed import ObservedRunner, current_observer
 from opfuse.runtime.own import own_code
 from opfuse.runtime.recompute import saving_hooks
@@ -90,7 +90,7 @@ def runner_of(
         look += tuple([(each.node, each.look) for each in held])
         ids = [id(each.storage) for each in held]
         if len(set(ids)) < len(ids):  # one weight of several ops
-            look += tuple(map(ids.index, ids))
+            look += tuple(firsts(ids))
     if plan.reads_sizes:
         look += tuple(_sizes(plan, segment, ops, tensors))
     programs = plan.programs.setdefault(segment.nodes.start, Programs())

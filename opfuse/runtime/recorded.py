@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from opfuse.core.context import Value
 from opfuse.program.line import MAKES_ROOM, plain_room
-from opfuse.program.program import Program, Recording
+from opfuse.program.program import Program
 from opfuse.program.rooms import made_together
 from opfuse.program.slab import aligned, last_reads
 from opfuse.program.steps import OpStep, Step
@@ -191,12 +192,12 @@ class Packing:
             return None
         saved = recording.results[recorded.results :]
         device = None if recording.device is None else torch.device("cuda", recording.device)
-        made, as_tensors = dict(_rooms(recording.steps, device)), recording.read_as_tensors()
+        made, times = dict(_rooms(recording.steps, device)), Counter(recording.results)
         positions = {
             number: position
             for position, number in enumerate(saved)
-            if number in made and number not in as_tensors and recording.results.count(number) == 1
-            if _is_by_address(read, grads + position)
+            if number in made and number not in recording.read_as_tensors and times[number] == 1
+            if grads + position not in read.seen_as_tensors
         }
         last = last_reads(read.steps)
         large = {number: last.get(grads + at) for number, at in positions.items() if number not in recording.sizes}
@@ -214,7 +215,7 @@ class Packing:
         """The recorded pass, taking the blocks; REFUSED if it reads a tensor of theirs other than by its address."""
         groups = [[grads + position for position in group] for group in self.groups]
         recording = backward.program.recording
-        if recording is None or not all(_is_by_address(recording, number) for group in groups for number in group):
+        if recording is None or not recording.seen_as_tensors.isdisjoint(chain.from_iterable(groups)):
             return REFUSED
         sizes = {grads + position: room.nbytes for position, room in self.rooms.items()}
         program = Program.of(recording.in_rooms(groups, sizes))
@@ -259,7 +260,3 @@ def _rooms(steps: Sequence[Step], device: torch.device | None) -> Iterator[tuple
     for step in steps:
         if isinstance(step, OpStep) and step.op is MAKES_ROOM[0] and (room := plain_room(step, device)) is not None:
             yield step.results[0], SavedRoom(*room)
-
-
-def _is_by_address(recording: Recording, number: int) -> bool:
-    return number not in recording.results and number not in recording.read_as_tensors()

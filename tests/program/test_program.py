@@ -18,7 +18,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid, Launch
 from opfuse.program.frame import Frame, Reader, Readers
 from opfuse.program.program import SMALL, Program, _needed
-from opfuse.program.slab import ALIGNMENT, slab_of
+from opfuse.program.slab import ALIGNMENT, aligned, slab_of
 from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, Ref
 from opfuse.program.tape import Tape, Unrecordable, pointers
 
@@ -361,6 +361,7 @@ def test_a_slab_places_by_lifetimes_and_leaves_out_what_is_read_as_a_tensor_or_o
 
 @pytest.mark.parametrize("seed", range(30))
 def test_tensors_that_are_alive_together_never_overlap_in_a_slab(seed):
+    """Each lies at the first place where nothing lies that is still read."""
     choose = torch.Generator().manual_seed(seed)
     steps, sizes, made = [], {}, 0
     for _ in range(40):
@@ -377,6 +378,15 @@ def test_tensors_that_are_alive_together_never_overlap_in_a_slab(seed):
         for b in range(a):
             apart = slab.offsets[a] + sizes[a] <= slab.offsets[b] or slab.offsets[b] + sizes[b] <= slab.offsets[a]
             assert apart or begins > last[b], (a, b)
+        alive = [b for b in range(a) if last[b] >= begins]
+        before = range(0, slab.offsets[a], ALIGNMENT)
+        assert all(any(_overlap(at, sizes[a], slab.offsets[b], sizes[b]) for b in alive) for at in before)
+    assert slab.size == max(offset + aligned(sizes[n]) for n, offset in slab.offsets.items())
+
+
+def _overlap(start: int, size: int, other: int, of_other: int) -> bool:
+    """Whether two pieces share a part of a place."""
+    return start < other + aligned(of_other) and other < start + aligned(size)
 
 
 @pytest.mark.unrun

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opfuse.kernels.engine import joining
 from opfuse.program.program import SMALL, Program
+from opfuse.program.steps import LaunchStep, OpStep
 from opfuse.program.tape import Tape
 from opfuse.runtime.looks import given
 from opfuse.runtime.programs import Repeater
@@ -236,6 +237,29 @@ def test_one_tensor_is_no_block():
     with torch.no_grad(), tape.recording():
         dx = launch("negate", doubled, room(x))
     assert Packing.of(recorded, Program(tape, [tape.number(dx)]), 1) is None
+
+
+def test_what_packing_takes_grows_as_the_number_of_saved_tensors(monkeypatch: pytest.MonkeyPatch):
+    """As with experts, of which each has tensors of its own: a step is not asked again for each of them."""
+
+    def asked(count: int) -> int:
+        x, made = torch.randn(8), list[int]()
+        tape = Tape([x])
+        with torch.no_grad(), tape.recording():
+            planes = [launch("double", x, room(x)) for _ in range(count)]
+            y = x + 1
+        recorded = Recorded(Program(tape, [tape.number(each) for each in (y, *planes)]), (None,), Interpreter())
+        tape = Tape([torch.randn(8), *planes])
+        with torch.no_grad(), tape.recording():
+            read = [launch("negate", plane, room(x)) for plane in planes]
+        backward = Program(tape, [tape.number(each) for each in read])
+        with monkeypatch.context() as counting:
+            for kind in (OpStep, LaunchStep):
+                counting.setattr(kind, "reads", lambda step, reads=kind.reads: [made.append(1), reads(step)][1])
+            assert Packing.of(recorded, backward, 1) is not None
+        return len(made)
+
+    assert asked(64) < 3 * asked(32)
 
 
 class Drawn:

@@ -8,13 +8,13 @@ First training steps: B of 1024 features on 1024 rows, forward and backward, eac
 made model and input on the device, and made a step of the same layers in plain bf16. That step is torch's own share: cuBLAS, the
 thread of the backward pass, and about two seconds of modules that torch imports at its first backward pass. What is left to the
 first step under a recipe has a limit, in the median of several processes: imports of CuPy and of the rules, lowering, planning,
-compiling or loading each kernel. The second step records the pipeline. All processes start at once and wait for their turn.
+compiling or loading each kernel. The second step records the pipeline. The processes of one recipe start at once and make the
+plain step; then each waits for its turn. Those of other recipes are not there, since what waits still takes memory and time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import statistics
@@ -94,9 +94,9 @@ def step(model, recipe=None):
     wait()
     return 1e3 * (time.perf_counter() - start)
 
+own = step(plain)
 print("ready", flush=True)
 input()
-own = step(plain)
 print(json.dumps([own, *(step(fused, recipes.recipe_of(kind, {})) for _ in range(3))]))
 """
 
@@ -131,24 +131,28 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 def first_steps(device: str = "cuda", size: int = SIZE, kinds: Sequence[str] = KINDS) -> Iterator[dict[str, Any]]:
     """Training steps of new processes, the first with a limit: the kernels compiled in it, or on disk."""
-    with contextlib.ExitStack() as stack:
-        processes = {}
-        for kind in kinds:
-            directories = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(PROCESSES)]
-            for cache in MOST_FIRST:
-                arguments = (STEPS, kind, device, str(size))
-                processes[kind, cache] = [stack.enter_context(_begun(directory, *arguments)) for directory in directories]
-        for process in itertools.chain(*processes.values()):
+    for kind in kinds:
+        with contextlib.ExitStack() as stack:
+            yield from _first_steps(stack, kind, device, size)
+
+
+def _first_steps(stack: contextlib.ExitStack, kind: str, device: str, size: int) -> Iterator[dict[str, Any]]:
+    """Those under one recipe. The processes with kernels on disk have those that the others compile."""
+    directories = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(PROCESSES)]
+    arguments = (STEPS, kind, device, str(size))
+    processes = {cache: [stack.enter_context(_begun(each, *arguments)) for each in directories] for cache in MOST_FIRST}
+    for begun in processes.values():
+        for process in begun:
             _line(process)
-        for (kind, cache), begun in processes.items():
-            took = map(statistics.median, zip(*map(_steps, begun)))
-            for which, ms in zip(("plain torch's", "first", "second", "third"), took):
-                limit = MOST_FIRST[cache] if which == "first" else None
-                yield _record(f"{which} training step, {cache}, B {size}x{size}, {kind}", ms, "ms", limit)
+    for cache, begun in processes.items():
+        took = map(statistics.median, zip(*map(_steps, begun)))
+        for which, ms in zip(("plain torch's", "first", "second", "third"), took):
+            limit = MOST_FIRST[cache] if which == "first" else None
+            yield _record(f"{which} training step, {cache}, B {size}x{size}, {kind}", ms, "ms", limit)
 
 
 def _steps(process: subprocess.Popen[str]) -> list[float]:
-    """Milliseconds of torch's own first step and of three under a recipe, in a process that waits for a line."""
+    """Milliseconds of torch's own step, which a waiting process has made, and of three under a recipe, which it makes now."""
     if process.stdin:
         print(file=process.stdin, flush=True)
     took: list[float] = json.loads(_line(process))

@@ -463,6 +463,21 @@ def test_a_process_that_dies_ends_the_measurement(monkeypatch: pytest.MonkeyPatc
         next(compiling.first_steps("cpu", 32, ["fp8_block"]))
 
 
+def test_no_process_of_another_recipe_waits_beside_those_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "STEPS", "print('ready', flush=True); input(); print([1.0, 2.0, 3.0, 4.0])")
+    begin, begun = compiling._begun, []
+
+    def noted(directory, script, kind, *arguments):
+        assert all(process.poll() == 0 for other, process in begun if other != kind)
+        begun.append((kind, begin(directory, script, kind, *arguments)))
+        return begun[-1][1]
+
+    monkeypatch.setattr(compiling, "_begun", noted)
+    found = [*compiling.first_steps("cpu", 32, ["delayed", "mxfp8"])]
+    assert [kind for kind, _ in begun] == ["delayed"] * 6 + ["mxfp8"] * 6
+    assert [each["value"] for each in found] == [1, 2, 3, 4] * 4
+
+
 def test_what_pytorch_offers_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for all recipes, without a break; a step in every way."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)

@@ -114,8 +114,7 @@ def cast_in_groups(
     """
     if isinstance(quantizer, HybridQuantizer):
         kept = x if index is None else x.index_select(0, index)
-        row_quantizers = [cast(HybridQuantizer, one).rowwise_quantizer for one in (quantizer, *each)]
-        storage = cast_in_groups(row_quantizers[0], kept, splits, each=row_quantizers[1:])
+        storage = cast_in_groups(quantizer.rowwise_quantizer, kept, splits)
         return replace(storage, columnwise=quantizer.columnwise_quantizer.quantize(kept).columnwise)
     given = x.shape if index is None else torch.Size((len(index), *x.shape[1:]))
     rows, columns = shape = matrix_shape(given)

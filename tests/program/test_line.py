@@ -12,8 +12,9 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.errors import PipelineError
 from opfuse.program.line import empty_on
-from opfuse.program.program import Program
+from opfuse.program.program import Program, Recording
 from opfuse.program.tape import Tape
 from opfuse.runtime.recorded import Recorded, RecordedBackward
 from tests.program.fake import fake_device, launch
@@ -98,6 +99,21 @@ def test_launches_are_part_of_the_line(monkeypatch):
         assert torch.equal(program([other])[0], -2 * other)
     assert [*strange(program)] == []
     assert program.text.count("launch(") == 2
+
+
+@pytest.mark.unrun
+def test_what_no_step_has_made_is_no_address_of_a_launch(monkeypatch):
+    x = torch.randn(8)
+    with fake_device(monkeypatch):
+        tape = Tape([x])
+        with torch.no_grad(), tape.recording():
+            result = launch("double", x, torch.empty(8, dtype=torch.float32, device="cpu"))
+        recording = Recording.of(tape, [tape.number(result)])
+        room, doubled = recording.steps
+        Program.of(recording)
+        for wrong in ((doubled, room), (doubled,)):
+            with pytest.raises(PipelineError, match=r"wants memory that is made before a step reads it, got .* before t1"):
+                Program.of(replace(recording, steps=wrong))
 
 
 def zeroed(x):

@@ -40,7 +40,12 @@ def test_elsewhere_it_runs_the_definition():
         assert torch.equal(out, 2 * x)
 
 
-def test_on_the_device_it_launches_what_was_packed(monkeypatch):
+def once(launcher, x, out):
+    launcher(LARGER, "double", Grid(1, 32), LAYOUT, x.data_ptr(), out.data_ptr(), x.numel(), device=0)
+
+
+@pytest.mark.parametrize(("launches", "factor"), [(once, 2), (run, 4)])
+def test_on_the_device_it_launches_what_was_packed(launches, factor, monkeypatch):
     monkeypatch.setattr(module, "leading", lambda args: SimpleNamespace(is_cuda=True, numel=lambda: 8))
     monkeypatch.setattr(module, "runs_kernels", lambda x: True)
     monkeypatch.setattr(module, "function", lambda variant, entry, device: (VARIANT, entry))
@@ -48,11 +53,11 @@ def test_on_the_device_it_launches_what_was_packed(monkeypatch):
     monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     x, out = torch.randn(8), torch.empty(8)
-    call = prepared(SimpleNamespace(reference=reference, run=run), x, out)
+    call = prepared(SimpleNamespace(reference=reference, run=launches), x, out)
     for _ in range(2):
         x += 1
         call()
-        assert torch.equal(out, 4 * x)
+        assert torch.equal(out, factor * x)
 
 
 def test_the_driver_finds_all_bytes_of_a_parameter_that_is_filled_in_part(monkeypatch):

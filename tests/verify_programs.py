@@ -21,7 +21,7 @@ from opfuse.program.tape import Tape
 from opfuse.runtime import recorded
 from opfuse.tensors import QuantizedTensor
 
-recorded.BEFORE = 0
+recorded.INTERPRETED_FIRST = False
 _make = Program.__init__
 _note = recorded.Programs.note
 
@@ -64,4 +64,4 @@ def _unrun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.node.get_closest_marker("unrun"):
         monkeypatch.setattr(Program, "__init__", _make)
         monkeypatch.setattr(recorded.Programs, "note", _note)
-        monkeypatch.setattr(recorded, "BEFORE", 1)
+        monkeypatch.setattr(recorded, "INTERPRETED_FIRST", True)

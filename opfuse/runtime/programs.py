@@ -69,31 +69,24 @@ def runner_of(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
 ) -> Runner | Recorder | Repeater:
     """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
-    held = held_casts(plan, segment, ops)
+    kept = held_casts(plan, segment, ops)
     if (observer := current_observer()) is not None:
-        runner = ObservedRunner(plan, segment, ops, kwargs, held)
+        runner = ObservedRunner(plan, segment, ops, kwargs, kept)
         runner.observer = observer
         return runner
     own = _own_code(plan, segment, ops)
-    before: Sequence[Held] = ()
-    if own.before and tensors is not None:
-        before = made_before(plan, segment, ops, own.before, tensors)
-        tensors = [*tensors, *[tensor for each in before for tensor in each.tensors]]
-        held = (*before, *held)
+    before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
+    held = (*before, *kept)
     if tensors is None or not _enabled.get() or torch._C._len_torch_dispatch_stack():
         return Runner(plan, segment, ops, kwargs, held)
-    look = None if FORWARD in own.why or any(kwargs) or any(each.look is None for each in before) else look_of(tensors)
+    look = None if FORWARD in own.why or any(kwargs) else _look(plan, segment, ops, tensors, before=before, kept=kept)
     if look is None:
         return (SteppedRunner if own.why else Runner)(plan, segment, ops, kwargs, held)
     if held:
-        tensors = [*tensors, *[tensor for each in held[len(before) :] for tensor in each.tensors]]
-        look += tuple([(each.node, each.look) for each in held])
-        ids = [id(each.storage) for each in held]
-        if len(set(ids)) < len(ids):  # one weight of several ops
-            look += tuple(firsts(ids))
-    if plan.reads_sizes:
-        look += tuple(_sizes(plan, segment, ops, tensors))
-    programs = plan.programs.setdefault(segment.nodes.start, Programs())
+        tensors = [*tensors, *[tensor for each in held for tensor in each.tensors]]
+    programs = plan.programs.get(segment.nodes.start)
+    if programs is None:
+        programs = plan.programs.setdefault(segment.nodes.start, Programs())
     found = programs.get(look)
     if isinstance(found, Recorded):
         return Repeater(found, plan, segment, tensors)
@@ -101,6 +94,32 @@ def runner_of(
     if refused or programs.is_new(look):
         return (Runner if refused else RehearsedRunner)(plan, segment, ops, kwargs, held)
     return Recorder(plan, segment, ops, kwargs, held, tensors=tensors, note=lambda what: programs.note(look, what))
+
+
+def _look(
+    plan: Plan,
+    segment: Segment,
+    ops: Sequence[BasicOperation],
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    before: Sequence[Held],
+    kept: Sequence[Held],
+) -> tuple[Any, ...] | None:
+    """What a program of this call depends on beside the key of its plan; None if no program may run.
+
+    before, kept: the casts that are made already; those that were kept told their look when they were made.
+    """
+    if before and any(each.look is None for each in before):
+        return None
+    look = look_of([*tensors, *[tensor for each in before for tensor in each.tensors]] if before else tensors)
+    if look is None:
+        return None
+    if held := (*before, *kept):
+        look += tuple([(each.node, each.look) for each in held])
+        ids = [id(each.storage) for each in held]
+        if len(set(ids)) < len(ids):  # one weight of several ops
+            look += tuple(firsts(ids))
+    return (*look, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else look
 
 
 def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
@@ -181,7 +200,7 @@ class Recorder(Runner):
         with tape.recording():
             values = self._values = super().forward(tensors)
         if self.dirty:
-            tape.refusal = tape.refusal or "a tensor of the caller is changed in place"
+            tape.refuse("a tensor of the caller is changed in place")
         if not self.segment.requires_grad:
             self._end([])
         return values

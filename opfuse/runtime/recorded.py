@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,8 +25,8 @@ from opfuse.tensors.storage import QuantizedStorage
 
 _log = logging.getLogger("opfuse.programs")
 
-BEFORE = 1
-"""How many calls with a look are interpreted before one is recorded."""
+INTERPRETED_FIRST = True
+"""Whether a look is interpreted when it first comes, and recorded when it comes again, since some never do."""
 
 LOOKS, BACKWARD_LOOKS = 32, 8
 """How many looks of inputs a segment keeps programs for, and how many looks of gradients behind each; the oldest goes first."""
@@ -34,8 +34,12 @@ LOOKS, BACKWARD_LOOKS = 32, 8
 SEEN, REFUSED = "seen", "refused"
 
 
-class Programs(OrderedDict[Any, Any]):
-    """What is known of each look: SEEN once, REFUSED by the recorder, or what was recorded. At most ``limit`` looks."""
+class Programs(dict[Any, Any]):
+    """What is known of each look: SEEN once, REFUSED by the recorder, or what was recorded. At most ``limit`` looks.
+
+    Threads may share one. No OrderedDict: parts of a look are hashed and compared by Python, in the midst of which another thread
+    may run, and an OrderedDict that is written meanwhile loses its order.
+    """
 
     def __init__(self, limit: int = LOOKS) -> None:
         super().__init__()
@@ -43,17 +47,17 @@ class Programs(OrderedDict[Any, Any]):
 
     def is_new(self, look: Any) -> bool:
         """Whether this is the first call with a look; notes that it came."""
-        if not BEFORE or look in self:
+        if not INTERPRETED_FIRST or look in self:
             return False
         self.note(look, SEEN)
         return True
 
     def note(self, look: Any, what: Any) -> None:
         """Enter ``what`` for a look, and forget the oldest entry if there are too many."""
+        self.pop(look, None)  # so that it is entered as the latest
         self[look] = what
-        self.move_to_end(look)
-        while len(self) > self.limit:
-            self.popitem(last=False)
+        for oldest in [*self][: max(len(self) - self.limit, 0)]:
+            self.pop(oldest, None)
 
 
 Structures = tuple[QuantizedStorage | None, ...]

@@ -75,12 +75,11 @@ class _SegmentFunction(torch.autograd.Function):
         check_batched(f"backward of {ctx.runner.plan.name}", grad_outputs)
         if ctx.runner.plan.delays:
             check_once(ctx.runner.plan.name)
-        received: dict[int, torch.Tensor | None] = {}
+        received: dict[int, torch.Tensor | None] = dict.fromkeys(ctx.values)
         for value, grad in zip(ctx.values, grad_outputs):
-            earlier = received.get(value)
-            received[value] = grad if earlier is None or grad is None else earlier + grad
-            if grad is None:
-                received[value] = earlier
+            if grad is not None:
+                earlier = received[value]
+                received[value] = grad if earlier is None else earlier + grad
         return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
 
 

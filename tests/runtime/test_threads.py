@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import opfuse
 from opfuse import ops, recipes
 from opfuse.recipes import current_recipe
+from opfuse.runtime.recorded import SEEN, Programs
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -84,6 +85,32 @@ def test_r13_threads_train_under_recipes_of_their_own(stored):
         assert same(one[0], other[0]), recipe
         assert same(one[1], other[1]), recipe
     assert alone[1][1]  # states of delayed scaling
+
+
+class Interrupted:
+    """A look during which other threads note looks of their own, once it has been hashed ``after`` times."""
+
+    def __init__(self, programs: Programs, after: int) -> None:
+        self.programs, self.left = programs, after
+
+    def __hash__(self) -> int:
+        self.left -= 1
+        if self.left == 0:
+            for other in range(self.programs.limit):
+                self.programs.note(other, SEEN)
+        return id(self)
+
+
+@pytest.mark.parametrize("after", range(1, 6))
+def test_a_look_may_be_pushed_out_while_it_is_noted(after):
+    """As where threads call one model with many shapes: each look is noted again when it is recorded."""
+    programs = Programs(limit=3)
+    look = Interrupted(programs, 0)
+    programs.note(look, SEEN)
+    look.left = after
+    programs.note(look, "recorded")
+    assert len(programs) <= programs.limit
+    assert programs.get(look, "recorded") == "recorded"
 
 
 @pytest.mark.row("R13")

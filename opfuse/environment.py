@@ -18,6 +18,8 @@ VARIABLES = {
     "OPFUSE_BACKWARD_OVERRIDE": "the backward_override of recipes that are given none: high_precision, dequantized or none",
     "OPFUSE_CACHE_DIR": "where compiled kernels are kept, instead of the user's cache directory",
     "OPFUSE_DEBUG": "1: an error of the command line shows where it came from",
+    "OPFUSE_PROGRAM_BYTES": "bytes of the host's memory that recordings of a process may take before the least recently used are "
+    "dropped; 536870912 if it is not set",
     "OPFUSE_PROGRAMS": "0: segments of plans are interpreted at every call, in place of being recorded once and repeated",
     "OPFUSE_TRACE": "a directory into which every process writes its plans, keys and misses, for opfuse cache, report and diff",
     "OPFUSE_REFERENCE": "1: the definitions in torch compute everything, in place of CUDA kernels",
@@ -28,8 +30,8 @@ VARIABLES = {
 def variable(name: str) -> str:
     """The text of a variable without spaces around it; empty if it is not set.
 
-    The first call of a process warns of variables that begin like those of opfuse and that nothing reads, and of switches
-    that are neither on nor off.
+    The first call of a process warns of variables that begin like those of opfuse and that nothing reads, and of those
+    that are no switch, or no number, where one is wanted.
     """
     _warn_of_faults()
     return os.environ.get(name, "").strip()
@@ -37,6 +39,15 @@ def variable(name: str) -> str:
 
 SWITCHES = ("OPFUSE_DEBUG", "OPFUSE_PROGRAMS", "OPFUSE_REFERENCE")
 """Those that are 0 or 1."""
+
+NUMBERS = {"OPFUSE_PROGRAM_BYTES": 1 << 29}
+"""Those that are whole numbers, and what they are if they are not set."""
+
+
+def number(name: str) -> int:
+    """The number that a variable of :data:`NUMBERS` says; the one there if it says none."""
+    text = variable(name)
+    return int(text) if text.isdecimal() else NUMBERS[name]
 
 
 class MisreadVariable(NamedTuple):
@@ -47,7 +58,7 @@ class MisreadVariable(NamedTuple):
 
 
 def faults() -> dict[str, MisreadVariable]:
-    """Variables that begin with ``OPFUSE_`` and are read by nothing, and switches that are neither 0 nor 1."""
+    """Variables that begin with ``OPFUSE_`` and are read by nothing, switches that are neither 0 nor 1, and no numbers."""
     found = {}
     for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
         value = os.environ[name].strip()
@@ -57,6 +68,8 @@ def faults() -> dict[str, MisreadVariable]:
             )
         elif name in SWITCHES and value not in ("", "0", "1"):
             found[name] = MisreadVariable(f"{value!r} is neither 0 nor 1", f"set it to {VARIABLES[name]}")
+        elif name in NUMBERS and value and not value.isdecimal():
+            found[name] = MisreadVariable(f"{value!r} is no whole number", f"say {VARIABLES[name]}")
     return found
 
 

@@ -41,6 +41,16 @@ def test_a_switch_that_is_neither_on_nor_off_is_told(monkeypatch):
     assert environment.faults() == {}
 
 
+def test_a_number_that_is_none_is_told(monkeypatch):
+    """Its default holds."""
+    monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", "512M")
+    with pytest.warns(OpfuseWarning, match=r"got OPFUSE_PROGRAM_BYTES: '512M' is no whole number.*Cure: say bytes of the host"):
+        assert environment.number("OPFUSE_PROGRAM_BYTES") == 1 << 29
+    monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", "4096")
+    assert environment.number("OPFUSE_PROGRAM_BYTES") == 4096
+    assert environment.faults() == {}
+
+
 def test_known_variables_and_those_of_others_are_not_told(monkeypatch):
     for name in (*environment.VARIABLES, "OTHER_OPFUSE_X", "NVTE_NO_SUCH"):
         monkeypatch.setenv(name, "1")

@@ -15,6 +15,7 @@ import torch
 from opfuse.errors import PipelineError, describe
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.bindings import driver, runtime
+from opfuse.program.footprint import bytes_of
 from opfuse.program.slab import last_reads
 from opfuse.program.steps import CallStep, LaunchStep, OpStep, ProductStep, Ref, Step
 
@@ -49,10 +50,11 @@ def empty_on(device: torch.device) -> Callable[..., torch.Tensor] | None:
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class CompiledText:
-    """A text of Python, and what it compiles to."""
+    """A text of Python, and what it compiles to. nbytes: what both take on the host."""
 
     text: str
     code: CodeType
+    nbytes: int
 
 
 _COMPILED: WeakValueDictionary[str, CompiledText] = WeakValueDictionary()
@@ -62,7 +64,8 @@ def compiled(text: str) -> CompiledText:
     """``text`` compiled: once for all programs that have it, as those of equal layers have."""
     found = _COMPILED.get(text)
     if found is None:
-        found = _COMPILED[text] = CompiledText(text, compile(text, "<opfuse program>", "exec"))
+        code = compile(text, "<opfuse program>", "exec")
+        found = _COMPILED[text] = CompiledText(text, code, bytes_of([text, code]))
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -11,6 +12,7 @@ import torch
 
 from opfuse.kernels.engine import launch as launching
 from opfuse.program.cublaslt import OPERANDS, Product, ProductForm, library
+from opfuse.program.footprint import bytes_of
 from opfuse.program.frame import Frame, Reader, Readers
 from opfuse.program.joining import joined_launches
 from opfuse.program.line import MAKES_ROOM, SLAB, Line
@@ -100,10 +102,13 @@ class Program:
     results. Threads may run a program at the same time: each call has a frame of its own. Nothing that a call allocates is held
     between calls.
 
-    recording: what it was made of, until :meth:`settle`. launches, products: its steps of these kinds, in order.
+    recording: what it was made of, until :meth:`settle`. launches, products: its steps of these kinds, in order. used: larger
+    than that of a program whose last call, or whose making, was earlier.
     """
 
     recording: Recording | None
+    used: int
+    _held: int | None
 
     def __init__(self, tape: Tape, results: Sequence[int]) -> None:
         """results: the numbers of the tensors that a call returns."""
@@ -118,10 +123,11 @@ class Program:
 
     def settle(self) -> None:
         """Let go of the recording, of which nothing else will be made: most of what a program takes on the host."""
-        self.recording = None
+        self.recording, self._held = None, None
 
     def _make(self, recording: Recording) -> None:
-        self.recording = recording
+        self.recording, self.used = recording, next(_USES)
+        self._held = None
         self.launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
         self.products = [step for step in recording.steps if isinstance(step, ProductStep)]
         self._device = recording.device
@@ -143,7 +149,7 @@ class Program:
             slab=self.slab.size,
             zeroed=zeroed.size,
         )
-        self._compiled, self._run = line.function()
+        self.code, self._run = line.function()
         self._frames = [self._new_frame()]
 
     def _read(self, bases: dict[int, int], places: Mapping[int, int], *, workspace: int) -> dict[int, Readers]:
@@ -172,12 +178,19 @@ class Program:
     @property
     def text(self) -> str:
         """The function that runs it, as Python."""
-        return self._compiled.text
+        return self.code.text
 
     @property
     def block_bytes(self) -> int:
         """Bytes of the slab."""
         return self.slab.size
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the host's memory that it takes beside its code, which equal layers share."""
+        if self._held is None:
+            self._held = bytes_of([self, self.constants], without=[self.code]) + self.frame_bytes
+        return self._held
 
     @property
     def frame_bytes(self) -> int:
@@ -198,6 +211,7 @@ class Program:
         if device is not None and not launching.is_current(device):
             with launching.on_device(device):
                 return self(given)
+        self.used = next(_USES)
         try:
             frame = self._frames.pop()
         except IndexError:  # other calls have them all
@@ -205,6 +219,15 @@ class Program:
         results = self._run(given, frame, 0 if device is None else torch._C._cuda_getCurrentRawStream(device))
         self._frames.append(frame)
         return results
+
+
+_USES = itertools.count()
+
+
+def host_bytes(programs: Iterable[Program]) -> int:
+    """Bytes of the host's memory that programs take together. Code that some share counts once."""
+    every = list({id(each): each for each in programs}.values())
+    return sum(each.own_bytes for each in every) + sum({id(each.code): each.code.nbytes for each in every}.values())
 
 
 def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:

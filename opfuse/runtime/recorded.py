@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
 from opfuse.core.context import Value
+from opfuse.environment import number
 from opfuse.program.line import MAKES_ROOM, plain_room
-from opfuse.program.program import Program
+from opfuse.program.program import Program, host_bytes
 from opfuse.program.rooms import made_together
 from opfuse.program.slab import aligned, last_reads
 from opfuse.program.steps import OpStep, Step
@@ -34,8 +36,26 @@ LOOKS, BACKWARD_LOOKS = 32, 8
 SEEN, REFUSED = "seen", "refused"
 
 
+@dataclass(eq=False)
+class RecordedLook:
+    """What was recorded for one look."""
+
+    program: Program
+
+    def programs(self) -> Iterator[Program]:
+        """All that are kept for this look."""
+        yield self.program
+
+    def further(self) -> Iterator[Programs]:
+        """What is known of the looks of what follows, as of gradients."""
+        yield from ()
+
+
 class Programs(dict[Any, Any]):
     """What is known of each look: SEEN once, REFUSED by the recorder, or what was recorded. At most ``limit`` looks.
+
+    The programs of a process take at most ``OPFUSE_PROGRAM_BYTES`` of the host's memory. To make room, those that were used least
+    recently go, but for the one that needs the room; a look whose program is gone is a new one. dropped: how many went so.
 
     Threads may share one. No OrderedDict: parts of a look are hashed and compared by Python, in the midst of which another thread
     may run, and an OrderedDict that is written meanwhile loses its order.
@@ -43,7 +63,8 @@ class Programs(dict[Any, Any]):
 
     def __init__(self, limit: int = LOOKS) -> None:
         super().__init__()
-        self.limit = limit
+        self.limit, self.dropped = limit, 0
+        _ALL[id(self)] = self
 
     def is_new(self, look: Any) -> bool:
         """Whether this is the first call with a look; notes that it came."""
@@ -58,6 +79,32 @@ class Programs(dict[Any, Any]):
         self[look] = what
         for oldest in [*self][: max(len(self) - self.limit, 0)]:
             self.pop(oldest, None)
+        if isinstance(what, RecordedLook):
+            _make_room(what)
+
+    def made(self) -> list[tuple[Any, RecordedLook]]:
+        """The looks of which there are programs."""
+        return [(look, what) for look, what in list(self.items()) if isinstance(what, RecordedLook)]
+
+
+_ALL: WeakValueDictionary[int, Programs] = WeakValueDictionary()
+
+
+def _make_room(new: RecordedLook) -> None:
+    """Drop what was used least recently until the programs of the process fit in their bound; never ``new``."""
+    most = number("OPFUSE_PROGRAM_BYTES")
+    while True:
+        known = [each for ref in _ALL.valuerefs() if (each := ref()) is not None]
+        found = [(looks, look, what) for looks in known for look, what in looks.made()]
+        if host_bytes(program for _, _, what in found for program in what.programs()) <= most:
+            return
+        old = [each for each in found if new.program not in each[2].programs()]
+        if not old:
+            return
+        looks, look, _ = min(old, key=lambda each: max(program.used for program in each[2].programs()))
+        if looks.pop(look, None) is not None:
+            looks.dropped += 1
+            _log.info("dropped a program, the least recently used: all may take %d bytes (OPFUSE_PROGRAM_BYTES)", most)
 
 
 Structures = tuple[QuantizedStorage | None, ...]
@@ -102,27 +149,17 @@ def without_autocast(device: str, program: Program, given: list[torch.Tensor]) -
 
 
 @dataclass(eq=False)
-class RecordedBackward:
+class RecordedBackward(RecordedLook):
     """The program of a backward pass, for one look of its gradients. present: which of the pass's results are not None."""
 
-    program: Program
     present: tuple[bool, ...]
-
-    def programs(self) -> Iterator[Program]:
-        """All that are kept for this look."""
-        yield self.program
 
 
 @dataclass(eq=False)
-class RecordedValues:
+class RecordedValues(RecordedLook):
     """A recording of the library's code. outputs: the structures of the values that it makes."""
 
-    program: Program
     outputs: Structures
-
-    def programs(self) -> Iterator[Program]:
-        """All that are kept for this look."""
-        yield self.program
 
     @cached_property
     def results(self) -> int:
@@ -156,10 +193,16 @@ class Recorded(RecordedValues):
 
     def programs(self) -> Iterator[Program]:
         """All that are kept for this look."""
-        packed = self.packing
-        yield from (self.program, *(() if packed is None else (packed.forward,)))
-        for looks in (self.backward, *(() if packed is None else (packed.backward,))):
-            yield from (made.program for made in list(looks.values()) if isinstance(made, RecordedBackward))
+        yield self.program
+        if self.packing is not None:
+            yield self.packing.forward
+        yield from (program for looks in self.further() for _, made in looks.made() for program in made.programs())
+
+    def further(self) -> Iterator[Programs]:
+        """Backward passes, those that take blocks as well."""
+        yield self.backward
+        if self.packing is not None:
+            yield self.packing.backward
 
     def pack(self, backward: RecordedBackward, grads: int) -> None:
         """Have later calls save what ``backward`` reads by address in one block. grads: how many gradients come before it."""

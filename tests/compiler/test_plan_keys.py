@@ -405,14 +405,14 @@ def test_x01_a_failed_plan_is_not_kept():
     for _ in range(2):
         with opfuse.autocast(recipe=refused), pytest.raises(RecipeError):
             model(x)
-    assert model.cache_info() == (0, 0, 0, None, 0, 0, 0)
+    assert model.cache_info() == (0, 0, 0, None, 0, 0, 0, 0)
 
 
 def test_copies_make_their_own_plans():
     model, x = to(mlp(), BF16), randn(32, 64)
     train(model, x, step=Step(MX()))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.cache_info() == (0, 0, 0, None, 0, 0, 0)
+        assert other.cache_info() == (0, 0, 0, None, 0, 0, 0, 0)
         assert same(run(other, x, step=Step(MX())).tensors["output 0"], run(model, x, step=Step(MX())).tensors["output 0"])
 
 

@@ -9,6 +9,7 @@ import logging
 import re
 import threading
 import tracemalloc
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from opfuse.numerics.pointwise import gated
-from opfuse.runtime import own
+from opfuse.program.program import host_bytes
+from opfuse.runtime import own, recorded
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import BACKWARD_LOOKS, LOOKS, Recorded, RecordedBackward
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
@@ -141,9 +143,44 @@ def test_every_look_of_an_input_has_a_program_of_its_own_up_to_a_limit():
     assert all(len(looks) <= LOOKS for _, plan in run.cache.items() for looks in plan.programs.values())
 
 
+def called(model: ops.Sequential, *rows: int) -> None:
+    """Three calls for each number of rows: interpreted, recorded, repeated."""
+    for count in rows:
+        for _ in range(3):
+            model(randn(count, 64).requires_grad_()).sum().backward()
+
+
+def rows_of(model: ops.Sequential) -> set[int]:
+    """For how many rows there are programs."""
+    plans = [plan for run in model.runs() for _, plan in run.cache.items()]
+    return {look[0][0][0] for plan in plans for looks in plan.programs.values() for look, _ in looks.made()}
+
+
+@pytest.mark.cpu
+def test_programs_take_no_more_of_the_host_than_is_allowed(monkeypatch, caplog):
+    """In a whole process; the least recently used go first, but never what needs the room. What went is recorded again."""
+    monkeypatch.setattr(recorded, "_ALL", WeakValueDictionary())  # without those that other tests still hold
+    one, other = (to(ops.Sequential(ops.Linear(64, 64), ops.GELU()), BF16) for _ in range(2))
+    called(other, 8)
+    called(one, 8, 16)
+    called(one, 8)  # used again, so those of the other are the oldest, then those of 16 rows
+    most = host_bytes(program for model in (one, other) for made in recorded_in(model) for program in made.programs())
+    monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", str(most))
+    with caplog.at_level(logging.INFO, "opfuse.programs"):
+        called(one, 24)
+    assert (rows_of(one), rows_of(other)) == ({8, 16, 24}, set())
+    assert other.cache_info().dropped == len(caplog.messages) > 0 == one.cache_info().dropped
+    monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", "1")
+    called(one, 16)
+    assert (rows_of(one), one.cache_info().programs) == ({16}, 2)
+    assert one.cache_info().dropped > 0
+    called(other, 8)
+    assert (rows_of(one), rows_of(other)) == (set(), {8})
+
+
 def test_cache_info_counts_programs_and_what_they_take():
     model = model_of("mlp")
-    assert model.cache_info()[4:] == (0, 0, 0)
+    assert model.cache_info()[4:] == (0, 0, 0, 0)
     run(model, recipes.MXFP8BlockScaling(), calls=5)
     info = model.cache_info()
     alive = [program for each in recorded_in(model) for program in each.programs()]
@@ -195,7 +232,7 @@ def test_a_recording_is_let_go_of_and_equal_layers_share_their_code():
 
 def test_cache_info_of_an_op_that_is_called_alone():
     op, x = to(ops.Linear(64, 64), BF16), randn(8, 64)
-    assert op.cache_info() == (0, 0, 0, None, 0, 0, 0)
+    assert op.cache_info() == (0, 0, 0, None, 0, 0, 0, 0)
     with torch.no_grad():
         for _ in range(4):
             op(x)

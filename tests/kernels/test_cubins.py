@@ -89,14 +89,32 @@ def test_r14_a_forged_name_does_not_help(cache):
     assert cache.find(KEY) == CUBIN
 
 
-def test_r14_what_a_killed_process_left_goes_at_a_later_write(cache):
+def test_r14_what_a_killed_process_left_goes_when_a_kernel_is_looked_for(cache):
     old, new = cache.directory / ".killed.tmp", cache.directory / ".writing.tmp"
     for path in (old, new):
         path.write_bytes(b"part")
     os.utime(old, (time.time() - 7200,) * 2)
     cache.store("key", b"cubin")
+    assert cache.find("another") is None
     assert sorted(cache.directory.iterdir()) == sorted([new, file_of(cache, "key")])
     assert cache.find("key") == b"cubin"
+
+
+def test_r14_what_others_store_is_found_and_a_full_directory_is_listed_once(cache, monkeypatch):
+    """Thousands of files take longer to list than a kernel to load."""
+    other, listed, listdir = CubinCache(cache.directory), [], os.listdir
+    monkeypatch.setattr(cubins.os, "listdir", lambda path: listed.append(path) or listdir(path))
+    assert cache.find(KEY) is None
+    other.store(KEY, CUBIN)
+    other.store(KEY, b"{}", cubins.FACTS)
+    assert cache.find(KEY) == CUBIN
+    assert len(listed) == 2
+    assert [cache.find(KEY, kind) for kind in (cubins.CUBIN, cubins.FACTS) * 2] == [CUBIN, b"{}"] * 2
+    assert len(listed) == 2
+    file_of(cache).unlink()
+    assert cache.find(KEY) is None
+    other.store(KEY, CUBIN)
+    assert cache.find(KEY) == CUBIN
 
 
 # -- whose directory it is ---------------------------------------------------------------------------------------------------

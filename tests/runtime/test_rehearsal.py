@@ -169,10 +169,12 @@ def test_who_needs_a_kernel_waits_for_no_other(monkeypatch, cache):
     ahead.wait_for(Variant("nobody's.cu"), "sm_90a", cache)
 
 
-def test_the_longest_texts_are_compiled_first_and_those_of_joined_launches_last():
-    short, long, longest = map(Variant, ("norm_sums.cu", "amax.cu", "product.cu"))
+def test_what_takes_longest_is_compiled_first_and_what_joins_launches_last():
+    """One text is compiled longer than others of its length."""
+    short, long, longest, slow = map(Variant, ("norm_sums.cu", "amax.cu", "product.cu", "dequantize.cu"))
     joined = joined_variant(Variant("cast_mx.cu", ("PARAMETER_BYTES=64",)))
-    assert ahead.in_turn([joined, long, short, longest]) == [longest, long, short, joined]
+    assert len(compiling.assemble(slow)) < len(compiling.assemble(longest))
+    assert ahead.in_turn([joined, long, short, longest, slow]) == [slow, longest, long, short, joined]
 
 
 FORK = """

@@ -10,7 +10,9 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -91,11 +93,40 @@ class Compiled:
 
 def source_text(name: str, where: str) -> str:
     """The text of a source or header. KernelError, which speaks of ``where``, if there is none."""
+    return _path(name, where).read_text()
+
+
+def _path(name: str, where: str) -> Path:
     path = SOURCES / name
     if not path.is_file():
         cure = "write it: docs/kernels.md says what is in one"
         raise KernelError(describe(where, wanted=f"a file cuda/{name}", got="none", cure=cure))
-    return path.read_text()
+    return path
+
+
+class _Section(NamedTuple):
+    """Lines of a text up to an #include, the header's name, and the number of the line behind it. The last has no header."""
+
+    lines: str
+    header: str = ""
+    behind: int = 0
+
+
+def _sections(text: str) -> Iterator[_Section]:
+    lines = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if include := _INCLUDE.match(line):
+            yield _Section(lines, include[1], number + 1)
+            lines = ""
+        else:
+            lines += "\n" if line == "#pragma once" else f"{line}\n"
+    yield _Section(lines)
+
+
+@functools.cache
+def _sections_of(path: Path) -> tuple[_Section, ...]:
+    """Those of a file, which is read once: most headers are in most texts."""
+    return tuple(_sections(path.read_text()))
 
 
 @functools.cache
@@ -104,24 +135,21 @@ def assemble(variant: Variant) -> str:
 
     Lines ``#line`` let messages name the files.
     """
-    seen: set[str] = set()
+    seen, where = set[str](), f"kernel source {variant.source}"
 
-    def paste(name: str) -> list[str]:
-        lines = [f'#line 1 "{name}"']
-        text = variant.generated if name == _GENERATED else source_text(name, f"kernel source {variant.source}")
-        for number, line in enumerate(text.splitlines(), 1):
-            include = _INCLUDE.match(line)
-            if include is None:
-                lines.append("" if line == "#pragma once" else line)
-            elif include[1] not in seen:
-                seen.add(include[1])
-                lines += [*paste(include[1]), f'#line {number + 1} "{name}"']
-            else:
-                lines.append("")
-        return lines
+    def paste(name: str) -> Iterator[str]:
+        yield f'#line 1 "{name}"\n'
+        for lines, header, behind in _sections(variant.generated) if name == _GENERATED else _sections_of(_path(name, where)):
+            yield lines
+            if header in seen:
+                yield "\n"
+            elif header:
+                seen.add(header)
+                yield from paste(header)
+                yield f'#line {behind} "{name}"\n'
 
-    defines = [f"#define {define.replace('=', ' ', 1)}" for define in variant.defines]
-    return "\n".join([*defines, *paste(variant.source), ""])
+    defines = [f"#define {define.replace('=', ' ', 1)}\n" for define in variant.defines]
+    return "".join([*defines, *paste(variant.source)])
 
 
 def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:

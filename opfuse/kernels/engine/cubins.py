@@ -2,7 +2,8 @@
 
 A file is called ``<key>-<sha256 of the file>.<kind>``; the key is a digest of all that it was made from. So a rename publishes a
 file at once, truncated and altered files are recognised, and processes that compile one kernel at the same time do not disturb
-each other. Where the directory cannot or must not be used, kernels are kept in memory while the process runs.
+each other. Nothing waits until a file is on the disk: one that a power failure leaves in part is truncated like any other. Where
+the directory cannot or must not be used, kernels are kept in memory while the process runs.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ _MOST_LINKS = 40  # links on the way to a directory, as Linux allows
 class CubinCache:
     """Compiled kernels by key: in ``directory`` while it is :func:`private`, else in ``memory``.
 
-    Each use checks that, since the rights of a directory above may change. The first refusal warns.
+    Each use checks that, since the rights of a directory above may change. The first refusal warns. names: of the files by key and
+    kind, as last listed: a directory of years has thousands.
     """
 
     directory: Path
     memory: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    names: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def find(self, key: str, kind: str = CUBIN) -> bytes | None:
         """What was stored under ``key``; files of that key that are not intact are removed."""
@@ -51,13 +54,34 @@ class CubinCache:
             return kept
         if not self._is_private():
             return None
-        for path in sorted(self.directory.glob(f"{key}-*.{kind}")):
+        if (known := self._intact(key, kind)) is None:  # another process may have stored it since
+            self._list()
+            known = self._intact(key, kind)
+        return known
+
+    def _intact(self, key: str, kind: str) -> bytes | None:
+        for name in sorted(self.names.get(f"{key}.{kind}", ())):
+            path = self.directory / name
             content = _read(path)
             if digest(content) == path.stem.partition("-")[2]:
                 return content
             with contextlib.suppress(OSError):
                 _remove(path)
         return None
+
+    def _list(self) -> None:
+        """Look for the files that others wrote, and remove temporary ones that a crash left."""
+        self.names.clear()
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.directory):
+                self._note(name)
+                if name.startswith(".") and name.endswith(".tmp"):
+                    self._remove_stale(self.directory / name)
+
+    def _note(self, name: str) -> None:
+        key, _, rest = name.partition("-")
+        of = f"{key}.{rest.partition('.')[2]}"
+        self.names[of] = self.names.get(of, frozenset()) | {name}
 
     def store(self, key: str, content: bytes, kind: str = CUBIN) -> None:
         """Keep ``content`` under ``key`` for all processes of this user; for this process alone, if nothing can be written."""
@@ -92,26 +116,24 @@ class CubinCache:
 
     def _write(self, name: str, content: bytes) -> None:
         """Write ``content`` as a whole or not at all: readers never see a part of it, and a crash leaves only a temporary file,
-        which a later write removes.
+        which a later process removes.
         """
-        self._remove_stale()
         handle, temporary = tempfile.mkstemp(dir=self.directory, prefix=".", suffix=".tmp")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
             os.replace(temporary, self.directory / name)
+            self._note(name)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
 
-    def _remove_stale(self) -> None:
-        for path in self.directory.glob(".*.tmp"):
-            with contextlib.suppress(OSError):
-                if time.time() - path.lstat().st_mtime > _STALE:
-                    path.unlink()
+    @staticmethod
+    def _remove_stale(path: Path) -> None:
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime > _STALE:
+                path.unlink()
 
 
 @functools.cache

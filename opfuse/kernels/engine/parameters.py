@@ -195,7 +195,7 @@ def _array(kind: str | CStruct, length: str, given: dict[str, CStruct | int], wh
 
 def _body(text: str, name: str, where: str) -> tuple[str, int]:
     """The text between the braces of a struct, and its ``alignas``, by default 1."""
-    found = re.search(rf"\bstruct (?:alignas\((\d+)\) )?{name}\b[^{{;]*{{", text)
+    found = re.search(rf"struct (?:alignas\((\d+)\) )?{name}\b[^{{;]*{{", text)
     if found is None:
         raise KernelError(describe(where, wanted=f"a struct {name}", got="none", cure="declare it in the source, or in a header"))
     depth, start = 1, found.end()

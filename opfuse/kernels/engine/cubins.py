@@ -40,8 +40,8 @@ _MOST_LINKS = 40  # links on the way to a directory, as Linux allows
 class CubinCache:
     """Compiled kernels by key: in ``directory`` while it is :func:`private`, else in ``memory``.
 
-    Each use checks that, since the rights of a directory above may change. The first refusal warns. names: of the files by key and
-    kind, as last listed: a directory of years has thousands.
+    Each use checks that, since the rights of a directory above may change. The first refusal warns. names: of the files, by key
+    and kind, as last listed: there may be thousands.
     """
 
     directory: Path

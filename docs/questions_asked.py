@@ -128,7 +128,7 @@ QUESTIONS = (
         "Does my rule fire as often as I think?",
         config("  rules: [{name: mine, pattern: 'basic_linear bias gelu', expect: {fused: 2}}]"),
         "opfuse check mine.yaml",
-        ("not-as-expected", "'mine' is fused 1 times, not 2"),
+        ("not-as-expected", "'mine' is fused 1 time, not 2"),
     ),
     Question(
         FUSIONS,

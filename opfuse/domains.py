@@ -26,6 +26,7 @@ class Domain:
     ``read`` returns the normal form of a value or raises ValueError; ``text`` turns the text of an environment variable into
     such a value; ``renamed`` maps values of older interfaces to what they are called now. ``names`` are texts among the values,
     for a word that comes close to one. ``listed``: ``wanted`` lists them already. ``schema``: the values in JSON schema.
+    ``each``: of a list, the domain of its parts.
     """
 
     wanted: str
@@ -35,6 +36,7 @@ class Domain:
     names: Collection[str] = ()
     listed: bool = False
     schema: Mapping[str, Any] = field(default_factory=dict)
+    each: Domain | None = None
 
     @property
     def ordered(self) -> bool:
@@ -57,6 +59,7 @@ class Domain:
             renamed = self.renamed or {}
             among = f" ({', '.join(self.names)})" if self.names and not self.listed else ""
             cure = f"write {renamed[word]!r}, its present name" if word in renamed else f"pass {self.wanted}{among}"
+            cure = "put it into a list, [x]" if self.each is not None and value in self.each else cure
             got = f"{_shown(value)}{nearest(word, self.names)}"
             raise error(describe(where, wanted=self.wanted, got=got, cure=cure)) from None
 
@@ -66,7 +69,11 @@ _SHORT.maxstring = _SHORT.maxother = 80
 
 
 def _shown(value: object) -> str:
-    return _SHORT.repr(value)
+    """A value in one line: of an array its class and shape, of what else takes several lines, such as a model, its class."""
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return f"one {type(value).__name__} of shape {tuple(shape)}"
+    text = _SHORT.repr(value)
+    return f"one {type(value).__name__}" if "\n" in text else text
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------------
@@ -347,7 +354,7 @@ def _several(domain: Domain, what: str, kinds: Any) -> Domain:
             raise ValueError
         return tuple(map(domain.read, value))
 
-    return Domain(f"{what} {domain.wanted}", read, names=domain.names)
+    return Domain(f"{what} {domain.wanted}", read, names=domain.names, each=domain)
 
 
 def _row(domains: list[Domain | None]) -> Domain | None:

@@ -160,6 +160,11 @@ def describe(where: str, *, wanted: object, got: object, cure: str) -> Described
     return made
 
 
+def number_of(count: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def told_of(error: OSError) -> str:
     """What the system says of an error: ``OSError: No space left on device``."""
     return f"{type(error).__name__}: {error.strerror}"

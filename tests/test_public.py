@@ -55,6 +55,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "support on a number": (lambda: opfuse.support_matrix(archs=(9,)), r"support_matrix\(archs=\): wants a list, each part \("),
     "a flag": (lambda: opfuse.is_fp8_available(native="yes"), r"is_fp8_available\(native=\): wants True or False, got 'yes'"),
     "a state dict": (lambda: opfuse.to_planes(None), r"to_planes\(state_dict=\): wants a Mapping, got None"),
+    "a model for its state": (
+        lambda: opfuse.to_planes(model()),
+        r"to_planes\(state_dict=\): wants a Mapping, got one Sequential\.",
+    ),
     "a model of states": (lambda: opfuse.prepare_delayed("m"), r"prepare_delayed\(model=\): wants an nn.Module, got 'm'"),
     "raw weights": (
         lambda: opfuse.post_all_gather_processing([X]),
@@ -63,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "masters": (lambda: opfuse.master_weights(3), r"master_weights: wants parameters, got an element of type int"),
     "graphs of a tensor": (
         lambda: opfuse.graphed(pipeline(), X),
-        r"graphed\(sample_args=\): wants a list, each part a torch.Tensor",
+        r"graphed\(sample_args=\): wants a list, each part a torch.Tensor, got one Tensor of shape \(8, 8\). Cure: put it",
     ),
     "a path": (lambda: opfuse.dump(None), r"dump\(path=\): wants a text or a Path, got None"),
     "a file": (lambda: opfuse.load(None), r"a path is a text, got NoneType"),

@@ -103,6 +103,18 @@ def test_channel_example_adds_the_residual(names: dict[str, Any]) -> None:
     assert torch.equal(names["block"](x), linear(norm(x)) + x)
 
 
+def test_experts_of_the_example_compute_what_a_loop_over_tokens_does(names: dict[str, Any]) -> None:
+    model, x = names["experts"], torch.randn(16, 64)
+    gate, up, down = (names[name] for name in ("dispatch", "up", "down"))
+    probabilities, chosen = (x @ gate.weight.t()).softmax(-1).topk(2)
+    rows = []
+    for token, scales, experts in zip(x, probabilities, chosen):
+        gated = [getattr(up, f"weight{expert}") @ token for expert in experts]
+        inner = [torch.nn.functional.silu(a) * b * scale for (a, b), scale in zip((each.chunk(2) for each in gated), scales)]
+        rows.append(sum(getattr(down, f"weight{expert}") @ each for expert, each in zip(experts, inner)))
+    torch.testing.assert_close(model(x), torch.stack(rows), atol=1e-5, rtol=1e-4)
+
+
 def test_own_op_example_has_the_right_gradients(names: dict[str, Any]) -> None:
     op = names["Gain"](8).double()
     assert torch.autograd.gradcheck(op, (torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True),))

@@ -19,7 +19,7 @@ from opfuse.compiler.products import products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
-from opfuse.errors import GemmError, PipelineError, describe
+from opfuse.errors import GemmError, PipelineError, describe, nearest
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import quantized_products
 
@@ -307,6 +307,10 @@ def _publish(b: _GraphBuilder, op: BasicOperation, node: Node) -> None:
             b.returned.append(value)
 
 
+def _among(name: str, produced: Sequence[str]) -> str:
+    return f"only {', '.join(map(repr, produced))}{nearest(name, produced)}" if produced else "none that produces any"
+
+
 def check_channels(ops: Sequence[BasicOperation], imports: Collection[str] = ()) -> None:
     """PipelineError unless every channel has one producer, before all of its consumers; ``imports`` were produced earlier."""
     produced = set(imports)
@@ -317,7 +321,7 @@ def check_channels(ops: Sequence[BasicOperation], imports: Collection[str] = ())
                     describe(
                         f"{op.label} extra input {i}",
                         wanted=f"an earlier op that produces channel {channel.name!r}",
-                        got=f"only {', '.join(map(repr, sorted(produced)))}" if produced else "none that produces any",
+                        got=_among(channel.name, sorted(produced)),
                         cure="put the producer before the consumer, or take the input from the caller",
                     )
                 )

@@ -13,7 +13,7 @@ from opfuse.compiler.registry import RuleSet
 from opfuse.config.findings import Problem, sentence
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.order import RuleChange
-from opfuse.errors import OpfuseError
+from opfuse.errors import OpfuseError, number_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import under
 from opfuse.runtime.fuser import planned_on
@@ -48,7 +48,9 @@ def unmet(changes: Sequence[RuleChange], call: PlannedCall) -> Iterator[Problem]
         for status, wanted in (change.expect or {}).items():
             if (got := counts[status]) != wanted:
                 others = ", ".join(f"{n} {other}" for other, n in counts.items())
-                message = f"rule {change.name!r} is {status} {got} times, not {wanted}: {others or 'it has no outcome'}"
+                message = (
+                    f"rule {change.name!r} is {status} {number_of(got, 'time')}, not {wanted}: {others or 'it has no outcome'}"
+                )
                 yield Problem("not-as-expected", message, help, (*place, status))
 
 

@@ -38,7 +38,9 @@ MODELS: Mapping[str, type[Section]] = {**recipes.MODELS, "default": Default}
 class PolicyFile(Section):
     """What a file with a policy holds."""
 
-    not_here = {"pipeline": "a file with a pipeline has no policy: opfuse.load(path), or opfuse run"}
+    not_here = dict.fromkeys(
+        ("pipeline", "fusions", "data", "train"), "a file with a pipeline has no policy: opfuse.load(path), or opfuse run"
+    )
 
     version: Annotated[int, Field(ge=1, le=1)]
     recipe: recipes.RecipeSection

@@ -14,7 +14,7 @@ from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade, stepped
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
-from opfuse.errors import FusionError, describe, nearest
+from opfuse.errors import FusionError, describe, nearest, number_of
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import SavedValue, Totals
 from opfuse.inspect.saved import RefusedSetting, listed, told
@@ -152,7 +152,8 @@ def _pipelines(e: Explanation, section: Callable[[Plan], Iterable[str]]) -> Iter
     told_of = [(plan.name, plan, tuple(section(plan))) for plan in e.plans]
     for same in alike(told_of, lambda each: (starred(each[0]), each[2])):
         _, plan, lines = same[0]
-        sizes = f"{len(plan.ops)} ops, {len(plan.graph.nodes)} nodes, {len(plan.segments)} autograd nodes"
+        counts = {"basic op": plan.ops, "node": plan.graph.nodes, "autograd node": plan.segments}
+        sizes = ", ".join(number_of(len(each), noun) for noun, each in counts.items())
         yield ""
         yield f"{counted([name for name, _, _ in same])}: {sizes}{' (opaque)' if plan.opaque else ''}"
         yield from lines

@@ -18,7 +18,7 @@ from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.tracers import Enrolled, check_exported, check_proxy, prepared
 from opfuse.core.watched import WatchedModule
 from opfuse.domains import INTEGER
-from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, PipelineTypeError, describe
+from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, PipelineTypeError, describe, number_of
 from opfuse.recipes import current_recipe
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.fuser import OperationFuser
@@ -332,7 +332,8 @@ class Sequential(Enrolled):
         wanted = self._wanted()
         if len(extra_inputs) != wanted:
             cure = cure_of_extras(self._basic_ops())
-            raise PipelineError(describe("Sequential", wanted=f"{wanted} extra inputs", got=len(extra_inputs), cure=cure))
+            told = number_of(wanted, "extra input")
+            raise PipelineError(describe("Sequential", wanted=told, got=len(extra_inputs), cure=cure))
         return iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
 
     def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:

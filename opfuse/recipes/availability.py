@@ -137,9 +137,11 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
         cure = f"use one of {', '.join(RECIPES)}"
         raise RecipeError(describe("support", wanted="a recipe or its kind", got=f"{kind!r}{nearest(kind, GATES)}", cure=cure))
     casts = f"; {told}" if isinstance(recipe, Recipe) and (told := _casts(recipe)) else ""
+    called = [gemm for gemm in NATIVE_GEMMS if gemm.kind == kind]
     if closed := GATES[kind].miss(arch, _cuda_version()):
-        return Support("emulated", closed + casts)
-    native = next((gemm for gemm in NATIVE_GEMMS if gemm.kind == kind and gemm.since <= arch < gemm.below), None)
+        nowhere = "" if called or arch == (0, 0) else "; this package does not call such a product yet"
+        return Support("emulated", closed + nowhere + casts)
+    native = next((gemm for gemm in called if gemm.since <= arch < gemm.below), None)
     if native is None:
         missing = f"compute capability {_dotted(arch)} has the product, this package does not call it yet"
         return Support("emulated", missing + casts)

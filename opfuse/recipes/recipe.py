@@ -231,8 +231,10 @@ class Recipe(ABC):
             wanted = "inputs cast row by row, for batch_invariant=True"
             got = f"{quantizer!r}, under which rows share what is found in the batch"
             cure = "use scales of a row's own (Float8BlockScaling with x_block_scaling_dim=1, MXFP8BlockScaling, "
-            cure += "NVFP4BlockScaling with row_scaled_activation=True, the preset fp8_row_scaled), or those of earlier steps "
-            cure += "(DelayedScaling)"
+            cure += (
+                "NVFP4BlockScaling with row_scaled_activation=True and disable_rht=True, the preset fp8_row_scaled), or those "
+            )
+            cure += "of earlier steps (DelayedScaling)"
             raise RecipeError(describe(where, wanted=wanted, got=got, cure=cure))
 
     def current(self) -> Recipe:

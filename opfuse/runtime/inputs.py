@@ -15,7 +15,7 @@ from opfuse.core.channels import cure_of_extras
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import is_foreign
 from opfuse.core.state import StatefulModule
-from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe
+from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe, number_of
 from opfuse.tensors.tensor import QuantizedTensor
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -35,7 +35,7 @@ class PipelineInputs(Protocol):
 def check_count(pipeline: PipelineInputs, extras: Sequence[torch.Tensor]) -> None:
     """PipelineError unless ``extras`` are as many as the pipeline's extra inputs."""
     if len(extras) != len(pipeline.extra_inputs):
-        wanted = f"{len(pipeline.extra_inputs)} extra inputs"
+        wanted = number_of(len(pipeline.extra_inputs), "extra input")
         raise PipelineError(describe(pipeline.label, wanted=wanted, got=len(extras), cure=cure_of_extras(pipeline.ops)))
 
 

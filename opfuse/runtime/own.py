@@ -18,7 +18,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import accumulates
 from opfuse.core.watched import rewritten
 from opfuse.numerics.pointwise import Pointwise
-from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer
+from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer, reduces
 
 BEFORE_FORWARD = "before forward"
 """A forward pass whose only own code is casts of parameters and of the segment's inputs, which run before the segment."""
@@ -54,7 +54,8 @@ def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
     for node in nodes:
         for cast in (plan.casts[node.index],) if node.is_cast else plan.own_casts.get(node.index, {}).values():
             if not is_own_quantizer(cast.quantizer):
-                why = f"{cast.where} is cast by code of the user's own, or asks at each call whether there are ranks"
+                how = "with an amax over the ranks of each call" if reduces(cast.quantizer) else "by code of the user's own"
+                why = f"{cast.where} is cast {how}"
                 yield BACKWARD if cast.role == GRADIENT else FORWARD, why, node if node.is_cast else None
 
 

@@ -104,7 +104,8 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
     except RuntimeError as error:
         if "inplace" not in str(error):  # a saved tensor was written, or one that it is a view of
             raise
-        where = f"backward of {ctx.runner.plan.name}, nodes {ctx.runner.segment.nodes}"
+        nodes = ctx.runner.segment.nodes
+        where = f"backward of {ctx.runner.plan.name}, nodes {nodes[0]}..{nodes[-1]}"
         cure = "change inputs and parameters after the backward pass, or pass a clone"
         wanted = "saved tensors as the forward pass left them"
         raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error

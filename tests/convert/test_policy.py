@@ -135,6 +135,14 @@ def test_findings_have_places(line, finding):
         loads_policy(f"version: 1\nrecipe: {{kind: none}}\npolicy:\n{line}\n")
 
 
+@pytest.mark.parametrize("section", ["pipeline", "fusions", "data", "train"])
+def test_a_section_of_another_kind_of_file_is_told_where_it_belongs(section):
+    with pytest.raises(
+        ConfigError, match=f"unknown key '{section}'\n(.*\n)*.*help: a file with a pipeline has no policy: opfuse.load"
+    ):
+        loads_policy(f"version: 1\nrecipe: {{kind: none}}\n{section}: {{}}\n")
+
+
 def test_editors_have_a_schema_of_such_files(capsys):
     assert main(["schema", "--policy"]) == 0
     schema = json.loads(capsys.readouterr().out)
@@ -159,7 +167,7 @@ def test_what_is_expected_follows_the_shares():
     gain = GAINS["fp8_current", None]
     assert report.gain == pytest.approx(1 / (report.share / gain + 1 - report.share))
     assert f"x {report.gain:.2f} of torch.compile" in str(report)
-    assert f"<br>expected of a training step: x {report.gain:.2f}" in report._repr_html_()
+    assert f"smaller ones gain less: x {report.gain:.2f} of torch.compile in bf16" in report._repr_html_()
     for recipe in (None, CustomRecipe(qfactory=nothing_quantized)):
         unknown = opfuse.fuse_(Model(), recipe)
         assert unknown.gain is None

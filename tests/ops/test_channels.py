@@ -90,7 +90,7 @@ def test_channels_are_locked_once_an_op_ran(call):
         (lambda: [add("h"), nn.Tanh(), tap("h")], "an earlier op that produces channel 'h'"),
         (lambda: [tap("h"), tap("h"), add("h")], "one producer a channel"),
         (lambda: [tap("h"), nn.Tanh(), tap("h"), add("h")], "one producer a channel"),
-        (lambda: [tap("g"), add("h")], r"channel 'h', got only 'g'"),
+        (lambda: [tap("skips"), add("skip")], r"channel 'skip', got only 'skips'; did you mean 'skips'\? Cure: "),
     ],
     ids=["missing", "late", "late, in another run", "two", "two, in two runs", "misspelt"],
 )

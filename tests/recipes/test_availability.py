@@ -154,8 +154,10 @@ def test_a_custom_recipe_asks_for_the_cuda_of_its_products(monkeypatch):
 
 
 def test_reasons_name_wanted_and_got():
-    assert support("mxfp8", (9, 0)).reason == "compute capability: wants >= 10.0 and < 12.0, got 9.0"
-    assert support("nvfp4", (8, 9)).reason == "compute capability: wants >= 10.0, got 8.9"
+    nowhere = "; this package does not call such a product yet"
+    assert support("mxfp8", (9, 0)).reason == f"compute capability: wants >= 10.0 and < 12.0, got 9.0{nowhere}"
+    assert support("nvfp4", (8, 9)).reason == f"compute capability: wants >= 10.0, got 8.9{nowhere}"
+    assert support("fp8_block", (8, 9)).reason == "compute capability: wants >= 9.0, got 8.9"
 
 
 def test_native_needs_a_product_of_this_package(monkeypatch):

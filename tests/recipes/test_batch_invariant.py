@@ -107,6 +107,13 @@ def test_what_a_factory_answers_is_refused_when_the_plan_is_made():
         ops.Linear(WIDTH, WIDTH)(torch.randn(16, WIDTH))
 
 
+def test_what_the_refusal_of_a_rotated_format_asks_for_is_taken():
+    with pytest.raises(RecipeError, match="NVFP4BlockScaling with row_scaled_activation=True and disable_rht=True"):
+        NVFP4BlockScaling(batch_invariant=True)
+    recipe = NVFP4BlockScaling(batch_invariant=True, row_scaled_activation=True, disable_rht=True)
+    assert recipe.known_quantizer().row_local
+
+
 def test_which_quantizers_cast_row_by_row():
     by_row = [Float8RowQuantizer(FP8), Float8BlockQuantizer(FP8, block_scaling_dim=1), MXFP8Quantizer(), IdentityQuantizer()]
     assert all(each.row_local for each in (*by_row, NVFP4Quantizer(row_scaled_nvfp4=True)))

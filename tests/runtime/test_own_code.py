@@ -77,6 +77,22 @@ def test_what_the_users_code_reads_is_read_at_every_call(pipeline):
     assert any(type(made) is Recorded for made in kept(model)) == (pipeline in ("neither", "a quantizer"))
 
 
+@pytest.mark.parametrize(
+    ("quantizer", "why"),
+    [
+        (lambda: Shifted(torch.float8_e4m3fn), "input is cast by code of the user's own"),
+        (
+            lambda: Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True),
+            "input is cast with an amax over the ranks of each call",
+        ),
+    ],
+)
+def test_why_a_cast_runs_at_every_call(quantizer, why):
+    with opfuse.autocast(recipe=recipes.CustomRecipe(qfactory=lambda role: quantizer())):
+        found = opfuse.explain(ops.Sequential(ops.Linear(SIZE, SIZE)), randn(16, SIZE))
+    assert why in str(found)
+
+
 def test_programs_of_casts_are_counted():
     class Own(ops.BasicLinear):
         def op_forward(self, ctx, x, **given):

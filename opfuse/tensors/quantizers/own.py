@@ -20,6 +20,13 @@ def is_own_quantizer(quantizer: Any) -> bool:
     return is_ours(type(quantizer)) and all(is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))
 
 
+def reduces(quantizer: Any) -> bool:
+    """Whether a cast takes the largest amax of several ranks."""
+    if not is_dataclass(quantizer):
+        return False
+    return getattr(quantizer, "with_amax_reduction", False) or any(reduces(getattr(quantizer, f.name)) for f in fields(quantizer))
+
+
 def casts_itself(quantizer: Any) -> bool:
     """Whether the library's own code casts, which a kernel may then do; for a quantizer made of others, of all of them."""
     if not is_dataclass(quantizer):

@@ -172,7 +172,7 @@ def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: 
     where = f"{label} {spec.role}"
     if not spec.groups:
         return Cast(spec.role, spec.quantizer, op, env, where, spec.state, group)
-    padded = bool(getattr(op.spec, "pad_splits", False))
+    padded = spec.role not in op.parameter_names and bool(getattr(op.spec, "pad_splits", False))
     states = tuple(spec.state or ())
     return GroupedCast(spec.role, spec.quantizer, op, env, where, None, group, spec.groups, states, padded, spec.ragged)
 

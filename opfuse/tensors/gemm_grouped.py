@@ -113,6 +113,8 @@ def grouped_wgrad(
     """
     if isinstance(dy, QuantizedStorage) and isinstance(x, QuantizedStorage) and (runs := groups_in(dy)) is not None:
         return wgrad_of_runs(dy, x, runs, out_dtype=out_dtype or dtype, fast=options.get("fast", False))
+    if isinstance(x, QuantizedStorage) and groups_in(x) is not None:  # beside a gradient in high precision, as an override wants
+        x = x.dequantize(dtype)
     operands = (dy, x)
     faster = out_dtype in (None, dtype) and _plain(operands) and grouped.takes(operands)
     if groups.sizes is None or (len(wanted) == len(groups.sizes) and faster):

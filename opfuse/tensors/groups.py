@@ -84,7 +84,10 @@ def sizes_of(storage: QuantizedStorage) -> Sizes | None:
 
 
 def groups_of(storage: QuantizedStorage, sizes: Sizes) -> list[QuantizedStorage]:
-    """The record of each group: its members of grouped planes, and its rows of an identity plane."""
+    """The record of each group: its members of grouped planes, and its rows of an identity plane.
+
+    QuantizedTensorError for planes whose groups were not cast apart, or whose sizes only the device knows.
+    """
     parts = {usage: _members(storage.plane(usage), sizes) for usage in storage.usages}
     columns = storage.shape[-1]
     return [
@@ -96,6 +99,9 @@ def groups_of(storage: QuantizedStorage, sizes: Sizes) -> list[QuantizedStorage]
 def _members(plane: Plane, sizes: Sizes) -> Sequence[Plane]:
     if isinstance(plane, GroupedPlane):
         return plane.members
+    if plane.scale is not None:
+        where, cure = f"groups of {plane!r}", "dequantize() it first, or cast each group by itself"
+        raise QuantizedTensorError(describe(where, wanted="groups that were cast apart", got="one cast for all", cure=cure))
     pieces = plane.data.reshape(plane.shape).split(sizes)
     return [Plane(plane.usage, plane.format, (size, plane.shape[1]), piece) for size, piece in zip(sizes, pieces)]
 

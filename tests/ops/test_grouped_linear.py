@@ -422,6 +422,19 @@ def test_b24_b28_padded_splits_are_linears_over_padded_rows(name, form):
         assert same(found["grad of bias"][i] if form else found[f"grad of bias{i}"], layer.bias.grad)
 
 
+@pytest.mark.parametrize("name", ["fp8_current", "delayed", "fp8_block", "fp8_row", "nvfp4"])
+def test_padding_fills_groups_of_rows_and_no_weights(name):
+    """Weights in one parameter are groups of rows, too, of which 48 fill no last block."""
+    found = []
+    for form in FORMS.values():
+        torch.manual_seed(3)
+        op = ops.GroupedLinear(4, K, 48, pad_splits=True, dtype=BF16, **form)
+        made = step(op, randn(128, K), RAGGED, recipe_of(name, None))
+        apart = [[each for key, each in made.items() if kind in key] for kind in ("output", "input", "weight", "bias")]
+        found.append([torch.cat([each.reshape(-1, each.shape[-1]) for each in some]) for some in apart])
+    assert all(map(same, *found))
+
+
 @pytest.mark.cpu  # a device's products of other sizes add in another order
 @pytest.mark.parametrize("override", ACTIVE)
 @pytest.mark.parametrize("name", HAS_OVERRIDE)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.errors import ShapeError
+from opfuse.errors import QuantizedTensorError, ShapeError
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, USAGES, fp8_block, fp8_tensor
 from opfuse.inspect.casts import figures
 from opfuse.kernels.casts.groups import row_groups
@@ -26,7 +26,7 @@ from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import Recorded
 from opfuse.tensors import gemm
-from opfuse.tensors.groups import listed_splits, written
+from opfuse.tensors.groups import groups_of, listed_splits, written
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -245,6 +245,30 @@ def test_b25_gradients_under_an_override_need_no_sizes(name, stored, recipe, req
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=2e-2)
     assert same(got[0], wanted[0])
+
+
+@pytest.mark.parametrize("recipe", OVERRIDDEN, ids=lambda recipe: f"{recipe.kind} {recipe.backward_override}")
+@pytest.mark.parametrize("form", [{}, {"single_grouped_weight": True}], ids=["apart", "single"])
+def test_gradients_under_an_override_that_are_added_to_main_grad(form, recipe, request):
+    """The host reads the sizes for them; what was cast in groups is dequantized before its rows are taken apart."""
+    found = []
+    for there in (False, True):
+        if there:
+            request.getfixturevalue("on_device")
+        op = layer(accumulate_into_main_grad=True, **form)
+        for weight in op.parameters():
+            weight.main_grad = torch.zeros(weight.shape)
+        step(op, randn(328, 128).to(BF16), torch.tensor(SIZES[0]), recipe=recipe)
+        found.append([weight.main_grad for weight in op.parameters()])
+    assert all(map(same, *found))
+
+
+def test_rows_are_no_groups_of_what_was_not_cast_apart():
+    """Their codes would pass for values."""
+    x, splits = randn(328, 128).to(BF16), torch.tensor(SIZES[0])
+    for made in (cast_in_groups(QUANTIZER, x, splits), QUANTIZER.quantize(x)):
+        with pytest.raises(QuantizedTensorError, match="wants groups that were cast apart"):
+            groups_of(made, SIZES[0])
 
 
 @pytest.mark.row("X11")

@@ -91,6 +91,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: opfuse.fuse_(model(), FP8, module_filter_fn=lambda module, path: True),
         r"fuse_: wants keywords that it has, got 'module_filter_fn'; did you mean 'filter_fn'\? Cure: write one of",
     ),
+    "a keyword of a class": (
+        lambda: opfuse.offloaded(model(), head=1),
+        r"offloaded: wants arguments of modules, ahead, least, got 'head'",
+    ),
     "an index": (lambda: pipeline()["0"], "Sequential index: wants an integer, got '0'"),
     "a place": (lambda: pipeline().insert(None, ops.GELU()), "Sequential index: wants an integer, got None"),
     "no list": (lambda: pipeline() + ops.GELU(), "Sequential: wants a list of modules, got GELU"),

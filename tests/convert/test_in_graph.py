@@ -14,6 +14,7 @@ from opfuse.errors import OpfuseWarning, UnsupportedError
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention
 from tests.convert.test_fuse import FP8, Layer
+from tests.runtime.test_compiled import numbers
 
 
 class Projections(Attention):
@@ -283,3 +284,33 @@ def test_what_no_result_depends_on_has_no_gradient_in_a_graph_either(backend, cu
             UnsupportedError, match=r"a parameter that no result depended on when it was compiled\. Cure: call torch"
         ):
             call(torch.randn(4, 32)).sum().backward()
+
+
+def test_a_file_of_a_compiler_is_of_what_the_forward_does():
+    """Modules that look alike share no graph on disk if the code of a method differs."""
+
+    def mlp(activation):
+        class Mlp(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+            def forward(self, x):
+                return self.down(self.act(self.up(x)))
+
+            act = activation
+
+        model = Mlp()
+        opfuse.fuse_(model, FP8)
+        return numbers(model)
+
+    def gelu(self, x):
+        return torch.nn.functional.gelu(x)
+
+    def silu(self, x):
+        return torch.nn.functional.silu(x)
+
+    (of_gelu, *others), (of_silu, *same) = mlp(gelu), mlp(silu)
+    assert mlp(gelu) == (of_gelu, *others)
+    assert of_gelu != of_silu
+    assert others == same

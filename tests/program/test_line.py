@@ -139,6 +139,23 @@ def test_what_is_zero_is_zero_at_every_call(monkeypatch):
     assert program.text.count("memset(") == 3
 
 
+def test_what_is_zero_is_in_memory_that_nothing_was_written_to(monkeypatch):
+    """All zeros of a program are written at once, at its start, so the memory of one is not that of another."""
+    x = torch.randn(8)
+    with fake_device(monkeypatch):
+        tape = Tape([x])
+        with torch.no_grad(), tape.recording():
+            results = []
+            for entry in ("double", "negate"):
+                raised = launch(entry, x, torch.zeros(8, dtype=torch.float32, device="cpu"))
+                results.append(launch("negate", raised, torch.empty(8, dtype=torch.float32, device="cpu")))
+            still = torch.zeros(8, dtype=torch.float32, device="cpu")
+            results.append(launch("double", still, torch.empty(8, dtype=torch.float32, device="cpu")))
+        program = Program(tape, [tape.number(each) for each in results])
+        for _ in range(2):
+            assert all(map(torch.equal, program([x]), [-2 * x, x, torch.zeros(8)]))
+
+
 def test_a_torch_without_the_quick_function_makes_room_by_its_public_one(monkeypatch):
     x = torch.randn(8)
     with fake_device(monkeypatch):

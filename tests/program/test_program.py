@@ -17,10 +17,12 @@ from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid, Launch
 from opfuse.program.frame import Frame, Reader, Readers
-from opfuse.program.program import SMALL, Program, _needed
+from opfuse.program.program import SMALL, Program, Recording, _needed
 from opfuse.program.slab import ALIGNMENT, aligned, slab_of
-from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, Ref
+from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, ProductStep, Ref
 from opfuse.program.tape import Tape, Unrecordable, pointers
+from tests.program.fake import LAYOUT as PARAMETER
+from tests.program.fake import VARIANT, fake_device, floats
 
 pytestmark = pytest.mark.cpu
 
@@ -214,25 +216,25 @@ def test_functions_of_the_host_that_can_be_called_as_one_are(names, wanted):
 def test_what_came_in_is_let_go_after_its_last_reader():
     """Whoever hands tensors over and keeps none pays for none that is not read any more."""
     alive = []
-    x, y = torch.ones(2), torch.ones(2)
-    tape = Tape([x, y])
+    x, y, unread = (torch.ones(2) for _ in range(3))
+    tape = Tape([x, y, unread])
 
     def look() -> list[Tensor]:
         alive.append([made() is not None for made in handed])
         return [PLACE]
 
-    handed = [weakref.ref(x), weakref.ref(y)]
+    handed = [weakref.ref(each) for each in (x, y, unread)]
     with tape.recording():
         sums = x + 1
         launching.listener().call(look)
         result = sums * y + PLACE
     program = Program(tape, [tape.number(result)])
     del tape, x
-    given = [torch.ones(2), torch.ones(2)]
+    given = [torch.ones(2) for _ in range(3)]
     handed = [weakref.ref(each) for each in given]
     program(given)
     assert given == []
-    assert alive[-1] == [False, True]
+    assert alive[-1] == [False, True, False]
     assert handed[1]() is None
 
 
@@ -334,6 +336,42 @@ def test_a_frame_writes_an_address_for_all_who_read_it():
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------
+
+
+WORKSPACE = 2 * ALIGNMENT
+
+
+class Scribbling:
+    """A product that is twice its left operand, and leaves its workspace full of other numbers."""
+
+    def __init__(self, form):
+        self.addresses = [0] * 6
+
+    def __call__(self, stream):
+        left, *_, out, workspace = self.addresses
+        floats(workspace, WORKSPACE // 4)[:] = 1 / 3
+        floats(out, 64)[:] = 2 * floats(left, 64)
+
+
+def test_the_workspace_of_products_is_nobody_elses(monkeypatch):
+    """Neither what is zero nor what another step reads later lies there."""
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    zeros = OpStep(torch.ops.aten.zeros.default, ([64],), options, (1,), single=True)
+    rooms = [OpStep(EMPTY, ([64],), options, (number,), single=True) for number in range(2, 6)]
+
+    def launched(entry: str, read: int, written: int) -> LaunchStep:
+        holes = (Hole(0, Place(read, 0)), Hole(1, Place(written, 0)))
+        return LaunchStep(VARIANT, entry, Grid(1, 32), 0, PARAMETER.pack(0, 0, 64), holes)
+
+    operands = {"left": 2, "right": 1, "left_scale": 1, "right_scale": 1, "out": 3}
+    product = ProductStep(SimpleNamespace(device=0), {name: Place(n, 0) for name, n in operands.items()}, WORKSPACE)
+    steps = (zeros, *rooms, launched("double", 0, 2), product, launched("negate", 1, 4), launched("negate", 2, 5))
+    monkeypatch.setattr("opfuse.program.frame.Product", Scribbling)
+    with fake_device(monkeypatch):
+        program = Program.of(Recording(steps, (0,), (3, 4, 5), 0, {1: 256, 2: 256}, frozenset()))
+        for _ in range(2):
+            x = torch.randn(64)
+            assert all(map(torch.equal, program([x]), [4 * x, torch.zeros(64), -2 * x]))
 
 
 def room(number: int) -> OpStep:

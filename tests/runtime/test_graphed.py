@@ -34,14 +34,17 @@ def captured(call, args, **_):
         def forward(ctx, *tensors):
             for name, tensor in memory.items():
                 tensor.fill_(torch.nan if name != "y" else 0)
+            ctx.given = [each.detach().copy_(t).requires_grad_(each.requires_grad) for each, t in zip(inputs, tensors)]
             with torch.enable_grad():
-                ctx.y = original(*(i.copy_(t) for i, t in zip([each.detach() for each in inputs], tensors)))
+                ctx.y = original(*ctx.given)
             return written("y", ctx.y.detach())
 
         @staticmethod
         def backward(ctx, dy):
-            found = torch.autograd.grad(ctx.y, [*parameters], dy)
-            return *[None] * len(inputs), *(written(i, each).detach() for i, each in enumerate(found))
+            wanted = [i for i, each in enumerate((*ctx.given, *parameters)) if each.requires_grad]
+            found = torch.autograd.grad(ctx.y, [(*ctx.given, *parameters)[i] for i in wanted], dy, allow_unused=True)
+            made = {i: written(i, each).detach() for i, each in zip(wanted, found) if each is not None}
+            return tuple(made.get(i) for i in range(len(inputs) + len(parameters)))
 
     call.forward = lambda *tensors: Graphed.apply(*tensors, *parameters)
     return call
@@ -148,6 +151,28 @@ def test_gradients_are_added_up_as_without_graphs(to_none, on_cpu):
             other(x * step).backward(torch.ones(32, 64))
             assert equal([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
     assert len({p.grad.data_ptr() for p in model.parameters()}) == 4
+
+
+class Scaled(nn.Module):
+    """Has a parameter that no result depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+@pytest.mark.row("R12")
+def test_what_has_no_gradient_and_what_has_no_grad_are_left_as_they_are(on_cpu):
+    """A parameter that the call does not use, and an input that another op made."""
+    model, x = Scaled(), torch.arange(4.0, requires_grad=True)
+    graph = opfuse.graphed(model, (torch.ones(4, requires_grad=True),))
+    for step in range(1, 4):
+        graph(3 * x).backward(torch.ones(4))
+        assert equal((x.grad, model.weight.grad), (3.0 * step * torch.ones(4), 3 * step * x.detach()))
+        assert model.unused.grad is None
 
 
 @pytest.mark.row("R12")

@@ -25,6 +25,7 @@ from opfuse.runtime.programs import interpreted
 from opfuse.runtime.recorded import BACKWARD_LOOKS, LOOKS, Recorded, RecordedBackward
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
+from tests.program.fake import fake_device, launches_told
 from tests.turns import in_turn
 
 BF16 = torch.bfloat16
@@ -75,6 +76,29 @@ def recorded_in(model) -> list[Recorded]:
 
 def backwards_of(model) -> list[RecordedBackward]:
     return [made for each in recorded_in(model) for made in each.backward.values() if isinstance(made, RecordedBackward)]
+
+
+@pytest.mark.unrun
+def test_a_recording_stays_while_blocks_of_saved_tensors_may_be_made_of_it(monkeypatch):
+    """Of a program with kernels, before a backward pass that it will know; elsewhere nothing is left to decide."""
+
+    def recorded(train: bool) -> Recorded:
+        model, x = to(ops.Sequential(ops.Linear(64, 64)), BF16), randn(32, 64).requires_grad_(train)
+        with fake_device(monkeypatch), launches_told(monkeypatch), torch.set_grad_enabled(train):
+            for _ in range(2):
+                with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+                    y = model(x)
+                if train:
+                    y.backward(torch.ones_like(y))
+        (made,) = recorded_in(model)
+        assert made.program.launches
+        return made
+
+    for train in (True, False):
+        made = recorded(train)
+        assert (made.program.recording is not None, made.packs) == (train, train)
+    run(model := model_of("mlp"), None, calls=2)
+    assert {(made.program.recording, made.packs) for made in recorded_in(model)} == {(None, False)}
 
 
 def test_nothing_is_recorded_while_a_graph_is_captured(monkeypatch):

@@ -6,8 +6,8 @@ each group has a weight, but for "device splits", where the device has the sizes
 device only emulates are measured at the first size. Of some layers it is also measured what the host takes, and what a user
 waits: also of the 128 experts of Qwen3-30B-A3B, to eight of which each of 16384 tokens goes.
 
-Of whole mixtures (gate, experts with SwiGLU, sums of their rows) steps are measured, and how long rows take from the tokens to
-FP8: read through their index by the cast, or copied and then cast.
+Of whole mixtures (gate, experts with SwiGLU, sums of their rows) steps are measured; how long rows take from the tokens to FP8,
+read through their index by the cast, or copied and then cast; and how long the SwiGLU takes to FP8, in one launch or in two.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from typing import cast as cast_to
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,10 @@ from benchmarks.timing import Call, Compared, compared, device_time, host_time, 
 from opfuse import ops, recipes
 from opfuse.compiler.registry import use_rules
 from opfuse.fusions import RULES
+from opfuse.kernels.chains.cast import forward_chain_encoded
+from opfuse.kernels.chains.chain import forward_chain
+from opfuse.numerics.activations import POINTWISE
+from opfuse.numerics.chain import Stage
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -33,7 +38,7 @@ from opfuse.tensors.quantizers import (
     Float8RowQuantizer,
     Quantizer,
 )
-from opfuse.tensors.ragged import cast_in_groups
+from opfuse.tensors.ragged import EncodingInGroups, cast_in_groups, encoding_in_groups
 
 ROWS = (16384, 32768, 65536, 98304)
 GROUPS = (4, 8)
@@ -171,6 +176,10 @@ APART = "x apart"
 """Unit of a speed, as a multiple of that of the same numbers from the kernel that copies rows and the one that casts them."""
 
 
+TWO_LAUNCHES = "x two launches"
+"""Unit of a speed, as a multiple of that of the same numbers from the kernel of the activation and the one that casts them."""
+
+
 def used(problems: Sequence[Used] = USED, *, device: str = "cuda") -> Iterator[Record]:
     """A step as a user waits for it, in milliseconds, and its speed as a multiple of others'; variants take turns."""
     for problem, least, limited, beside in problems:
@@ -252,7 +261,7 @@ READ = {
 
 
 def steps(problem: Mixture, device: str) -> dict[str, Call]:
-    """A step of a mixture forward and back: in bf16, under each recipe, and under it with rows copied before they are cast."""
+    """A step of a mixture forward and back: in bf16, under each recipe, and under it with what it fuses apart."""
     model = mixture(problem, device)
     x = torch.randn(problem.tokens, problem.features, device=device, dtype=BF16).requires_grad_()
     dy = torch.randn_like(x)
@@ -267,11 +276,16 @@ def steps(problem: Mixture, device: str) -> dict[str, Call]:
     made = {"bf16": step(None)}
     for name, (recipe, _) in READ.items():
         made |= {name: step(recipe), f"{name}, {COPIED}": step(recipe, "dispatch_cast")}
+        if name in CHAINED:
+            made[f"{name}, {TWO}"] = step(recipe, "epilogue_groups")
     return made
 
 
-COPIED = "rows copied"
-"""Of a recipe, where rows are copied before they are cast."""
+COPIED, TWO, ONE = "rows copied", "activation and cast apart", "activation and cast in one launch"
+"""Of a recipe: rows are copied before they are cast; what experts have between their layers is launched apart, or together."""
+
+CHAINED = ("fp8_block",)
+"""Recipes whose cast in groups the kernel of an activation makes."""
 
 
 def dispatches(problem: Mixture, quantizer: Callable[[str], Quantizer], device: str) -> tuple[Call, Call]:
@@ -288,6 +302,23 @@ def dispatches(problem: Mixture, quantizer: Callable[[str], Quantizer], device: 
     )
 
 
+def activations(problem: Mixture, quantizer: Callable[[str], Quantizer], device: str) -> tuple[Call, Call]:
+    """Both planes of the scaled SwiGLU of the rows of all experts: of a stored result, and in the launch that computes it."""
+    rows, shape = problem.tokens * problem.top_k, torch.Size((problem.tokens * problem.top_k, problem.inner))
+    x = torch.randn(rows, 2 * problem.inner, device=device, dtype=BF16)
+    stages = [Stage(POINTWISE["scaled_swiglu"], {"scale": torch.rand(rows, device=device).to(BF16)})]
+    with torch.no_grad():
+        _, splits, *_ = problem.gate(device)(torch.randn(problem.tokens, problem.features, device=device, dtype=BF16))
+    cast = quantizer(device)
+
+    def together() -> object:
+        made = encoding_in_groups(cast, shape, BF16, splits, x.device)
+        encoded, _ = forward_chain_encoded(x, stages, cast_to(EncodingInGroups, made).encoding)
+        return cast_to(EncodingInGroups, made).storage(encoded)
+
+    return lambda: cast_in_groups(cast, forward_chain(x, stages)[0], splits), together
+
+
 def mixtures(
     timed: Callable[[Call], float],
     turns: Callable[[Call, Call], Compared],
@@ -301,11 +332,18 @@ def mixtures(
         for name, (_, quantizer) in READ.items():
             apart, fused, speed = turns(*dispatches(problem, quantizer, device))
             cast |= {f"{name}, {COPIED}": (apart, {}), f"{name}, rows read": (fused, {APART: speed})}
+        chained: dict[str, tuple[float, dict[str, float]]] = {}
+        for name in CHAINED:
+            apart, fused, speed = turns(*activations(problem, READ[name].quantizer, device))
+            chained |= {f"{name}, {TWO}": (apart, {}), f"{name}, {ONE}": (fused, {TWO_LAUNCHES: speed})}
         took = {name: timed(call) for name, call in steps(problem, device).items()}
         named = {name: (us, {SPEEDS[GROUPED]: took["bf16"] / us}) for name, us in took.items()}
         for name in READ:
             named[name][1][APART] = took[f"{name}, {COPIED}"] / took[name]
-        for what, figures in (("dispatch and cast", cast), ("mixture forward + backward", named)):
+        for name in CHAINED:
+            named[name][1][TWO_LAUNCHES] = took[f"{name}, {TWO}"] / took[name]
+        measured = {"dispatch and cast": cast, "activation and cast": chained, "mixture forward + backward": named}
+        for what, figures in measured.items():
             for name, (us, speeds) in figures.items():
                 for unit, value in {"ms": us / 1e3, **speeds}.items():
                     full = f"{problem.label}, {name}, {what}"

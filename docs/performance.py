@@ -181,6 +181,7 @@ SPEEDS = {
     "x torch bf16": "torch's bf16 layers, one for each group",
     "x bf16 grouped": "torch's grouped bf16 product, one launch for all groups",
     "x apart": "copying the rows first and casting them then",
+    "x two launches": "the activation and the cast of its result, one after the other",
 }
 """What experts are compared with, by the unit of the figure."""
 

@@ -392,7 +392,7 @@ def test_experts_are_measured_as_a_user_waits_for_them() -> None:
     assert all(each["unit"] == "x bf16 grouped" for each in found if each["limit"] is not None)
 
 
-def test_mixtures_are_measured_with_rows_that_are_copied_and_rows_that_are_read() -> None:
+def test_mixtures_are_measured_with_what_they_fuse_and_without() -> None:
     ran: list[Any] = []
 
     def timed(call: timing.Call) -> float:
@@ -404,14 +404,18 @@ def test_mixtures_are_measured_with_rows_that_are_copied_and_rows_that_are_read(
         return timing.Compared(2.0, 1.0, 2.0)
 
     found = [*grouped.mixtures(timed, turns, problems=[grouped.Mixture(64, 128, 4, 2, 128)], device="cpu")]
-    casts, (_, *steps) = ran[: len(grouped.READ)], ran[len(grouped.READ) :]
-    for copied, read in casts:
-        assert all(map(torch.equal, copied.tensors(), read.tensors()))
-    for name, one, other in zip(grouped.READ, steps[::2], steps[1::2], strict=True):
-        assert name == "delayed" or all(map(torch.equal, one, other))  # whose second step has other scales
-    assert {each["unit"] for each in found} == {"ms", "x bf16 grouped", "x apart"} <= {"ms", *performance.SPEEDS}
+    first = len(grouped.READ) + len(grouped.CHAINED)
+    casts, (_, *steps) = ran[:first], ran[first:]
+    for apart, together in casts:
+        assert all(map(torch.equal, apart.tensors(), together.tensors()))
+    for name in grouped.READ:
+        one, *others = (steps.pop(0) for _ in range(3 if name in grouped.CHAINED else 2))
+        assert name == "delayed" or all(all(map(torch.equal, one, other)) for other in others)  # the next step has other scales
+    units = {each["unit"] for each in found}
+    assert units == {"ms", "x bf16 grouped", "x apart", "x two launches"} <= {"ms", *performance.SPEEDS}
     page = "".join(performance.groups({"results": [{**each, "script": "grouped"} for each in found]}))
     assert all(f"| {name}, rows read | 0.00 (2.00) |" in page for name in grouped.READ)
+    assert all(f"| {name}, {grouped.ONE} | 0.00 (2.00) |" in page for name in grouped.CHAINED)
     assert "| 64 tokens of 128 to 2 of 4 |" in page
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -39,9 +39,19 @@ def _example(dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device="cpu")
 
 
+class Fused(Protocol):
+    """A cast that is made by the kernel which computes the tensor; ``encoding`` tells it how."""
+
+    @property
+    def encoding(self) -> Encoding: ...
+
+    def storage(self, encoded: Sequence[EncodedArrays]) -> QuantizedStorage:
+        """What a call of the cast returns, from the results of the encoding."""
+
+
 @dataclass(frozen=True, eq=False)
 class FusedCast:
-    """A cast that is made by the kernel which computes the tensor of ``shape`` and ``dtype``; ``encoding`` tells it how."""
+    """That of a whole tensor, of ``shape`` and ``dtype``."""
 
     encoding: Encoding
     quantizer: Quantizer
@@ -49,7 +59,6 @@ class FusedCast:
     dtype: torch.dtype
 
     def storage(self, encoded: Sequence[EncodedArrays]) -> QuantizedStorage:
-        """What a call of the cast returns, from the results of the encoding."""
         return self.quantizer.storage(self.shape, self.dtype, self.encoding, encoded)
 
 
@@ -89,16 +98,24 @@ class Cast:
         storage = self._current(x.shape, dtype, x.device).quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
-    def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> FusedCast | None:
+    def by(self) -> Cast:
+        """The cast with what its node reads beside the tensor."""
+        return self
+
+    def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Fused | None:
         """The cast of a tensor of ``shape`` in ``dtype`` on ``device``, for the kernel that is about to compute the tensor.
 
         None if the tensor must exist first: then call this cast on it. A delayed-scaling state is due for an update from now on.
         """
-        if self.op.compute_dtype(self.env, _example(dtype)) != dtype:
+        if not self._takes(dtype):
             return None
         quantizer = self._current(shape, dtype, device)
         encoding = quantizer.encoding(shape, dtype)
         return None if encoding is None else FusedCast(encoding, quantizer, shape, dtype)
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        """Whether the op computes in ``dtype`` on a tensor of it, so that the tensor is cast as it is."""
+        return self.op.compute_dtype(self.env, _example(dtype)) == dtype
 
     def _current(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Quantizer:
         """The quantizer of such a tensor; a delayed-scaling state that it reads is due for an update from now on."""

@@ -9,13 +9,13 @@ from typing import cast
 
 import torch
 
-from opfuse.core.cast import Cast, fixed
+from opfuse.core.cast import Cast, Fused, fixed
 from opfuse.core.context import Value, plain
 from opfuse.errors import ShapeError, describe
 from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import Float8Quantizer, GroupedQuantizer, Quantizer
-from opfuse.tensors.ragged import RaggedProducts, cast_in_groups, groups_in
+from opfuse.tensors.ragged import RaggedProducts, cast_in_groups, encoding_in_groups, groups_in
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -56,8 +56,7 @@ class GroupedCast(Cast):
         rows = matrix_shape(shape)[0]
         splits = self.splits if splits is None else splits
         if isinstance(splits, torch.Tensor):
-            check_splits(splits, self.groups, where=self.op.label)
-            if self.stays(splits, shape):
+            if self._stay(splits, shape):
                 return self._on_device(x, splits, index, shape)
             splits = read_sizes(splits, rows, where=self.op.label)
         sizes = splits or (rows // self.groups,) * self.groups
@@ -68,8 +67,19 @@ class GroupedCast(Cast):
         storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
-    def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        """No kernel that computes a tensor casts its groups."""
+    def by(self, splits: torch.Tensor | Sizes | None = None) -> GroupedCast:
+        """The same cast of groups of ``splits`` rows."""
+        return self if splits is None else replace(self, splits=splits)
+
+    def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Fused | None:
+        """The cast of a tensor in groups of the cast's own ``splits``; None, too, where the host has to know these."""
+        splits = self.splits
+        if not isinstance(splits, torch.Tensor) or not self._takes(dtype):
+            return None
+        if not self._stay(splits, shape):
+            return None
+        self._check(self.quantizer, shape, dtype)
+        return encoding_in_groups(self.quantizer, shape, dtype, splits, device)
 
     def scale_of_call(self) -> torch.Tensor:
         """A copy of the delayed scales of the groups that the running call casts with, fp32 (G,)."""
@@ -92,12 +102,19 @@ class GroupedCast(Cast):
         weight = self.op.parameter(self.op.parameter_names[0])
         return self.ragged.are_made_on(weight.device, self.op.compute_dtype(self.env, weight))
 
+    def _stay(self, splits: torch.Tensor, shape: torch.Size) -> bool:
+        """Whether the sizes in ``splits``, which are checked here, stay on the device."""
+        check_splits(splits, self.groups, where=self.op.label)
+        stay = self.stays(splits, shape)
+        if stay:
+            check_copied(splits, matrix_shape(shape)[0], where=self.op.label)
+        return stay
+
     def _on_device(
         self, x: torch.Tensor, splits: torch.Tensor, index: torch.Tensor | None, shape: torch.Size
     ) -> QuantizedStorage:
         dtype = self.op.compute_dtype(self.env, x)
         self._check(self.quantizer, shape, dtype)
-        check_copied(splits, matrix_shape(shape)[0], where=self.op.label)
         storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=self._each(x.device))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 

@@ -10,12 +10,13 @@ from opfuse.fusions.backward import (
 )
 from opfuse.fusions.chain import ELEMENTWISE
 from opfuse.fusions.dispatch import DISPATCH_CAST
-from opfuse.fusions.epilogue import EPILOGUE, LINEAR_ADD, LINEAR_SCALE_ADD
+from opfuse.fusions.epilogue import EPILOGUE, EPILOGUE_GROUPS, LINEAR_ADD, LINEAR_SCALE_ADD
 
 RULES = RuleSet(
     (
         LINEAR_SCALE_ADD,
         LINEAR_ADD,
+        EPILOGUE_GROUPS,
         EPILOGUE,
         ELEMENTWISE,
         DISPATCH_CAST,

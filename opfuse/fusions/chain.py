@@ -15,7 +15,8 @@ from opfuse.ops.chains import run_chain, run_chain_cast
 def elementwise(x: torch.Tensor, *, chain: Sequence[Context], quantize: Context | None) -> Any:
     """Elementwise ops and the cast of their result, in one kernel; saved state as the unfused ops leave it."""
     flow: dict[str, Any] = {"dtype": chain[0].dtype_of(x), "rounding": chain[0].env.rounding}
-    made = run_chain(x, chain, **flow) if quantize is None else run_chain_cast(x, chain, quantize.op, **flow)
+    cast = None if quantize is None else quantize.op.by(*quantize.extras)
+    made = run_chain(x, chain, **flow) if cast is None else run_chain_cast(x, chain, cast, **flow)
     chain[0].input_dtype = x.dtype
     return made
 

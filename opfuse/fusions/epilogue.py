@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from opfuse.compiler.rules import fusion, is_, maybe, one, run
+from opfuse.compiler.rules import fusion, is_, maybe, one, one_of, run
 from opfuse.core.context import Context, Value
+from opfuse.fusions.chain import elementwise
 from opfuse.kernels.products.chained import OF_EXPERTS
 from opfuse.numerics.pointwise import compute_dtype
 from opfuse.ops.chains import run_chain, run_chain_cast
@@ -46,10 +47,18 @@ def epilogue(x: Value, *, producer: Context, chain: Sequence[Context], quantize:
     """GEMM or norm, any run of elementwise ops, and the cast."""
     if quantize is None:
         return produce_and_chain(x, producer, chain)
+    made = quantize.op.by(*quantize.extras)
     if not chain and "norm" in producer.op.traits:
-        return producer.op.produce_cast(producer, x, quantize.op)
+        return producer.op.produce_cast(producer, x, made)
     result = _produce(x, producer, chain)
-    return run_chain_cast(result, chain, quantize.op, **_flow(x, producer)) if chain else quantize.op(result)
+    return run_chain_cast(result, chain, made, **_flow(x, producer)) if chain else made(result)
+
+
+def epilogue_groups(x: Value, *, producer: Context | None, chain: Sequence[Context], quantize: Context) -> Any:
+    """Elementwise ops and the cast of each group of their rows, in one kernel, behind what makes their input, if it is an op."""
+    if producer is None:
+        return elementwise(cast(torch.Tensor, x), chain=chain, quantize=quantize)
+    return epilogue(x, producer=producer, chain=chain, quantize=quantize)
 
 
 def linear_add(x: Value, *, basic_linear: Context, bias: Context | None, add: Context) -> torch.Tensor:
@@ -75,6 +84,13 @@ LINEAR_ADD = fusion(
     {"basic_linear": "basic_linear", "bias": maybe("bias"), "add": "add_extra_input"},
     when=(is_("add.in_place", True),),
     forward=linear_add,
+)
+
+EPILOGUE_GROUPS = fusion(
+    "epilogue_groups",
+    {"producer": maybe("producer"), "chain": run("elementwise", low=1), "quantize": "quantize_groups"},
+    when=(one_of("quantize.ragged.inputs.family", "block"),),
+    forward=epilogue_groups,
 )
 
 EPILOGUE = fusion(

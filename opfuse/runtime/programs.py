@@ -8,7 +8,7 @@ one runs in steps (``stepped.py``); the other one is repeated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -142,7 +142,7 @@ def _sizes(
     """
     given = dict(zip(segment.inputs, tensors))
     for node, casts in _grouped(plan, segment, ops):
-        x, splits = given.get(node.inputs[0]), given.get(node.inputs[1])
+        x, splits = given.get(_with_rows_of(plan, node.inputs[0], given)), given.get(node.inputs[1])
         if splits is None:
             yield None
             continue
@@ -157,6 +157,20 @@ def _sizes(
         else:
             reads = casts or ops[node.op].sums_biases(node.needs)
             yield read_sizes(splits, rows, where=where) if reads else known_sizes(splits, rows)
+
+
+def _with_rows_of(plan: Plan, value: int, given: Collection[int]) -> int:
+    """The one of the ``given`` values from which ops that keep rows made ``value``; if there is none, what another op made."""
+    while value not in given and value in plan.graph.producer:
+        node = plan.graph.nodes[plan.graph.producer[value]]
+        if not node.is_cast and _KEEP_ROWS.isdisjoint(node.traits):
+            break
+        value = node.inputs[0]
+    return value
+
+
+_KEEP_ROWS = frozenset(("elementwise", GROUPED))
+"""Traits of ops whose result has a row for each row of their input."""
 
 
 def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Sequence[tuple[Node, Sequence[Cast]]]:

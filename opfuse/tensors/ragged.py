@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
+from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, EncodedArrays, Encoding, WithOriginal
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
 from opfuse.kernels.engine.registry import kernels_run_on
@@ -117,19 +118,76 @@ def cast_in_groups(
         storage = cast_in_groups(quantizer.rowwise_quantizer, kept, splits)
         return replace(storage, columnwise=quantizer.columnwise_quantizer.quantize(kept).columnwise)
     given = x.shape if index is None else torch.Size((len(index), *x.shape[1:]))
-    rows, columns = shape = matrix_shape(given)
-    there = copied_to(splits, x.device)
-    groups = RowGroups(row_groups(there, rows), rows, len(splits))
-    formats = dict(zip(USAGES, quantizer.formats))
-    layouts = [layout_in_groups(formats[usage], usage, shape, groups) for usage in quantizer.usages]
-    matrix = x.detach().reshape(-1, columns)
+    groups = _groups_on(x.device, splits, given)
+    matrix, layouts = x.detach().reshape(-1, x.shape[-1]), _layouts(quantizer, given, groups)
     encoded = _CASTS[type(quantizer)].cast(each or (quantizer,) * len(splits), matrix, groups, layouts, index)
+    return _storage(quantizer, given, x.dtype, groups, encoded)
+
+
+def _groups_on(device: torch.device, splits: torch.Tensor, shape: Sequence[int]) -> RowGroups:
+    rows, _ = matrix_shape(shape)
+    return RowGroups(row_groups(copied_to(splits, device), rows), rows, len(splits))
+
+
+def _layouts(quantizer: Quantizer, shape: Sequence[int], groups: RowGroups) -> list[Layout]:
+    """Of the planes that a quantizer makes of a tensor (..., K) of this shape."""
+    formats = dict(zip(USAGES, quantizer.formats))
+    return [layout_in_groups(formats[usage], usage, matrix_shape(shape), groups) for usage in quantizer.usages]
+
+
+def _storage(
+    quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype, groups: RowGroups, encoded: Sequence[EncodedArrays]
+) -> QuantizedStorage:
+    """The record of these planes, each its data and its scales, in the order of the quantizer's directions."""
+    formats = dict(zip(USAGES, quantizer.formats))
     planes = {
-        layout.usage: RaggedPlane(usage=layout.usage, format=layout.format, shape=shape, data=data, scale=scale, groups=groups)
-        for layout, (data, scale) in zip(layouts, encoded, strict=True)
+        usage: RaggedPlane(usage=usage, format=formats[usage], shape=matrix_shape(shape), data=data, scale=scale, groups=groups)
+        for usage, (data, scale) in zip(quantizer.usages, encoded, strict=True)
     }
     rowwise, columnwise = map(planes.get, USAGES)
-    return QuantizedStorage(given, x.dtype, rowwise, columnwise, quantizer._why)
+    return QuantizedStorage(shape, dtype, rowwise, columnwise, quantizer._why)
+
+
+class EncodingInGroups(NamedTuple):
+    """:func:`cast_in_groups` as a value, for the kernel that makes the tensor, of ``shape`` and ``dtype``."""
+
+    encoding: Encoding
+    quantizer: Quantizer
+    shape: torch.Size
+    dtype: torch.dtype
+    groups: RowGroups
+
+    def storage(self, encoded: Sequence[EncodedArrays]) -> QuantizedStorage:
+        """What the cast returns, from the results of the encoding."""
+        if not isinstance(self.quantizer, HybridQuantizer):
+            return _storage(self.quantizer, self.shape, self.dtype, self.groups, encoded)
+        *rowwise, (kept,) = encoded
+        storage = _storage(self.quantizer.rowwise_quantizer, self.shape, self.dtype, self.groups, rowwise)
+        return replace(storage, columnwise=self.quantizer.columnwise_quantizer.quantize(kept).columnwise)
+
+
+def encoding_in_groups(
+    quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype, splits: torch.Tensor, device: torch.device
+) -> EncodingInGroups | None:
+    """The cast of a tensor that a kernel is about to make on ``device``; None if no kernel that makes one casts it in groups."""
+    hybrid = quantizer if isinstance(quantizer, HybridQuantizer) else None
+    casts = quantizer if hybrid is None else hybrid.rowwise_quantizer
+    make = _CASTS[type(casts)].encoding
+    if make is None:
+        return None
+    groups = _groups_on(device, splits, shape)
+    encoding = make(casts, groups, _layouts(casts, shape, groups))
+    if hybrid is not None:
+        encoding = WithOriginal((*encoding.layouts, *hybrid.columnwise_quantizer._layouts(shape)), encoding)
+    return EncodingInGroups(encoding, quantizer, shape, dtype, groups)
+
+
+def _encoded_blocks(quantizer: Any, groups: RowGroups, layouts: Sequence[Layout]) -> Encoding:
+    """Rows depend on no groups, so the chain's own kernel takes them as those of any matrix."""
+    options = _options([quantizer])
+    if all(layout.usage == ROWWISE for layout in layouts):
+        return Blocks(layouts, **options)
+    return BlocksOfGroups(layouts, groups, **options)
 
 
 _Index = torch.Tensor | None
@@ -167,15 +225,16 @@ def _options(each: Sequence[Any]) -> Mapping[str, Any]:
 
 class _CastOfGroups(NamedTuple):
     """How kernels cast groups by quantizers of one class. cast: takes a quantizer for each group. takes: whether kernels cast by
-    the settings of a quantizer.
+    the settings of a quantizer. encoding: the cast as a value; None if no kernel that makes a tensor casts it so.
     """
 
     cast: Callable[..., Sequence[Encoded]]
     takes: Callable[[Any], bool]
+    encoding: Callable[[Any, RowGroups, Sequence[Layout]], Encoding] | None = None
 
 
 _CASTS: Mapping[type[Quantizer], _CastOfGroups] = {
-    Float8BlockQuantizer: _CastOfGroups(_blocks, lambda q: not q.runs_in_torch and q.block_scaling_dim == 1),
+    Float8BlockQuantizer: _CastOfGroups(_blocks, lambda q: not q.runs_in_torch and q.block_scaling_dim == 1, _encoded_blocks),
     Float8RowQuantizer: _CastOfGroups(_rows, lambda q: not q.runs_in_torch),
     Float8CurrentScalingQuantizer: _CastOfGroups(_current, lambda q: not (q.runs_in_torch or q.with_amax_reduction)),
     Float8Quantizer: _CastOfGroups(_delayed, lambda _: True),

@@ -102,7 +102,7 @@ def train(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: 
     """One step of ``model`` itself. Extra inputs are copies of leaves, which ops may overwrite."""
     torch.manual_seed(step.seed)
     x = x.detach().clone().requires_grad_(step.input_grad)
-    leaves = [extra.detach().clone().requires_grad_() for extra in extras]
+    leaves = [extra.detach().clone().requires_grad_(extra.is_floating_point()) for extra in extras]
     with saved_states() as saved, listed_plans() as plans, step.scope():
         outputs = model(x, *(leaf.clone() for leaf in leaves))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

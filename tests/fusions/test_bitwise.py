@@ -48,6 +48,17 @@ def experts() -> ops.Sequential:
     return ops.Sequential(gate, layer, combine)
 
 
+def gated_experts() -> ops.Sequential:
+    """An activation between experts, whose result is cast in groups."""
+    layers = [ops.GroupedLinear(4, WIDTH, width, bias=False, pad_splits=True) for width in (2 * WIDTH, WIDTH)]
+    gate, act, combine = ops.TokenDispatch(4, WIDTH, top_k=2), ops.ScaledSwiGLU(), ops.TokenCombine()
+    for i, name in enumerate(("splits", "probabilities", "places")):
+        gate.set_extra_output_channel(i, name)
+    for op, name in ((layers[0], "splits"), (act, "probabilities"), (layers[1], "splits"), (combine, "places")):
+        op.set_extra_input_channel(0, name)
+    return ops.Sequential(gate, layers[0], act, layers[1], combine)
+
+
 PLACES = {
     "linear_scale_add": Place(
         lambda: ops.Sequential(ops.Linear(WIDTH, WIDTH, bias=False), ops.ConstantScale(0.3), ops.AddExtraInput(in_place=True)),
@@ -69,6 +80,7 @@ PLACES = {
         ("basic_linear", "bias", "swiglu", "dropout", "add_extra_input"),
         extras=1,
     ),
+    "epilogue_groups": Place(gated_experts, ("grouped_linear", "scaled_swiglu", "quantize_groups"), ()),
     "elementwise": Place(
         lambda: ops.Sequential(ops.AddExtraInput(), ops.SwiGLU(), ops.Linear(WIDTH // 2, WIDTH)),
         ("add_extra_input", "swiglu", "quantize"),
@@ -120,7 +132,20 @@ def _no_cast_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
     )
 
 
-REFUSED = {"backward_activation_bias": _no_quantized_gradient, "dispatch_cast": _no_cast_in_groups}
+_FAMILIES = {"fp8_current": "'tensor'", "delayed": "'tensor'", "custom": "'row'"}
+
+
+def _no_blocks_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
+    if recipe is None or recipe.kind == "fp8_block":
+        return ()
+    return "quantize.ragged.inputs.family", "one of ('block',)", _FAMILIES.get(recipe.kind, "nothing")
+
+
+REFUSED = {
+    "backward_activation_bias": _no_quantized_gradient,
+    "dispatch_cast": _no_cast_in_groups,
+    "epilogue_groups": _no_blocks_in_groups,
+}
 """The guard that keeps a rule from firing under a recipe, what it wants and what it gets; nothing where the rule fires."""
 
 

@@ -7,6 +7,7 @@ import torch
 
 from opfuse.errors import KernelError
 from opfuse.formats import E4M3, E5M2
+from opfuse.kernels.cases.chain_casts import OF_GROUPS
 from opfuse.kernels.casts.tensor import cast_current, cast_recording, tensor_amax
 from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
@@ -123,7 +124,7 @@ def test_codes_of_values_four_units_apart_are_neighbours(dtype, element):
 # -- values that are not finite ----------------------------------------------------------------------------------------------
 
 KINDS = {
-    forward_chain_cast.name: ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled"),
+    forward_chain_cast.name: ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled", OF_GROUPS),
     backward_chain_cast.name: ("delayed", "1x128", "128x128", "MX", "MX swizzled"),
 }
 

@@ -34,7 +34,15 @@ from opfuse.tensors.quantizers import (
     Float8RowQuantizer,
     GroupedQuantizer,
 )
-from opfuse.tensors.ragged import RaggedProducts, _are_made, cast_in_groups, casts_in_groups, copied_to, groups_in
+from opfuse.tensors.ragged import (
+    RaggedProducts,
+    _are_made,
+    cast_in_groups,
+    casts_in_groups,
+    copied_to,
+    encoding_in_groups,
+    groups_in,
+)
 from tests.compiler.harness import gradient, randn, same
 from tests.program.fake import fake_device, launches_told
 
@@ -58,8 +66,14 @@ def on_device(monkeypatch):
         cast.append(tuple(splits.tolist()))
         return cast_in_groups(quantizer, x, splits, index, **options)
 
+    def counted_too(quantizer, shape, dtype, splits, device):
+        found = encoding_in_groups(quantizer, shape, dtype, splits, device)
+        cast.extend([tuple(splits.tolist())] * (found is not None))
+        return found
+
     monkeypatch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
     monkeypatch.setattr("opfuse.core.grouped_cast.cast_in_groups", counted)
+    monkeypatch.setattr("opfuse.core.grouped_cast.encoding_in_groups", counted_too)
     return cast
 
 

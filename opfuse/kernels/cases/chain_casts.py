@@ -11,11 +11,22 @@ import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, NumberFormat, Usage, fp8_block, fp8_tensor, mxfp8
 from opfuse.kernels.cases.chains import BF16, FP16, FP32, OPS, ChainCase
-from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Encoding, Measured, Microscaled, RecordingScale
+from opfuse.kernels.cases.groups import SIZES, groups_of, known_groups
+from opfuse.kernels.casts.encoding import (
+    Blocks,
+    BlocksOfGroups,
+    Current,
+    EncodedArrays,
+    Encoding,
+    Measured,
+    Microscaled,
+    RecordingScale,
+)
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.layouts import Layout
+from opfuse.numerics.row_groups import RowGroups
 
 
 class _CastKind(NamedTuple):
@@ -40,11 +51,26 @@ def _measured(layouts: list[Layout], device: torch.device) -> Measured:
     return Measured(layouts, cast, under)
 
 
+def _of_groups(layouts: list[Layout], groups: RowGroups) -> BlocksOfGroups:
+    """The cast of a matrix in groups to these planes, of which columnwise ones are of the padded matrix."""
+    shapes = {ROWWISE: layouts[0].shape, COLUMNWISE: (groups.padded_rows, layouts[0].shape[1])}
+    return BlocksOfGroups([layout.replace(shape=shapes[layout.usage]) for layout in layouts], groups)
+
+
+def _thirds(layouts: list[Layout], device: torch.device) -> BlocksOfGroups:
+    """Groups of a third of the rows, of none, and of the rest."""
+    rows = layouts[0].shape[0]
+    return _of_groups(layouts, groups_of((rows // 3, 0, rows - rows // 3), device))
+
+
+OF_GROUPS = "1x128 of groups"
+
 _KINDS = {
     "delayed": _CastKind(fp8_tensor, _recording),
     "current": _CastKind(fp8_tensor, _measured),
     "1x128": _CastKind(lambda element: fp8_block(element, 1), lambda layouts, _: Blocks(layouts)),
     "128x128": _CastKind(lambda element: fp8_block(element, 2), lambda layouts, _: Blocks(layouts, eps=0.25, pow2=False)),
+    OF_GROUPS: _CastKind(lambda element: fp8_block(element, 1), _thirds),
     "MX": _CastKind(mxfp8, lambda layouts, _: Microscaled(layouts)),
     "MX swizzled": _CastKind(mxfp8, lambda layouts, _: Microscaled(layouts), swizzled=True),
     "MX floor": _CastKind(mxfp8, lambda layouts, _: Microscaled(layouts, rounding="floor")),
@@ -86,6 +112,7 @@ _CHAINS = {
     "forward": {
         **dict.fromkeys(("delayed", "current", "1x128", "128x128"), _FORWARD),
         **dict.fromkeys(("MX", "MX swizzled", "MX floor"), _MX),
+        OF_GROUPS: _FORWARD,
     },
     "backward": {
         **dict.fromkeys(("delayed", "1x128"), _BACKWARD),
@@ -144,10 +171,35 @@ def _cases(direction: str, chains: Mapping[str, Sequence[ChainCase]]) -> dict[st
     return {f"{chain.name}, {turn}": functools.partial(chain_case, chain, direction, turn) for chain, turn in made}
 
 
+_IN_GROUPS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "forward": (("scaled_swiglu",), ("bias", "relu"), ("reglu", "scaled_srelu"))
+}
+"""Chains over groups of all sizes, two of them with the definition's bits."""
+
+
+def _grouped(sizes: str, chain: ChainCase, direction: str, turn: Combination, device: torch.device) -> Arguments:
+    args, kwargs = chain_case(chain, direction, turn, device)
+    *rest, made = args
+    layouts = [layout.replace(shape=chain.shape) for layout in made.layouts]
+    return Arguments((*rest, _of_groups(layouts, known_groups(sizes, device))), kwargs)
+
+
+def _in_groups(direction: str) -> dict[str, Case]:
+    """Chains over groups of rows, of all sizes, with whole packs of columns and without, all planes and elements in turn."""
+    planes = itertools.cycle((USAGES, USAGES, (ROWWISE,), USAGES, (COLUMNWISE,)))
+    turns = zip(planes, itertools.cycle((E4M3, E5M2)), itertools.cycle(_STORES))
+    calls = itertools.product(SIZES, _IN_GROUPS[direction])
+    made: dict[str, Case] = {}
+    for (name, ops), columns, turn in zip(calls, itertools.cycle((256, 200, 67, 384)), turns):
+        chain, made_of = ChainCase(ops, (sum(SIZES[name]), columns)), Combination(OF_GROUPS, *turn)
+        made[f"{chain.name}, {made_of}, {name}"] = functools.partial(_grouped, name, chain, direction, made_of)
+    return made
+
+
 # -- as the library calls them -----------------------------------------------------------------------------------------------
 
 _MADE = {
-    "forward": ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled"),
+    "forward": ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled", OF_GROUPS),
     "backward": ("delayed", "1x128", "128x128", "MX", "MX swizzled"),
 }
 _PIPELINES = (("gelu",), ("bias", "gelu"), ("swiglu",), ("bias", "swiglu"))
@@ -220,7 +272,12 @@ def _as_called(direction: str, chains: Sequence[tuple[str, ...]]) -> dict[str, C
 
 
 FORWARD, BACKWARD = (
-    _cases(direction, chains) | _cases(direction, _nonfinite(_MADE[direction])) | _as_called(direction, _PIPELINES)
+    {
+        **_cases(direction, chains),
+        **_cases(direction, _nonfinite(_MADE[direction])),
+        **(_in_groups(direction) if direction in _IN_GROUPS else {}),
+        **_as_called(direction, _PIPELINES),
+    }
     for direction, chains in _CHAINS.items()
 )
 

@@ -54,8 +54,12 @@ _USAGES: Sequence[Sequence[Usage]] = ((COLUMNWISE,), (ROWWISE,), USAGES, USAGES,
 
 def known_groups(sizes: str, device: torch.device) -> RowGroups:
     """Groups of rows, as many in each as :data:`SIZES` says under this name."""
-    splits = torch.tensor(SIZES[sizes])
-    rows = int(splits.sum())
+    return groups_of(SIZES[sizes], device)
+
+
+def groups_of(sizes: Sequence[int], device: torch.device) -> RowGroups:
+    """Groups of rows of these sizes."""
+    splits, rows = torch.tensor(sizes), sum(sizes)
     return RowGroups(row_groups.reference(splits, rows).to(device), rows, len(splits))
 
 

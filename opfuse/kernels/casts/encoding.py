@@ -13,10 +13,12 @@ from typing import Protocol
 from torch import Tensor
 
 from opfuse.kernels.casts.block import cast_block
+from opfuse.kernels.casts.groups import cast_block_groups
 from opfuse.kernels.casts.row import cast_row
 from opfuse.kernels.casts.tensor import cast_current, cast_mx, cast_recording
 from opfuse.numerics.checks import check_planes
 from opfuse.numerics.layouts import Layout
+from opfuse.numerics.row_groups import RowGroups
 from opfuse.numerics.rules import Formula, cast_by
 from opfuse.numerics.scales import ScaleRounding
 
@@ -90,6 +92,20 @@ class Blocks:
 
     def __call__(self, x: Tensor) -> list[EncodedArrays]:
         return [*cast_block(_matrix(x, self.layouts), self.layouts, eps=self.eps, pow2=self.pow2)]
+
+
+@dataclass(frozen=True, eq=False)
+class BlocksOfGroups:
+    """:class:`Blocks` of 1 x 128, of groups of rows that are cast apart: :func:`groups.cast_block_groups`."""
+
+    layouts: Sequence[Layout]
+    groups: RowGroups
+    eps: float = 0.0
+    pow2: bool = True
+
+    def __call__(self, x: Tensor) -> list[EncodedArrays]:
+        matrix = x.reshape(self.groups.rows, x.shape[-1])
+        return [*cast_block_groups(matrix, self.groups, self.layouts, eps=self.eps, pow2=self.pow2)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from opfuse.formats import USAGES
 from opfuse.kernels.casts.block import new_blocks
-from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Encoding, Microscaled, RecordingScale, RowScaled
+from opfuse.kernels.casts.encoding import (
+    Blocks,
+    BlocksOfGroups,
+    Current,
+    EncodedArrays,
+    Encoding,
+    Microscaled,
+    RecordingScale,
+    RowScaled,
+)
+from opfuse.kernels.casts.groups import tiles_of
 from opfuse.kernels.casts.tensor import new_mx
 from opfuse.numerics.checks import check_number
 
@@ -53,6 +63,12 @@ def _blocks(encode: Blocks, x: Tensor, dtype: torch.dtype) -> Room:
     return [*planes], fields
 
 
+def _blocks_of_groups(encode: BlocksOfGroups, x: Tensor, dtype: torch.dtype) -> Room:
+    planes, fields = new_blocks(encode.layouts, dtype, x.device, eps=encode.eps, pow2=encode.pow2)
+    groups = encode.groups
+    return [*planes], {**fields, "rows": groups.rows, "tiles": tiles_of(groups), "down": groups.tiles}
+
+
 def _microscaled(encode: Microscaled, x: Tensor, dtype: torch.dtype) -> Room:
     planes, fields = new_mx(encode.layouts, x, encode.rounding)
     return [*planes], fields
@@ -63,5 +79,6 @@ _ROOMS: Mapping[type, Callable[[Any, Tensor, torch.dtype], Room]] = {
     Current: _tensor,
     RowScaled: _rows,
     Blocks: _blocks,
+    BlocksOfGroups: _blocks_of_groups,
     Microscaled: _microscaled,
 }

@@ -33,7 +33,7 @@ class Tiling(NamedTuple):
     """How a matrix of results is cut into tiles, each for a block of threads; as in chain.cuh.
 
     A tile has ``groups`` times 2^log_across packs of eight columns; the block's other threads lie below each other, ``steps``
-    rows each.
+    rows each. down: how many tiles lie below each other, if groups of rows begin on tiles; else 0.
     """
 
     rows: int
@@ -42,11 +42,12 @@ class Tiling(NamedTuple):
     groups: int
     steps: int
     threads: int = THREADS
+    down: int = 0
 
     @property
     def tiles_down(self) -> int:
         """How many tiles lie below each other."""
-        return ceil_div(self.rows, (self.threads >> self.log_across) // self.groups * self.steps)
+        return self.down or ceil_div(self.rows, (self.threads >> self.log_across) // self.groups * self.steps)
 
     @property
     def tiles_across(self) -> int:

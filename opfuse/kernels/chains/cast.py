@@ -107,9 +107,9 @@ def _run_cast(launch: Launcher, call: ChainCall, encode: Encoding) -> list[Encod
     fit = kind.fit(call, encode)
     if fit is None:
         return None
-    tile, defines = fit
+    cut, defines = fit
     planes, fields = room_for(encode, call.tensors[0], call.dtype)
-    run(launch, "chain_tile", call, tile.cut(call), defines=defines, rest=fields, encode=kind.encode)
+    run(launch, "chain_tile", call, cut, defines=defines, rest=fields, encode=kind.encode)
     return planes
 
 

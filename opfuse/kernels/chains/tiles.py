@@ -11,7 +11,7 @@ import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.kernels.casts.block import BLOCKS
-from opfuse.kernels.casts.encoding import Blocks, Current, Encoding, Microscaled, RecordingScale
+from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, Current, Encoding, Microscaled, RecordingScale
 from opfuse.kernels.casts.tensor import MX_PLANES
 from opfuse.kernels.chains.call import WIDEST, ChainCall, Tiling
 from opfuse.kernels.chains.structure import ChainCode
@@ -19,6 +19,7 @@ from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.variants import PACK, VECTOR
 from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, are_known
+from opfuse.numerics.row_groups import TILE
 
 _SUMMED_ROWS = 16  # of one part of a sum
 _GROUP = 64  # columns that a warp has beside each other
@@ -57,10 +58,11 @@ class Tile(NamedTuple):
         """With room for the registers of a heavier chain: ``part`` as many blocks that share a multiprocessor."""
         return self._replace(resident=math.ceil(part * self.resident), ahead=1)
 
-    def cut(self, call: ChainCall) -> Tiling:
-        """How the call's results are cut into tiles of this size."""
-        columns = call.shape[-1]
-        return Tiling(call.shape.numel() // columns, columns, 3, self.columns // _GROUP, self.own_rows, self.threads)
+    def cut(self, call: ChainCall, padded: int = 0) -> Tiling:
+        """How the call's results are cut into tiles of this size. padded: rows, if groups of them begin on tiles; else 0."""
+        columns, groups = call.shape[-1], self.columns // _GROUP
+        rows, down = call.shape.numel() // columns, padded // self.rows
+        return Tiling(rows, columns, 3, groups, self.own_rows, self.threads, down)
 
 
 @functools.cache
@@ -157,16 +159,23 @@ def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile |
 
 
 @functools.lru_cache(maxsize=4096)
-def _defines_of(cast: str, family: str, layouts: Sequence[Layout], shape: tuple[int, int], dtype: torch.dtype) -> tuple[str, ...]:
-    """The definitions that every cast has. QuantizerError unless the planes are those of a matrix of ``shape``, of ``family``."""
-    check_cast(shape, dtype, layouts, family=family, where="cast of a chain")
+def _defines_of(
+    cast: str, family: str, layouts: Sequence[Layout], shape: tuple[int, int], dtype: torch.dtype, *, padded: int
+) -> tuple[str, ...]:
+    """The definitions that every cast has. QuantizerError unless the planes are those of a matrix of ``shape``, of ``family``.
+
+    padded: how many rows columnwise planes are of, if groups of rows begin on tiles; else 0.
+    """
+    given = {ROWWISE: shape, COLUMNWISE: (padded or shape[0], shape[1])}
+    for planes in [layouts] if not padded else [[layout] for layout in layouts]:
+        check_cast(given[planes[0].usage], dtype, planes, family=family, where="cast of a chain")
     first, usages = layouts[0], {layout.usage for layout in layouts}
     values = {
         "CAST": cast,
         "OUT": first.element.name.upper(),
         "ROWWISE": int(ROWWISE in usages),
         "COLUMNWISE": int(COLUMNWISE in usages),
-        "ROWS_ALIGNED": int(first.shape[0] % VECTOR == 0),
+        "ROWS_ALIGNED": int((padded or first.shape[0]) % VECTOR == 0),
         "SQUARE": int((first.format.block or (1,))[0] != 1),
         "SWIZZLED": int(first.swizzled),
     }
@@ -177,7 +186,8 @@ class TileCast(NamedTuple):
     """A cast of tiles, in the header of ``name``.
 
     family: of its formats. encode: its Encode. defines: its own definitions, beside those that every cast has.
-    table: the tiles for an encoding; None for one that the kernel does not know.
+    table: the tiles for an encoding; None for one that the kernel does not know. padded: how many rows an encoding's columnwise
+    planes are of, if groups of rows begin on tiles; else 0.
     """
 
     name: str
@@ -185,18 +195,21 @@ class TileCast(NamedTuple):
     encode: CStruct
     defines: tuple[str, ...]
     table: Callable[[Any], str | None]
+    padded: Callable[[Any], int] = lambda _: 0
 
-    def fit(self, call: ChainCall, encode: Encoding) -> tuple[Tile, tuple[str, ...]] | None:
-        """The tile for a call and an encoding, and the definitions of both; None if there is no kernel for them.
+    def fit(self, call: ChainCall, encode: Encoding) -> tuple[Tiling, tuple[str, ...]] | None:
+        """The tiles for a call and an encoding, and the definitions of both; None if there is no kernel for them.
 
-        QuantizerError unless the encoding is of what the chain makes.
+        None, too, for sums over rows whose groups begin on tiles: pieces of sums are those of the matrix. QuantizerError unless
+        the encoding is of what the chain makes.
         """
-        columns = call.shape[-1]
+        columns, padded = call.shape[-1], self.padded(encode)
         made = (math.prod(call.shape[:-1]), columns << call.code.depths[call.code.final])
-        defines = _defines_of(self.name, self.family, tuple(encode.layouts), made, call.dtype)
-        table = self.table(encode) if are_known(encode.layouts) else None
+        defines = _defines_of(self.name, self.family, tuple(encode.layouts), made, call.dtype, padded=padded)
+        takes = are_known(encode.layouts) and not (padded and call.code.row_sums)
+        table = self.table(encode) if takes else None
         tile = _fitting(table, call.code, columns, call.is_aligned(columns)) if table else None
-        return None if tile is None else (tile, (*tile.defines, *self.defines, *defines))
+        return None if tile is None else (tile.cut(call, padded), (*tile.defines, *self.defines, *defines))
 
 
 _MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
@@ -207,6 +220,14 @@ CASTS: Mapping[type, TileCast] = {
     RecordingScale: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=1",), lambda _: "TENSOR"),
     Current: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=0",), lambda _: "TENSOR"),
     Blocks: TileCast("BLOCKS", "block", BLOCKS, (), lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"),
+    BlocksOfGroups: TileCast(
+        "BLOCKS",
+        "block",
+        parameter_of("block_groups.cuh", "BlockGroups"),
+        ("GROUPED=1",),
+        lambda encode: "BLOCKS" if encode.layouts[0].block == (1, TILE) else None,
+        lambda encode: encode.groups.padded_rows,
+    ),
     Microscaled: TileCast(
         "MX",
         "mx",

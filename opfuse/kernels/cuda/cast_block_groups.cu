@@ -15,10 +15,7 @@ constexpr int TILE_ROWS = 128, TILE_COLUMNS = 128, TILE_THREADS = 256;
 #include "tile.cuh"
 #include "blocks.cuh"
 #include "tile_values.cuh"
-
-struct RowTile {
-    u32 group, first, end, spare;
-};
+#include "block_groups.cuh"
 
 struct Parameters {
     const IN* x;
@@ -32,12 +29,7 @@ static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host p
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) cast_block_groups(const __grid_constant__ Parameters parameters) {
     Blocks p = parameters.blocks;
     __shared__ __align__(16) u32 shared[TILE_ROWS * TILE_COLUMNS / 4];
-    Tile stored = tile_of_block(blockIdx.x, p.columns), tile = stored;
-    RowTile rows = parameters.tiles[stored.row / TILE_ROWS];
-    if (ROWWISE && rows.first + TILE_ROWS >= p.rows && rows.end == p.rows && threadIdx.x < p.row_pitch - p.rows)
-        p.row_scale[tile.column / BLOCK * p.row_pitch + p.rows + threadIdx.x] = 0.0f;
-    tile.row = rows.first, p.rows = rows.end;
-    p.column_scale += (stored.row / BLOCK - tile.row / BLOCK) * p.column_pitch;
+    Tile stored = tile_of_block(blockIdx.x, p.columns), tile = tile_of_group(p, parameters.tiles[stored.row / TILE_ROWS], stored);
     Values v;
     load_values(v, parameters.x, p, tile, parameters.index);
     cast_lines(p, tile, v, shared);

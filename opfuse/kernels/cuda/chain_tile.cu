@@ -7,6 +7,7 @@
 //                are multiples of TILE_COLUMNS, and so are groups of halves
 // RESIDENT       blocks that share a multiprocessor; AHEAD: how many rows of inputs a thread loads before it needs them, a divisor of
 //                the number of its rows
+// GROUPED        rows come in groups, in the tables of row_groups.cu, and no tile has rows of two. There are no sums over rows then
 // Defined by     opfuse/kernels/chains/cast.py and, for sums alone, opfuse/numerics/chain.py, backward_chain
 #include "tile.cuh"
 #include "chain.cuh"
@@ -39,6 +40,23 @@ struct Parameters {
 static_assert(sizeof(Parameters) == PARAMETER_BYTES, "the fields that the host packs");
 
 #include "sums.cuh"
+
+#if GROUPED
+static_assert(ROW_SUMS == 0, "pieces of sums over rows are those of the matrix");
+// The thread's place in the tile `rows`; a thread of a tile without rows computes on row 0, and stores nothing.
+OPFUSE_FN Thread thread_of_tile(const Parameters& p, const Tile& tile, u32 down, u32 across) {
+    RowTile rows = p.encode.tiles[down];
+    Cut cut = p.chain.cut;
+    cut.rows = rows.end;
+    Thread at = thread_at(cut, down, across, rows.first + own_row(tile, 0), tile.column + tile.across / 8 * 64, tile.across % 8);
+    if (at.row < 0) at.row = 0;
+    return at;
+}
+#else
+OPFUSE_FN Thread thread_of_tile(const Parameters& p, const Tile& tile, u32 down, u32 across) {
+    return thread_at(p.chain.cut, down, across, tile.row + own_row(tile, 0), tile.column + tile.across / 8 * 64, tile.across % 8);
+}
+#endif
 
 // Tile and thread of one strand, in the columns of the cast's matrix.
 template <int STRAND>
@@ -79,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_tile(
     const Chain& p = parameters.chain;
     u32 block = own_block(), down = tile_of(p.cut, block), across = block - down * p.cut.tiles_across;
     Tile tile = tile_at(down, across);
-    Thread at = thread_at(p.cut, down, across, tile.row + own_row(tile, 0), tile.column + tile.across / 8 * 64, tile.across % 8);
+    Thread at = thread_of_tile(parameters, tile, down, across);
     RowOperands<8> operands = load_row_operands(p, at.place(0));
     Running running = begin(parameters.encode);
     float sum[SOME(ROW_SUMS)][8] = {};

@@ -77,8 +77,8 @@ Where consumers share a tile nobody multiplies while it is cast, and large resul
 UNROUNDED = "sums that are not rounded: in fp32 they leave a thread no registers for its chain"
 """Why a chain that rounds once is not made in one launch with its product."""
 
-OF_EXPERTS = "products of experts: a gated activation behind them is slower in one launch, and their rows are cast group by group"
-"""Why chains behind products of experts, and the casts behind these, are launches of their own."""
+OF_EXPERTS = "products of experts: a gated activation behind them is slower in one launch"
+"""Why chains behind products of experts are launches of their own."""
 
 OF_DERIVATIVES = "derivatives run apart from the dgrad before them: one launch took 1.00 to 1.15 times as long"
 

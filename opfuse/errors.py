@@ -143,8 +143,9 @@ class OpfuseWarning(UserWarning):
 
 
 class Described(str):
-    """The text of an error, with what was wanted and what came as text of their own."""
+    """The text of an error, with parts as text of their own. problem: all but the cure. wanted, got: what was, and what came."""
 
+    problem: str
     wanted: str
     got: str
 
@@ -155,14 +156,23 @@ def describe(where: str, *, wanted: object, got: object, cure: str) -> Described
     >>> describe("Linear(4, 8) input", wanted="last dimension 4", got=5, cure="pass a tensor of shape (..., 4)")
     'Linear(4, 8) input: wants last dimension 4, got 5. Cure: pass a tensor of shape (..., 4).'
     """
-    made = Described(f"{where}: wants {wanted}, got {_ended(str(got))} Cure: {_ended(cure.rstrip('.'))}")
-    made.wanted, made.got = str(wanted), str(got)
+    problem = f"{where}: wants {wanted}, got {got}"
+    made = Described(f"{_ended(problem)} Cure: {_ended(cure.rstrip('.'))}")
+    made.problem, made.wanted, made.got = problem, str(wanted), str(got)
     return made
 
 
 def number_of(count: int, noun: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def problem_of(error: OpfuseError) -> str:
+    """What the text of an error says but for the cure, for an error that has another one."""
+    match error.args:
+        case [Described() as text]:
+            return text.problem
+    return str(error)
 
 
 def told_of(error: OSError) -> str:

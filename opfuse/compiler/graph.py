@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from opfuse.core.signature import TensorSig
+from opfuse.errors import Described
 from opfuse.formats import NumberFormat
 from opfuse.tensors.gemm import clash
 from opfuse.tensors.meeting import Travel
@@ -83,7 +84,7 @@ class ProductFormats:
     right: NumberFormat | None
 
     @property
-    def clash(self) -> str | None:
+    def clash(self) -> Described | None:
         """Why the two formats cannot meet; None: they can."""
         return None if self.left is None or self.right is None else clash(self.name, self.left, self.right)
 

@@ -119,7 +119,7 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
     if DEQUANTIZED in (product.left, product.right):
         return How("emulated", "it reads the dequantized values of a quantizer of one's own")
     if product.clash is not None:
-        return How("emulated", product.clash.partition(". Cure")[0])
+        return How("emulated", product.clash.problem)
     what, features = GEMMS[product.name], (getattr(spec, "in_features", 0), getattr(spec, "out_features", 0))
     widths = {"input": (env.rows_class, features[0]), "weight": features[::-1], "grad_output": (env.rows_class, features[1])}
     left, right = (

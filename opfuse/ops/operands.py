@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from opfuse.core.context import Context, Value
-from opfuse.errors import MissingPlaneError, describe
+from opfuse.errors import MissingPlaneError, describe, problem_of
 from opfuse.formats import ROWWISE
 from opfuse.recipes.policy import saved_operand
 from opfuse.tensors.storage import QuantizedStorage
@@ -56,5 +56,5 @@ def check_forward(ctx: Context, operand: Value, role: str) -> None:
 
 
 def _missing(ctx: Context, role: str, wanted: str, error: MissingPlaneError, cure: str) -> MissingPlaneError:
-    got = f"one that was quantized elsewhere: {str(error).partition('. Cure')[0]}"
+    got = f"one that was quantized elsewhere: {problem_of(error)}"
     return MissingPlaneError(describe(f"{ctx.op.label} {role}", wanted=wanted, got=got, cure=cure))

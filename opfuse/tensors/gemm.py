@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from opfuse.errors import GemmError, ShapeError, describe
+from opfuse.errors import Described, GemmError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
 from opfuse.kernels.engine.variants import on_bytes
@@ -282,7 +282,7 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
     return None if "identity" in (planes[0].format.family, planes[1].format.family) else planes
 
 
-def clash(name: str, left: NumberFormat, right: NumberFormat) -> str | None:
+def clash(name: str, left: NumberFormat, right: NumberFormat) -> Described | None:
     """Why operands of these formats cannot meet in the product ``name``; None: they can.
 
     High precision meets anything. Else both are of one family, rotated alike, FP8 blocks have one length, at most one of them

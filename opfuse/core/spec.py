@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import takewhile
 from typing import Annotated, Any, ParamSpec, TypeVar, cast, get_type_hints
@@ -186,6 +186,13 @@ def new_parameter(where: str, shape: tuple[int, ...], *, device: Any, dtype: tor
         raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure)) from error
 
 
-def accumulates(spec: object) -> bool:
-    """Whether a backward pass adds gradients to buffers that neither autograd nor a recording knows of."""
-    return getattr(spec, "accumulate_into_main_grad", False) is True
+BEYOND_GRADIENTS: Mapping[str, str] = {
+    "accumulate_into_main_grad": "adds gradients to tensors of the caller",
+    "delay_wgrad_compute": "puts products off",
+}
+"""What a backward pass does beside returning gradients, by the hyper-parameter that asks for it; autograd does not know of it."""
+
+
+def beyond_gradients(spec: object) -> list[str]:
+    """What a backward pass of an op with this spec does beside returning gradients; a recording would not repeat it."""
+    return [what for name, what in BEYOND_GRADIENTS.items() if getattr(spec, name, False) is True]

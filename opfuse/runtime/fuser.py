@@ -194,8 +194,6 @@ class OperationFuser:
         device, arch, has_autocast = _device(x.device)
         # A group that is made after a first call makes another plan: rows travel, and amaxes are shared.
         group = current_amax_group() or default_group()
-        shape = x.shape
-        rows = x.numel() // (shape[-1] or 1) if shape else 1
         env = (
             current_recipe(),
             None if group is None else token(group),
@@ -203,7 +201,7 @@ class OperationFuser:
             torch.get_autocast_dtype(device) if has_autocast and torch.is_autocast_enabled(device) else None,
             device,
             arch,
-            gcd(rows, ROWS),
+            gcd(_rows(x), ROWS),
             x.data_ptr() % VECTOR == 0,
             rules.level,
         )

@@ -15,7 +15,7 @@ from opfuse.compiler.plan import OwnCode, Plan, Segment
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
-from opfuse.core.spec import accumulates
+from opfuse.core.spec import beyond_gradients
 from opfuse.core.watched import rewritten
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer, reduces
@@ -47,10 +47,7 @@ def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
     for op in (ops[i] for i in segment.ops):
         if not has_own_methods(op):
             yield from ((side, f"{op.label} has code of the user's own", None) for side in passes)
-        if accumulates(op.spec):
-            yield BACKWARD, f"{op.label} adds gradients to tensors of the caller", None
-        if getattr(op.spec, "delay_wgrad_compute", False):
-            yield BACKWARD, f"{op.label} puts products off", None
+        yield from ((BACKWARD, f"{op.label} {what}", None) for what in beyond_gradients(op.spec))
     for node in nodes:
         for cast in (plan.casts[node.index],) if node.is_cast else plan.own_casts.get(node.index, {}).values():
             if not is_own_quantizer(cast.quantizer):

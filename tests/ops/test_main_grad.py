@@ -7,7 +7,7 @@ import torch
 
 import opfuse
 from opfuse import errors, ops, recipes
-from opfuse.core.spec import accumulates
+from opfuse.core.spec import beyond_gradients
 from opfuse.kernels.products.runs import products_into
 from opfuse.runtime.recorded import Recorded
 from opfuse.tensors.gemm import gemm, wgrad_into
@@ -165,7 +165,8 @@ def test_plans_tell_them_apart_and_no_program_is_made_of_what_adds():
             model(x).sum().backward()
     (one,), (other,) = main.runs(), plain.runs()
     assert one.structure != other.structure
-    assert accumulates(main[0].basic_ops[0].spec)
+    assert beyond_gradients(main[0].basic_ops[0].spec) == ["adds gradients to tensors of the caller"]
+    assert beyond_gradients(plain[0].basic_ops[0].spec) == []
     ((_, plan),) = one.cache.items()
     recorded = [made for looks in plan.programs.values() for made in looks.values()]
     assert [(type(each), len(each.backward)) for each in recorded] == [(Recorded, 0)]

@@ -102,7 +102,11 @@ class Form(NamedTuple):
 
     @property
     def shared(self) -> int:
-        """Bytes of a block: stages of both operands, the result on its way, scales, barriers."""
+        """Bytes of a block, as product.cuh lays them out and asserts.
+
+        Stages of boxes of 128 x 128 codes, each with two barriers of 8 bytes; fp32 scales of 128 lines for each stage and one
+        more; four rooms of 64 lines of 128 bytes for results; for a transpose two boxes in place of a stage.
+        """
         stages, boxes = (6, 2) if self.fast else (4, 3)
         own = 4 * 64 * 128 + self.turned * 2 * 128 * 128
         stages -= self.turned

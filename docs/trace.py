@@ -121,7 +121,7 @@ def _key(plan: Plan) -> Iterator[Sequence[object]]:
     yield "env.rows_class", f"{env.rows_class}, the greatest common divisor of rows and 128"
     yield "env.aligned, env.level", f"{env.aligned}, {env.level}"
     yield "ops", "a digest of the ops' hyper-parameters and channels"
-    yield "inputs", "dtypes, sizes and gradients of the input and of each parameter"
+    yield "inputs", "dtype and wish for a gradient of the input and of each parameter; sizes of parameters"
     yield "rules", "a digest of the active rules"
 
 

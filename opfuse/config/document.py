@@ -140,11 +140,17 @@ def _parse(document: Document) -> None:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         span = builder.last if mark is None else Span(mark.line + 1, mark.column + 1)
         what = [part for part in (getattr(error, "context", None), getattr(error, "problem", None)) if part]
-        began = getattr(error, "context_mark", None)
-        help = "" if began is None or began.line + 1 == span.line else f"it begins at {began.line + 1}:{began.column + 1}"
-        document.report(span, "yaml-syntax", " ".join(" ".join(what).split()) or "this is not YAML", help)
+        message = " ".join(" ".join(what).split()) or "this is not YAML"
+        document.report(span, "yaml-syntax", message, _syntax_help(error, span, message))
     except (ValueError, OverflowError):  # the scanner makes characters of escapes such as "\\UFFFFFFFF"
         document.report(builder.last, "yaml-syntax", "an escape after this stands for no character", "write the character itself")
+
+
+def _syntax_help(error: YAMLError, span: Span, message: str) -> str:
+    if r"'\t'" in message:
+        return "indent with spaces: YAML takes no tabs there"
+    began = getattr(error, "context_mark", None)
+    return "" if began is None or began.line + 1 == span.line else f"it begins at {began.line + 1}:{began.column + 1}"
 
 
 @dataclass

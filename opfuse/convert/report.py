@@ -122,7 +122,9 @@ class Report:
         if self.gain is None:
             return share
         measured = f"x {self.gain:.2f} of torch.compile in bf16 on an H200 ({RECORD})"
-        return f"{share}\nexpected of a training step with thousands of tokens and columns, smaller ones gain less: {measured}"
+        return (
+            f"{share}\nexpected of a step with thousands of tokens and columns (of others, ask opfuse.advise(model)): {measured}"
+        )
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """The rows of the table; modules that differ only by numbers in their paths share one."""

@@ -89,6 +89,11 @@ def test_what_is_not_closed_is_told_with_the_place_where_it_began():
     assert (told.code, told.span.line, told.help) == ("yaml-syntax", 3, "it begins at 2:5")
 
 
+def test_a_tab_is_told_apart_from_spaces():
+    told = parsed("a:\n\tb: 1\n").findings[0]
+    assert (told.code, told.span.line, told.help) == ("yaml-syntax", 2, "indent with spaces: YAML takes no tabs there")
+
+
 def test_aliases_are_refused_where_they_are_used():
     assert found("a: &x [1]\nb: *x\n") == [("yaml-alias", 1, 4), ("yaml-alias", 2, 4)]
 

@@ -167,7 +167,7 @@ def test_what_is_expected_follows_the_shares():
     gain = GAINS["fp8_current", None]
     assert report.gain == pytest.approx(1 / (report.share / gain + 1 - report.share))
     assert f"x {report.gain:.2f} of torch.compile" in str(report)
-    assert f"smaller ones gain less: x {report.gain:.2f} of torch.compile in bf16" in report._repr_html_()
+    assert f"ask opfuse.advise(model)): x {report.gain:.2f} of torch.compile in bf16" in report._repr_html_()
     for recipe in (None, CustomRecipe(qfactory=nothing_quantized)):
         unknown = opfuse.fuse_(Model(), recipe)
         assert unknown.gain is None

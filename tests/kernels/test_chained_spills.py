@@ -123,6 +123,7 @@ REFUSED: tuple[tuple[Call, str], ...] = (
     ((("gelu_erf",), "1x128", False, False), "exact GELU"),
     ((("srelu", "dropout", "add"), "delayed, both", True, False), "at most 1 operands of the result's size"),
     ((("bias", "gelu", "add"), "stored", False, True), "at most 1 operands of the result's size, of 16 bits, .* got 2"),
+    ((("bias", "dropout", "add"), "stored", False, True), "at most 2 operands of the result's size, of 16 bits, .* got 3"),
     ((("bias", "dropout"), "1x128", False, False), "at most 0 operands of the result's size"),
     ((("bias", "srelu", "dropout", "add"), "delayed, both", False, False), "at most 3 ops, .*got bias, srelu"),
     ((("bias", "relu", "bias"), "delayed", False, False), "no two alike and one an activation, got bias, relu, bias"),

@@ -69,6 +69,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: opfuse.graphed(pipeline(), X),
         r"graphed\(sample_args=\): wants a list, each part a torch.Tensor, got one Tensor of shape \(8, 8\). Cure: put it",
     ),
+    "graphs without a GPU": (
+        lambda: opfuse.graphed(pipeline(), (X,)),
+        "wants CUDA tensors, got one on cpu. Cure: " + ("move" if torch.cuda.is_available() else "call the module itself"),
+    ),
     "a path": (lambda: opfuse.dump(None), r"dump\(path=\): wants a text or a Path, got None"),
     "a file": (lambda: opfuse.load(None), r"a path is a text, got NoneType"),
     "an option": (lambda: opfuse.explain(pipeline(), X, overrides=2), r"explain\(overrides=\): wants True or False, got 2"),

@@ -122,7 +122,11 @@ def _check(module: object, sample_args: Sequence[Any]) -> None:
     for each in sample_args:
         if not isinstance(each, torch.Tensor) or not each.is_cuda:
             got = f"one on {each.device.type}" if isinstance(each, torch.Tensor) else f"a {type(each).__name__}"
-            raise _refusal("CUDA tensors", got, "move it to the GPU: a graph would keep the value that the host reads now")
+            move = "move it to the GPU: a graph would keep the value that the host reads now"
+            cure = (
+                move if torch.cuda.is_available() else "call the module itself: this machine has no GPU, so it has no CUDA graphs"
+            )
+            raise _refusal("CUDA tensors", got, cure)
 
 
 def _refusal(wanted: str, got: str, cure: str, where: str = WHERE) -> UnsupportedError:

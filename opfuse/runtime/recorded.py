@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,16 +91,45 @@ class Programs(dict[Any, Any]):
 _ALL: WeakValueDictionary[int, Programs] = WeakValueDictionary()
 
 
+@dataclass
+class _Spare:
+    """Bytes that programs may yet take under a bound before all of them are counted again, which takes as long as there are many.
+
+    What goes by itself is not added, so it is never too much.
+    """
+
+    bound: int = 0
+    left: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def takes(self, size: int, bound: int) -> bool:
+        """Whether there are so many; they are taken."""
+        with self.lock:
+            fits = bound == self.bound and size <= self.left
+            self.left -= size * fits
+            return fits
+
+    def counted(self, total: int, bound: int) -> None:
+        """All programs take ``total`` bytes."""
+        with self.lock:
+            self.bound, self.left = bound, bound - total
+
+
+_spare = _Spare()
+
+
 def _make_room(new: RecordedLook) -> None:
     """Drop what was used least recently until the programs of the process fit in their bound; never ``new``."""
     most = number("OPFUSE_PROGRAM_BYTES")
+    if _spare.takes(host_bytes(new.programs()), most):
+        return
     while True:
         known = [each for ref in _ALL.valuerefs() if (each := ref()) is not None]
         found = [(looks, look, what) for looks in known for look, what in looks.made()]
-        if host_bytes(program for _, _, what in found for program in what.programs()) <= most:
-            return
-        old = [each for each in found if new.program not in each[2].programs()]
+        total = host_bytes(program for _, _, what in found for program in what.programs())
+        old = [each for each in found if new.program not in each[2].programs()] if total > most else []
         if not old:
+            _spare.counted(total, most)
             return
         looks, look, _ = min(old, key=lambda each: max(program.used for program in each[2].programs()))
         if looks.pop(look, None) is not None:
@@ -209,6 +239,7 @@ class Recorded(RecordedValues):
         if self.packs:
             self.packs, self.packing = False, Packing.of(self, backward.program, grads)
             self.program.settle()
+            _make_room(self)
         if self.packing is None:
             backward.program.settle()
 

@@ -9,6 +9,7 @@ import logging
 import re
 import threading
 import tracemalloc
+from types import SimpleNamespace
 from weakref import WeakValueDictionary
 
 import pytest
@@ -22,7 +23,7 @@ from opfuse.numerics.pointwise import gated
 from opfuse.program.program import host_bytes
 from opfuse.runtime import own, recorded
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import BACKWARD_LOOKS, LOOKS, Recorded, RecordedBackward
+from opfuse.runtime.recorded import BACKWARD_LOOKS, LOOKS, Programs, Recorded, RecordedBackward
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 from tests.program.fake import fake_device, launches_told
@@ -189,6 +190,7 @@ def test_programs_take_no_more_of_the_host_than_is_allowed(monkeypatch, caplog):
     called(one, 8, 16)
     called(one, 8)  # used again, so those of the other are the oldest, then those of 16 rows
     most = host_bytes(program for model in (one, other) for made in recorded_in(model) for program in made.programs())
+    most += 500  # much less than a program: a number more or less, as one that two of its values share
     monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", str(most))
     with caplog.at_level(logging.INFO, "opfuse.programs"):
         called(one, 24)
@@ -200,6 +202,24 @@ def test_programs_take_no_more_of_the_host_than_is_allowed(monkeypatch, caplog):
     assert one.cache_info().dropped > 0
     called(other, 8)
     assert (rows_of(one), rows_of(other)) == (set(), {8})
+
+
+@pytest.mark.cpu
+def test_programs_are_counted_together_only_when_room_may_be_short(monkeypatch):
+    """With each of n they would take the first steps of a large model the square of n."""
+    counted = []
+    monkeypatch.setattr(recorded, "_ALL", WeakValueDictionary())
+    monkeypatch.setattr(Programs, "made", lambda looks, made=Programs.made: [counted.append(looks), made(looks)][1])
+    monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", str(100 * 1000))
+    looks = Programs(1000)
+    for i in range(90):
+        program = SimpleNamespace(own_bytes=900, code=SimpleNamespace(nbytes=100), used=i)
+        looks.note(i, RecordedBackward(program, ()))
+    assert len(counted) == 1
+    for i in range(90, 300):
+        program = SimpleNamespace(own_bytes=900, code=SimpleNamespace(nbytes=100), used=i)
+        looks.note(i, RecordedBackward(program, ()))
+    assert [*looks] == [*range(200, 300)]
 
 
 def test_cache_info_counts_programs_and_what_they_take():

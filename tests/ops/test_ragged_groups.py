@@ -423,12 +423,14 @@ def test_what_the_host_has_is_checked_and_copied(given, on_device):
 @pytest.mark.unrun
 @pytest.mark.parametrize("given", [list, torch.tensor])
 def test_one_program_repeats_all_sizes_that_the_host_has(given, monkeypatch, request):
-    """The second call is recorded although its sizes are new."""
+    """The second call is recorded although its sizes are new; each call checks those that it has."""
     request.getfixturevalue("on_device")
     op = layer()
     with fake_device(monkeypatch), launches_told(monkeypatch):
         for sizes in ((128, 64, 0, 64), (0, 0, 200, 56)):
             op_output(op, randn(256, 128).to(BF16), given(sizes))
+        with pytest.raises(ShapeError, match="with the sum 256"):
+            op_output(op, randn(256, 128).to(BF16), given((128, 64, 0, 63)))
     (made,) = (made for _, plan in op._fuser.cache.items() for looks in plan.programs.values() for made in looks.values())
     assert isinstance(made, Recorded)
 

@@ -90,6 +90,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: opfuse.register_fusion(opfuse.active_rules().rules[0], prepend=1),
         r"prepend=\): wants True or False, got 1",
     ),
+    "a group of amaxes": (
+        lambda: opfuse.autocast(amax_reduction_group=[0, 1]),
+        r"autocast\(amax_reduction_group=\): wants None or a process group of torch.distributed, got list",
+    ),
+    "a group of ranks": (
+        lambda: opfuse.compare_ranks("all"),
+        r"compare_ranks\(group=\): wants None or a process group",
+    ),
     "modules": (lambda: opfuse.offloaded(None), r"offloaded\(modules=\): wants arguments, each an nn.Module, got \(None,\)"),
     "torchao's keyword": (
         lambda: opfuse.fuse_(model(), FP8, module_filter_fn=lambda module, path: True),

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from opfuse.errors import PipelineError
 from opfuse.inspect.trace import Odd, PlanMade, Process, Trace, odd_ranks
 from opfuse.keys import digest, leaves
 from opfuse.runtime import trace
-from opfuse.tensors.quantizers.ranks import in_distributed_run
+from opfuse.tensors.quantizers.ranks import checked_group, in_distributed_run
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ def compare_ranks(group: dist.ProcessGroup | None = None) -> ComparedRanks:
 
     A collective operation: every rank of the group calls it, at the same place of the program, and gets the same answer. Ranks
     that agree send a digest and a number each; keys with their sources travel only if digests differ. Compares the latest 256
-    plans of each pipeline that is in use. Without torch.distributed there is one rank.
+    plans of each pipeline that is in use. Without torch.distributed there is one rank. PipelineError for what is no group.
     """
+    checked_group("compare_ranks(group=)", group, PipelineError)
     gc.collect()  # what nobody holds lives until the collector runs, on each rank at another time
     plans = trace.in_order(trace.traced())
     own = [(each.where, trace.key_id(leaves(found.key))) for each, found in plans]

@@ -20,6 +20,7 @@ from opfuse.recipes.builtin import Float8CurrentScaling
 from opfuse.recipes.recipe import Recipe
 from opfuse.recipes.transformer_engine import as_recipe
 from opfuse.sources import Site, site, told
+from opfuse.tensors.quantizers.ranks import checked_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,7 +91,7 @@ class autocast(contextlib.ContextDecorator):
     another region. amax_reduction_group: the ranks that share the amaxes of delayed scaling; None is the default group.
 
     The innermost region counts. Delayed scales are updated when the outermost region ends. If it ends by an exception, they stay
-    as they are, and the amaxes that its casts recorded are dropped. RecipeError for another keyword.
+    as they are, and the amaxes that its casts recorded are dropped. RecipeError for another keyword, or for no group.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         _check_keywords("autocast", ("enabled", "recipe", "amax_reduction_group"), unknown)
         self.recipe = _chosen("autocast", enabled, recipe)
-        self.amax_reduction_group = amax_reduction_group
+        self.amax_reduction_group = checked_group("autocast(amax_reduction_group=)", amax_reduction_group, RecipeError)
         self.site = site()
 
     def __enter__(self) -> Self:

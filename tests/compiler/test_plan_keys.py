@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
 import opfuse
 from opfuse import ops, recipes
@@ -97,11 +98,7 @@ def test_r9_every_recipe_type_changes_the_key():
     assert len(set(keys)) == len(RECIPES)
 
 
-class Group:
-    """Stands for a process group."""
-
-
-GROUP = Group()
+GROUP = ProcessGroup(0, 1)
 SITUATIONS = {
     "recipe": lambda call: _under(opfuse.autocast(recipe=MX()), call),
     "amax_group": lambda call: _under(opfuse.autocast(enabled=False, amax_reduction_group=GROUP), call),

@@ -5,6 +5,7 @@ import re
 import threading
 
 import pytest
+from torch.distributed import ProcessGroup
 
 from opfuse.errors import RecipeError
 from opfuse.recipes import (
@@ -113,7 +114,7 @@ def test_tasks_do_not_see_each_others_region():
 
 
 def test_amax_group_follows_the_region():
-    group = object()
+    group = ProcessGroup(0, 1)
     assert current_amax_group() is None
     with autocast(recipe=MX, amax_reduction_group=group):
         assert current_amax_group() is group

@@ -7,6 +7,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from opfuse.errors import OpfuseError, describe
+
 AmaxRanks: TypeAlias = "dist.ProcessGroup | tuple[dist.ProcessGroup | None, ...] | None"
 """Processes that find an amax together: None is all of them, a tuple one group after the other."""
 
@@ -18,6 +20,14 @@ HAS_RANKS = dist.is_available()
 def in_distributed_run() -> bool:
     """Whether this process is one of a group of torch.distributed."""
     return HAS_RANKS and dist.is_initialized()
+
+
+def checked_group(where: str, group: object, error: type[OpfuseError]) -> dist.ProcessGroup | None:
+    """``group``, which may be a process group or None; ``error`` for anything else, as ranks that are not of a new group get."""
+    if group is None or (HAS_RANKS and isinstance(group, dist.ProcessGroup)):
+        return group
+    cure = "pass what torch.distributed.new_group() returned to a rank of the group, or None for the default group"
+    raise error(describe(where, wanted="None or a process group of torch.distributed", got=type(group).__name__, cure=cure))
 
 
 def reduce_amax(amax: torch.Tensor, group: AmaxRanks) -> torch.Tensor:

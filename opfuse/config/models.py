@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from opfuse.inspect.watch import ALARMS
 
 
-class Section(BaseModel):
+class FileSection(BaseModel):
     """A mapping with exactly these keys, values of exactly these types, that never changes.
 
     not_here: keys that a reader may expect and that a file does not take, each with what to do instead.
@@ -29,7 +29,7 @@ AtLeastOne = Annotated[int, Field(ge=1, le=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Text(Section):
+class Text(FileSection):
     """Bytes of a text: predict the next byte from the ``context`` bytes before it.
 
     embedding: columns that stand for one byte, so that a sample has ``context * embedding`` columns.
@@ -91,7 +91,7 @@ DATA: Mapping[str, type[Text]] = {"pydoc_topics": PydocTopics, "text": TextFile,
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Alarms(Section):
+class Alarms(FileSection):
     """Limits beyond which a warning names op, tensor, step, value and cure: shares at most, ``sqnr`` in dB at least."""
 
     nonfinite: Share = ALARMS["nonfinite"]
@@ -100,7 +100,7 @@ class Alarms(Section):
     sqnr: float = ALARMS["sqnr"]
 
 
-class Watching(Section):
+class Watching(FileSection):
     """What casts do to values, looked at in every so many steps of the run under the recipe.
 
     to: jsonl, values.jsonl beside the report; tensorboard or wandb, by their own writers, which are installed by themselves.
@@ -111,7 +111,7 @@ class Watching(Section):
     alarms: Alarms = Alarms()
 
 
-class Train(Section):
+class Train(FileSection):
     """How to train.
 
     eval_every: steps between two evaluations. checkpoint_every: between two checkpoints; null: those of evaluations.

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, cre
 
 from opfuse.config.fields import field_type
 from opfuse.config.findings import Problem, Refused, sentence, shown, similar
-from opfuse.config.models import Section
+from opfuse.config.models import FileSection
 from opfuse.config.own import own_ops
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.spec import argument, domains, spec_of
@@ -72,14 +72,14 @@ def _channel_field(least: int, most: int) -> tuple[Any, Any]:
     return kind, Field(None, json_schema_extra=_without_default)
 
 
-def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
+def _model(key: str, cls: type[FusibleOperation]) -> type[FileSection]:
     found: dict[str, Any] = {"op": (Literal[key], ...)}
     found |= {SPELLINGS.get(name, name): field for name, field in written(cls).items()}
     for side in CHANNELS:
         count = getattr(cls, f"num_{side}s")
         if isinstance(count, int) and count:
             found[side] = _channel_field(count, getattr(cls, f"most_{side}s", count))
-    model = create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, **found)
+    model = create_model(cls.__name__, __base__=FileSection, __doc__=cls.__doc__, **found)
     model.not_here = {name: help for name, help in IN_CODE.items() if name in domains(spec_of(cls))}
     return model
 
@@ -87,7 +87,7 @@ def _model(key: str, cls: type[FusibleOperation]) -> type[Section]:
 OPS: Mapping[str, type[FusibleOperation]] = {**BUILT_IN, **own_ops()}
 """Every op that a file may name."""
 
-MODELS: Mapping[str, type[Section]] = {key: _model(key, cls) for key, cls in OPS.items()}
+MODELS: Mapping[str, type[FileSection]] = {key: _model(key, cls) for key, cls in OPS.items()}
 """The model of a pipeline entry by its op."""
 
 
@@ -178,7 +178,7 @@ else:
 """One entry of ``pipeline.ops``; validates to an :class:`PipelineEntry`."""
 
 
-class Pipeline(Section):
+class Pipeline(FileSection):
     """What is computed. dtype: of parameters and of what travels between ops."""
 
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"

@@ -18,24 +18,24 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from opfuse.config import recipes
 from opfuse.config.document import Document, read
 from opfuse.config.findings import Problem, Refused, refuse, sentence
-from opfuse.config.models import Section
+from opfuse.config.models import FileSection
 from opfuse.config.report import report
 from opfuse.convert.policy import Said
 from opfuse.errors import RecipeError, closest
 from opfuse.recipes import Recipe, recipe_of
 
 
-class Default(Section):
+class Default(FileSection):
     """What the other modules have; so a head or a router is converted as well."""
 
     kind: Literal["default"]
 
 
-MODELS: Mapping[str, type[Section]] = {**recipes.MODELS, "default": Default}
+MODELS: Mapping[str, type[FileSection]] = {**recipes.MODELS, "default": Default}
 """The model of what a pattern says, by its kind."""
 
 
-class PolicyFile(Section):
+class PolicyFile(FileSection):
     """What a file with a policy holds."""
 
     not_here = dict.fromkeys(
@@ -87,7 +87,7 @@ def loads_policy(data: str | bytes, path: str = "<text>") -> Choices:
     return Choices(recipe=file.recipe, policy=file.said(document))
 
 
-def _sections(document: Document) -> Mapping[tuple[str, ...], type[Section]]:
+def _sections(document: Document) -> Mapping[tuple[str, ...], type[FileSection]]:
     """The model of each place in the file; each pattern is one."""
     policy = document.root.child("policy")
     patterns = policy.value if policy is not None and isinstance(policy.value, dict) else {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from pydantic import AfterValidator, Field, ValidationInfo, create_model
 
 from opfuse.config.fields import field_type
-from opfuse.config.models import Section
+from opfuse.config.models import FileSection
 from opfuse.recipes import RECIPES, Recipe, recipe_of
 from opfuse.recipes.settings import Setting, settings_of
 
@@ -23,18 +23,18 @@ def _field(name: str, default: Any, rule: Setting) -> tuple[Any, Any]:
     return field_type(name, rule.domain), written
 
 
-def _model(kind: str, cls: type[Recipe]) -> type[Section]:
+def _model(kind: str, cls: type[Recipe]) -> type[FileSection]:
     settings = {name: _field(name, default, rule) for name, (default, rule) in settings_of(cls).items() if rule is not None}
-    return create_model(cls.__name__, __base__=Section, __doc__=cls.__doc__, kind=(Literal[kind], ...), **settings)  # type: ignore
+    return create_model(cls.__name__, __base__=FileSection, __doc__=cls.__doc__, kind=(Literal[kind], ...), **settings)  # type: ignore
 
 
-class HighPrecision(Section):
+class HighPrecision(FileSection):
     """No recipe: nothing is quantized."""
 
     kind: Literal["none"]
 
 
-MODELS: Mapping[str, type[Section]] = {
+MODELS: Mapping[str, type[FileSection]] = {
     **{kind: _model(kind, cls) for kind, cls in RECIPES.items()},
     NO_RECIPE: HighPrecision,
 }

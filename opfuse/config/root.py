@@ -9,11 +9,11 @@ from pydantic import Field, model_validator
 
 from opfuse.config import operations, recipes, rules
 from opfuse.config.findings import Refused
-from opfuse.config.models import DATA, Alarms, PydocTopics, Section, TextFile, TokenFile, Train, Watching
+from opfuse.config.models import DATA, Alarms, FileSection, PydocTopics, TextFile, TokenFile, Train, Watching
 from opfuse.config.trial import trial
 
 
-class Root(Section):
+class Root(FileSection):
     """A configuration of opfuse."""
 
     not_here = {"policy": "this file is for a model that you convert: opfuse.fuse_(model, **opfuse.load_policy(path))"}
@@ -34,7 +34,7 @@ class Root(Section):
         return self
 
 
-TAGGED: Mapping[tuple[str, ...], Mapping[str, type[Section]]] = {
+TAGGED: Mapping[tuple[str, ...], Mapping[str, type[FileSection]]] = {
     ("recipe",): recipes.MODELS,
     ("pipeline", "ops"): operations.MODELS,
     ("fusions", "rules"): rules.ENTRIES,
@@ -42,7 +42,7 @@ TAGGED: Mapping[tuple[str, ...], Mapping[str, type[Section]]] = {
 }
 """Sections that are one of several models, by their place in the file."""
 
-SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
+SECTIONS: Mapping[tuple[str, ...], type[FileSection]] = {
     (): Root,
     ("pipeline",): operations.Pipeline,
     ("fusions",): rules.Fusions,

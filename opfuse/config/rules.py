@@ -15,7 +15,7 @@ from opfuse.compiler.rules import Fusion, Guard, is_
 from opfuse.compiler.vocabulary import SEVERAL
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
 from opfuse.config.guards import Places, contradiction, to_guards
-from opfuse.config.models import Section
+from opfuse.config.models import FileSection
 from opfuse.config.operations import MAX_OPS
 from opfuse.config.order import RuleChange, changed, check_changes
 from opfuse.config.own import FUNCTIONS, own_functions
@@ -104,7 +104,7 @@ Pattern = Annotated[Any, BeforeValidator(_places), WithJsonSchema(_PATTERN)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class Expect(Section):
+class Expect(FileSection):
     """How often a rule shall have each outcome."""
 
     fused: Count | None = None
@@ -113,7 +113,7 @@ class Expect(Section):
     absent: Count | None = None
 
 
-class Placed(Section):
+class Placed(FileSection):
     """What an entry says of a rule that shall fuse: when it may, and when it claims.
 
     priority: higher ones claim first; 0 by default. before, after: next to another rule of the same direction. expect: how often
@@ -133,7 +133,7 @@ class Use(Placed):
     use: RuleName
 
 
-class Disable(Section):
+class Disable(FileSection):
     """A rule that shall not fuse anything."""
 
     disable: RuleName
@@ -167,7 +167,7 @@ class Extend(Placed):
     pattern: Pattern = None
 
 
-ENTRIES: Mapping[str, type[Section]] = {"use": Use, "disable": Disable, "extends": Extend, "name": Declare}
+ENTRIES: Mapping[str, type[FileSection]] = {"use": Use, "disable": Disable, "extends": Extend, "name": Declare}
 """The model of a rule entry by the key that tells it."""
 
 
@@ -176,7 +176,7 @@ IMPLIED: Mapping[str, tuple[Guard, ...]] = {BACKWARD: (is_("env.grad", True),)}
 
 
 def _entry_key(value: Any) -> str | None:
-    given = value if isinstance(value, Mapping) else vars(value) if isinstance(value, Section) else {}
+    given = value if isinstance(value, Mapping) else vars(value) if isinstance(value, FileSection) else {}
     return next((key for key in ENTRIES if key in given), None)
 
 
@@ -246,7 +246,7 @@ def _declared(section: Declare) -> Fusion:
         raise Refused(Problem("bad-value", *sentence(str(error)), ("pattern",))) from error
 
 
-_MADE: Mapping[type[Section], Callable[[Any], Fusion]] = {Use: _narrowed, Extend: _extended, Declare: _declared}
+_MADE: Mapping[type[FileSection], Callable[[Any], Fusion]] = {Use: _narrowed, Extend: _extended, Declare: _declared}
 
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ else:
 """One entry of ``fusions.rules``; validates to a :class:`RuleChange`."""
 
 
-class Fusions(Section):
+class Fusions(FileSection):
     """Which rules fuse. level: O0 none, O1 those that are equal bit for bit, O2 also those that round once."""
 
     level: Literal["O0", "O1", "O2"] = "O2"

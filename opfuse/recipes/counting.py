@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -114,12 +114,16 @@ def quantizer_of_call(
     return state.quantizer(like.fp8_dtype, rowwise=like.rowwise, columnwise=like.columnwise, counts=counts, rule=use.rule)
 
 
-def running_pass() -> weakref.ref[Pending] | None:
+PassAround: TypeAlias = "weakref.ref[Pending] | None"
+"""The pending update of a backward pass, of which one inside of it is to be a part; None if there is none."""
+
+
+def running_pass() -> PassAround:
     """The pending update of the running backward pass, for :func:`count_in` of a pass inside of it; None if none runs."""
     return None if torch._C._current_graph_task_id() < 0 else weakref.ref(_pending())
 
 
-def count_in(outer: weakref.ref[Pending] | None) -> None:
+def count_in(outer: PassAround) -> None:
     """Make the running backward pass a part of ``outer``, so that a state that both use is updated once, after both."""
     pending = None if outer is None else outer()
     if pending is not None:

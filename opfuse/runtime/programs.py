@@ -23,6 +23,7 @@ from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.environment import variable
 from opfuse.program.tape import Tape
+from opfuse.recipes.counting import PassAround
 from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
 from opfuse.runtime.before import made_before
 from opfuse.runtime.kept import Held, held_casts
@@ -249,6 +250,7 @@ class Repeater:
     """Runs what was recorded, with the methods of the interpreter."""
 
     dirty: Sequence[Any] = ()
+    outer: PassAround = None
 
     def __init__(self, recorded: Recorded, plan: Plan, segment: Segment, tensors: Sequence[torch.Tensor | None]) -> None:
         self.plan, self.segment = plan, segment

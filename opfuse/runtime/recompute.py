@@ -6,7 +6,8 @@ records the context of every call (recipe, region, rules, ``on_miss``). The reco
 frame of the checkpoint or the ``ctx`` of the function, and makes each call in its recorded context; the ambient one is ignored.
 
 A checkpoint within a checkpoint is repeated by the outer one, and then by itself: they share one record, and each knows where its
-own calls begin. The stack is searched only where a checkpoint may be: in a backward pass, under hooks of saved tensors and in the
+own calls begin. A reentrant one runs a backward pass inside of that around it: delayed scales of gradients are updated after the
+outermost. The stack is searched only where a checkpoint may be: in a backward pass, under hooks of saved tensors and in the
 forward of an ``autograd.Function``.
 """
 
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, copy_context
 from functools import cache
+from threading import _DummyThread, get_ident
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +28,8 @@ from torch.autograd.function import FunctionCtx
 
 from opfuse.errors import UnsupportedError, describe
 from opfuse.recipes import note_use
-from opfuse.recipes.passes import Pass, current_pass, running
+from opfuse.recipes.counting import PassAround, count_in, running_pass
+from opfuse.recipes.passes import Pass, current_pass, in_compiled_autograd, running
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -63,11 +67,15 @@ class _CheckpointRecord:
 
 
 class _PartOfCall:
-    """The calls of one checkpoint: those of a record from ``start`` on. reached: the next call to repeat, by backward pass."""
+    """The calls of one checkpoint: those of a record from ``start`` on. reached: the next call to repeat, by backward pass.
 
-    def __init__(self, record: _CheckpointRecord, start: int) -> None:
+    outer: the backward pass in which the checkpoint was made, by the recomputation of one around it; None if in none.
+    """
+
+    def __init__(self, record: _CheckpointRecord, start: int, outer: PassAround = None) -> None:
         self.record = record
         self.start = start
+        self.outer = outer
         self.reached: dict[Any, int] = {}
 
 
@@ -107,7 +115,8 @@ def _search(pipeline: CalledPipeline, frame: FrameType | None) -> Callable[[Runs
             calls = part.record.calls
             if at < len(calls) and _same(pipeline, calls[at].pipeline, strict=found.strict):
                 part.reached[found.again] = at + 1
-                _join(first, part.record, at)
+                count_in(part.outer)
+                _join(first, part.record, at, running_pass() if first and not in_compiled_autograd() else None)
                 note_use()  # in the region that the function has entered again, if it has
                 return lambda run: calls[at].context.copy().run(_again, run)
             if found.strict:
@@ -147,22 +156,27 @@ _CHECKED: list[int | None] = [None]
 def _waiting(frame: FrameType) -> list[FrameType]:
     """The stacks that wait for the running backward pass.
 
-    This stack; on one of autograd's own threads, of which each GPU has one, the stacks of all threads that wait in its engine.
-    One of them called it; a checkpoint on any of them is refused.
+    This stack; on one of autograd's own threads, of which each GPU has one, also those of all threads that are in its engine. One
+    of them called the pass, or a pass around it; a checkpoint on any of them is refused.
     """
-    above: FrameType | None = frame
-    while above is not None:
-        if above.f_code.co_name == _ENGINE:
-            return [frame]
-        above = above.f_back
-    return [other for other in sys._current_frames().values() if other.f_code.co_name == _ENGINE]
+    if any(thread.ident == get_ident() and not isinstance(thread, _DummyThread) for thread in threading.enumerate()):
+        return [frame]
+    others = [_in_engine(other) for thread, other in sys._current_frames().items() if thread != get_ident()]
+    return [frame, *(other for other in others if other is not None)]
 
 
-def _join(first: list[_FoundCheckpoint], record: _CheckpointRecord, at: int) -> None:
+def _in_engine(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of a stack that waits for a backward pass; None if there is none."""
+    while frame is not None and frame.f_code.co_name != _ENGINE:
+        frame = frame.f_back
+    return frame
+
+
+def _join(first: list[_FoundCheckpoint], record: _CheckpointRecord, at: int, outer: PassAround = None) -> None:
     """Give ``record``, from call ``at`` on, to the checkpoints that run for the first time."""
     for found in first:
         if getattr(found.owner, _NAME, None) is None:
-            setattr(found.owner, _NAME, _PartOfCall(record, at))
+            setattr(found.owner, _NAME, _PartOfCall(record, at, outer))
 
 
 _NAME = "_opfuse_calls"

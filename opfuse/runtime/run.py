@@ -21,6 +21,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import NEIGHBOURS, checked_lists
 from opfuse.core.quantizers import recording_gradients
 from opfuse.errors import FusionError, PipelineError, describe
+from opfuse.recipes.counting import PassAround
 from opfuse.runtime.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.kept import Held
 
@@ -37,7 +38,12 @@ class NamedSave(NamedTuple):
 
 
 class Runner:
-    """One segment of a plan over live ops, in one call. held: casts of weights that are made already."""
+    """One segment of a plan over live ops, in one call. held: casts of weights that are made already.
+
+    outer: the backward pass that recomputes the call, of which that of the segment is to be a part; None if none does.
+    """
+
+    outer: PassAround = None
 
     def __init__(
         self, plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, held: Sequence[Held] = ()

@@ -16,6 +16,8 @@ from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import check_backward, check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.recipes.counting import count_in, running_pass
+from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.ledger import Ledger, SavedTensors
 from opfuse.runtime.programs import Recorder, Repeater, runner_of
 from opfuse.runtime.recompute import check_once
@@ -74,7 +76,7 @@ class _SegmentFunction(torch.autograd.Function):
             )
         check_batched(f"backward of {ctx.runner.plan.name}", grad_outputs)
         if ctx.runner.plan.delays:
-            check_once(ctx.runner.plan.name)
+            _begin(ctx.runner)
         received: dict[int, torch.Tensor | None] = dict.fromkeys(ctx.values)
         for value, grad in zip(ctx.values, grad_outputs):
             if grad is not None:
@@ -163,12 +165,18 @@ def _gradients(
     runner: AnyRunner, saved: SavedTensors, received: list[torch.Tensor | None], keep: bool
 ) -> Sequence[torch.Tensor | None]:
     if runner.plan.delays:
-        check_once(runner.plan.name)
+        _begin(runner)
     grads = dict(zip(runner.segment.outputs, received))
     received.clear()
     tensors = saved.taken(keep)
     tensors.reverse()
     return runner.gradients(grads, _popped(tensors))
+
+
+def _begin(runner: AnyRunner) -> None:
+    """Before gradients have delayed scales: refuse a pass that runs twice, and have one inside of another be a part of that."""
+    check_once(runner.plan.name)
+    count_in(runner.outer)
 
 
 def _popped(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -213,6 +221,8 @@ def _run_segments(
         params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in ops[op].parameter_places()]
         runner = runner_of(plan, segment, ops, kwargs, None if observed else [*inputs, *params])
         if segment.requires_grad:
+            if plan.delays and current_pass() is Pass.AGAIN:
+                runner.outer = running_pass()
             again = [values[value] for value in segment.again]
             if isinstance(instead, Mapping):
                 params = [instead.get(id(p), p) for p in params]

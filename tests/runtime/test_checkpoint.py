@@ -265,6 +265,39 @@ def test_checkpoints_find_the_region_and_the_scales_of_the_forward_pass(kind: st
     assert equal(steps(kind, shape, RECIPES["delayed"], place, between), unchecked("delayed", place))
 
 
+SHARING: dict[str, Callable[[Checkpoint, ops.Sequential, torch.Tensor], torch.Tensor]] = {
+    "two": lambda run, model, x: run(model, run(model, x)),
+    "one, and then a call": lambda run, model, x: model(run(model, x)),
+    "a call, and then one": lambda run, model, x: run(model, model(x)),
+    "two in one": lambda run, model, x: run(lambda x: run(model, run(model, x)), x),
+    "three deep": lambda run, model, x: run(lambda x: run(lambda x: model(run(model, x)), x), x),
+    "two calls in one": lambda run, model, x: run(lambda x: model(model(x)), x),
+}
+"""Ways to call one model twice."""
+
+
+@pytest.mark.row("H26")
+@pytest.mark.parametrize("shape", SHARING)
+def test_a_model_in_several_reentrant_checkpoints_is_updated_once(shape: str) -> None:
+    """Each of them has a backward pass of its own; after each of these its gradients' scales were updated."""
+
+    def trained(kind: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, seen = ops.Sequential(ops.Linear(32, 32), ops.GELU()).bfloat16(), []
+        for step in range(3):
+            x = (4**step * torch.randn(16, 32, dtype=torch.bfloat16)).requires_grad_()
+            with under(RECIPES["delayed"]):
+                y = SHARING[shape](KINDS[kind], model, x)
+            y.square().sum().backward()
+            seen += [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+            model.zero_grad()
+        return seen + [tensor for op in model for tensor in op.quantizer_states.to_dict().values()]
+
+    wanted = trained("plain")
+    assert equal(trained("reentrant"), wanted)
+    assert equal(trained("non-reentrant"), wanted)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_torch_checkpoints_in_high_precision_run_beside_recipes(reentrant: bool) -> None:
     model, found = block(), []
@@ -434,9 +467,12 @@ def test_a_backward_pass_inside_a_checkpoint_is_seen_from_a_thread_of_autograd(r
     assert "inside the function of a checkpoint" in str(seen[1])
 
 
-@pytest.mark.parametrize("reentrant", [None, True, False])
-def test_a_backward_pass_inside_a_checkpoint_is_seen_deep_in_others(reentrant: bool | None) -> None:
-    """Autograd runs passes that are 60 deep in others on a thread of its own, where no frame tells of the checkpoint."""
+@pytest.mark.parametrize(("reentrant", "depth"), [(None, 63), (True, 61), (False, 61), (True, 63), (False, 63)])
+def test_a_backward_pass_inside_a_checkpoint_is_seen_deep_in_others(reentrant: bool | None, depth: int) -> None:
+    """Autograd runs passes that are 60 deep in others on a thread of its own, where no frame tells of the checkpoint.
+
+    On that thread, too, there may be a pass within a pass: it has a GPU's part of a reentrant checkpoint.
+    """
     seen: list[int] = []
 
     class Nested(torch.autograd.Function):
@@ -459,7 +495,7 @@ def test_a_backward_pass_inside_a_checkpoint_is_seen_deep_in_others(reentrant: b
             Nested.apply(torch.ones(1, requires_grad=True), depth).backward()
 
     def stepped(x: torch.Tensor) -> torch.Tensor:
-        nested(61)
+        nested(depth)
         return 2 * x
 
     x = torch.ones(2, requires_grad=True)

@@ -164,7 +164,7 @@ class PendingProduct(NamedTuple):
         elif left.layout.lines[0] != matrix_shape(self.left.shape)[0]:
             why = "rows fill a block"
         else:
-            why = why_apart(left, right, stages, encode, dtype=dtype, fast=how["fast"], keep=keep)
+            why = why_apart(left, right, stages, encode, shape=self.shape, dtype=dtype, fast=how["fast"], keep=keep)
         tell_of_chain(self.shape, [stage.math.name for stage in stages], why)
         if why:
             return None

@@ -12,6 +12,7 @@ from opfuse.kernels.cases.chain_casts import encoding_of
 from opfuse.kernels.cases.chained import BOTH, ChainedCase
 from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.casts.encoding import RowScaled
+from opfuse.kernels.chains import call
 from opfuse.kernels.products import chained, native
 from opfuse.kernels.products.chained import slower, why_apart
 from opfuse.kernels.products.hopper import form_of
@@ -46,7 +47,9 @@ def test_when_a_chain_is_made_with_its_product(kinds, sizes, cast, why):
     split = form_of(stored("tensor", 16, 64), stored("tensor", 16, 64), BF16, fast=False)
     assert slower(split, encode, (m, k), n) == "not measured for this product with this cast"
     left, right = stored(kinds[0], 16, k), stored(kinds[1], 16, k)
-    assert why_apart(left, right, [], encode, dtype=BF16, fast=True) == "no GPU whose kernels are used"
+    assert (
+        why_apart(left, right, [], encode, shape=torch.Size((16, 16)), dtype=BF16, fast=True) == "no GPU whose kernels are used"
+    )
 
 
 class OnDevice:
@@ -76,7 +79,7 @@ def test_why_a_device_does_not_make_a_chain_with_its_product(on_hopper):
         encode = encoding_of(cast, formats.E4M3, ("rowwise",), (16, columns), torch.device("cpu")) if cast else encode
         _, stages = ChainCase(ops, (16, columns)).stages(torch.device("cpu"), torch.Generator())
         stages = [replace(stage, math=replace(stage.math, name="mine")) for stage in stages] if mine else stages
-        return why_apart(left, right, stages, encode, dtype=BF16, fast=True)
+        return why_apart(left, right, stages, encode, shape=torch.Size((16, columns)), dtype=BF16, fast=True)
 
     assert why(("row", "row"), 32) == "not measured for this product with this cast"
     assert why(("tensor", "tensor"), 24) == "right lines: wants a positive multiple of 16, got 24"
@@ -86,6 +89,24 @@ def test_why_a_device_does_not_make_a_chain_with_its_product(on_hopper):
     assert why(("tensor", "tensor"), 32, ops=("swiglu",)).startswith("gated activations: slower")
     assert why(("tensor", "tensor"), 32, mine=True).startswith("an op of one's own")
     assert why(("tensor", "tensor"), 32) == "slower: wants 256 to inf lines, got 16"
+
+
+def test_what_only_the_call_knows_is_told_before_it(on_hopper, monkeypatch):
+    """It said "one launch", and the call then made two: operands off their boundary, and two inputs that are kept."""
+    monkeypatch.setattr(call, "is_dense", lambda x: True)
+    left, right = on_hopper("tensor", 1024, 128), on_hopper("tensor", 3584, 128)
+    shape = torch.Size((1024, 3584))
+    _, stages = ChainCase(("bias", "gelu"), shape).stages(torch.device("cpu"), torch.Generator())
+    bias = stages[0].operands["bias"]
+
+    def why(bias, keep=()):
+        given = [replace(stages[0], operands={"bias": bias}), stages[1]]
+        return why_apart(left, right, given, None, shape=shape, dtype=BF16, fast=True, keep=keep)
+
+    assert why(bias) == why(bias, (1,)) == ""
+    assert why(shifted(bias, 1)) == "operands: wants addresses that are multiples of 8 bytes"
+    assert why(bias.expand(2, -1)).startswith("operands: wants dense tensors of the result's device and shape")
+    assert why(bias, (0, 1)) == "registers: wants fewer than 2 inputs of ops that are kept, got 2"
 
 
 def test_sums_are_added_to_what_can_hold_them_and_autograd_notices(on_hopper, monkeypatch):

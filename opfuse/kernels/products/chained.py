@@ -89,11 +89,12 @@ def why_apart(
     stages: Sequence[Stage],
     encode: Encoding | None,
     *,
+    shape: torch.Size,
     dtype: torch.dtype,
     fast: bool,
     keep: Collection[int] = (),
 ) -> str:
-    """Why a product, its chain and its cast are not made in one launch; an empty string if they are."""
+    """Why a product of ``shape``, its chain and its cast are not made in one launch; an empty string if they are."""
     if not left.data.is_cuda or not runs_kernels(left.data):
         return "no GPU whose kernels are used"
     if reason := own_refusal(left, right, dtype):
@@ -103,7 +104,17 @@ def why_apart(
         return _without_end(encode, stages)
     if reason := _crowded(stages, encode, end, keep):
         return reason
-    return slower(form_of(left, right, dtype, fast=fast), encode, left.layout.lines, right.layout.lines[0])
+    why = slower(form_of(left, right, dtype, fast=fast), encode, left.layout.lines, right.layout.lines[0])
+    return why or _unread(product_call(left.data, stages, shape=shape, dtype=dtype, keep=(), stores=False))
+
+
+def _unread(call: ChainCall | None) -> str:
+    """Why the kernel cannot read the operands of a chain; an empty string if it can."""
+    if call is None:
+        return "operands: wants dense tensors of the result's device and shape, in dtypes that kernels read"
+    if any(t.data_ptr() % _PAIRS for t in call.tensors):
+        return f"operands: wants addresses that are multiples of {_PAIRS} bytes"
+    return ""
 
 
 _NO_END: Mapping[type, str] = {
@@ -195,11 +206,11 @@ def product_chain(
     """
     inner, stores = (None, True) if encode is None else apart(encode)
     measured, again = isinstance(inner, Measured), 0 if stores else _made_again(inner, stages, keep)
-    end = _end_of(encode, stages, left, right, dtype=dtype) if len(keep) < MOST_STORED else None
+    end = _end_of(encode, stages, left, right, dtype=dtype)
     stores = stores or (measured and not again)
     roomy = end is not None and not _crowded(stages, encode, end, keep)
     call = product_call(left.data, stages, shape=shape, dtype=dtype, keep=keep, stores=stores) if roomy else None
-    if call is None or end is None or not fits(call.code) or any(t.data_ptr() % _PAIRS for t in call.tensors):
+    if call is None or end is None or not fits(call.code) or _unread(call):
         options: dict[str, Any] = {"shape": shape, "dtype": dtype, "keep": keep, "fast": fast, "invariant": invariant}
         return multiply_then_chain(left, right, stages, encode, **options)
     form = form_of(left, right, dtype, fast=fast, turned=end.turned)
@@ -248,6 +259,8 @@ def _end_of(encode: Encoding | None, stages: Sequence[Stage], left: Stored, righ
 
 def _crowded(stages: Sequence[Stage], encode: Encoding | None, end: _End, keep: Collection[int]) -> str:
     """Why a thread has no registers for the chain; an empty string if it has."""
+    if len(keep) >= MOST_STORED:
+        return f"registers: wants fewer than {MOST_STORED} inputs of ops that are kept, got {len(keep)}"
     return crowded(stages, end.cast, turned=end.turned, stores=bool(keep) or isinstance(encode, WithOriginal))
 
 

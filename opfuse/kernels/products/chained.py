@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Any, NamedTuple, cast
 
@@ -105,7 +106,17 @@ def why_apart(
     if reason := _crowded(stages, encode, end, keep):
         return reason
     why = slower(form_of(left, right, dtype, fast=fast), encode, left.layout.lines, right.layout.lines[0])
-    return why or _unread(product_call(left.data, stages, shape=shape, dtype=dtype, keep=(), stores=False))
+    given = [*map(_uncopied, stages)]
+    return why or _unread(product_call(left.data, given, shape=shape, dtype=dtype, keep=(), stores=False))
+
+
+def _uncopied(stage: Stage) -> Stage:
+    """With memory in place of strided operands, which a call would copy."""
+    dense = {
+        name: t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for name, t in stage.operands.items()
+    }
+    return replace(stage, operands=dense)
 
 
 def _unread(call: ChainCall | None) -> str:

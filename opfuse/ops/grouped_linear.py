@@ -64,6 +64,10 @@ class GroupedLinear(BasicOperation):
     splits: for gradients of biases, emulated formats, amaxes over ranks, and bf16 gradients in ``main_grad``. A CPU tensor or a
     list costs no wait; a CUDA graph takes a list, whose numbers it keeps. Weights of bf16 products may be copied into one tensor.
 
+    Bits are those of a :class:`~opfuse.ops.Linear` for each group, but for bf16 products that torch multiplies for all groups at
+    once: each sum has the same products, in fp32, and is rounded once, but its order may be another. These are gradients, also
+    under a backward override, and the results of groups of few rows, without a recipe; never results that are batch-invariant.
+
     In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
     the caller have no channel: they are passed once for each layer, in op order.
 

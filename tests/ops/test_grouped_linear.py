@@ -60,14 +60,14 @@ def biases_of(op: ops.GroupedLinear) -> list[torch.Tensor]:
     return list(op.bias) if op.single_grouped_bias else [getattr(op, name) for name in op.bias_names]
 
 
-def step(op, x, splits, recipe, *, scales=None, plans=None) -> dict[str, torch.Tensor]:
-    """Output and all gradients of one step."""
+def step(op, x, splits, recipe, *, scales=None, plans=None, dy=None) -> dict[str, torch.Tensor]:
+    """Output and all gradients of one step. dy: the gradient of the output; random by default."""
     x = x.detach().clone().requires_grad_()
     extras = [] if scales is None else [scales.detach().clone().requires_grad_()]
     op.zero_grad(set_to_none=True)
     with opfuse.autocast(enabled=recipe is not None, recipe=recipe), listed_plans() as ran:
         y = op(x, torch.tensor(splits), *extras)
-    y.backward(randn(*y.shape, seed=100, dtype=y.dtype))
+    y.backward(randn(*y.shape, seed=100, dtype=y.dtype) if dy is None else dy)
     if plans is not None:
         plans += ran
     grads = {f"grad of {name}": p.grad for name, p in op.named_parameters()}
@@ -152,6 +152,10 @@ def one_launch(monkeypatch) -> list[str]:
     return made
 
 
+def small_integers(*shape: int) -> torch.Tensor:
+    return torch.randint(-8, 9, shape).to(BF16)
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     ("sizes", "reach", "form", "forward"),
@@ -163,17 +167,27 @@ def one_launch(monkeypatch) -> list[str]:
     ],
 )
 def test_groups_of_few_rows_are_multiplied_in_one_launch(sizes, reach, form, forward, request):
-    """With the sums of each group alone; a batch-invariant product is one for each."""
+    """With the sums of each group alone, in an order of its own; a batch-invariant product is one for each.
+
+    Sums of few small integers are exact in fp32 in any order, so their bits show that each has the same products and is rounded
+    once. Random ones are as close as another order moves them.
+    """
     monkeypatch, made = map(request.getfixturevalue, ("monkeypatch", "one_launch"))
     monkeypatch.setattr(products, "FASTER", {**products.FASTER, "fprop": reach})
     op, x = grouped(4, bias=False, **FORMS[form]), randn(128, K)
+    exact, whole, dy = copy.deepcopy(op), small_integers(128, K), small_integers(128, N)
+    with torch.no_grad():
+        for weight in weights_of(exact):
+            weight.copy_(small_integers(N, K))
     found = step(op, x, sizes, None)
     assert made == [*["fprop"] * forward, "dgrad", "wgrad"]
+    found_exact = step(exact, whole, sizes, None, dy=dy)
     monkeypatch.setattr(products, "takes", lambda *_: False)
     alone = step(op, x, sizes, None)
     assert found.keys() == alone.keys()
     for name in found:
         torch.testing.assert_close(found[name], alone[name], rtol=2**-7, atol=1e-2)
+    assert differences(found_exact, step(exact, whole, sizes, None, dy=dy)) == []
     weights = [weight.detach() for weight in weights_of(op)]
     monkeypatch.setattr(products, "takes", lambda *_: True)
     del made[:]

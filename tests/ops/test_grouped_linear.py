@@ -839,7 +839,7 @@ def test_a_mixture_of_experts_trains_under_every_recipe(name, override):
     y.backward(randn(*y.shape, seed=100))
     assert float((y.detach().double() - exact).norm() / exact.norm()) < (0.3 if name == "nvfp4" else 0.1)
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in (x, *model.parameters()))
-    assert "epilogue" in plans[0].fusions
+    assert {"epilogue", "epilogue_groups"} & {*plans[0].fusions}  # the second also has the cast that follows
 
 
 def test_channels_of_splits_are_as_good_as_splits_of_the_caller():

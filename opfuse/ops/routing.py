@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
-from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.errors import DtypeError, ShapeError, SpecError, describe
 from opfuse.numerics import pointwise
 from opfuse.tensors.gemm import gemm
 
@@ -154,7 +154,8 @@ class TokenDispatch(BasicOperation):
 class TokenCombine(BasicOperation):
     """y (tokens, features): the sum of the rows that belong to each token, in fp32, rounded once.
 
-    Extra input: ``places``, int64 (tokens, top_k), which :class:`TokenDispatch` gives out.
+    Extra input: ``places``, int64 or int32 (tokens, top_k), which :class:`TokenDispatch` gives out: each row stands there once,
+    or its gradient is undefined. Another dtype is a DtypeError, another shape a ShapeError.
     """
 
     saves = ("places",)
@@ -164,6 +165,7 @@ class TokenCombine(BasicOperation):
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         (places,) = ctx.extras
         _check_rows(self.label, input_, None)
+        _check_places(self.label, places)
         if input_.shape[0] != places.numel():
             wanted, cure = f"{places.numel()} rows, one for each place", "pass the places of the TokenDispatch that made the rows"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
@@ -195,3 +197,12 @@ def _check_rows(label: str, x: torch.Tensor, features: int | None) -> None:
     if x.ndim != 2 or features not in (None, x.shape[-1]):
         wanted = "shape (rows, features)" if features is None else f"shape (tokens, {features})"
         raise ShapeError(describe(f"{label} input", wanted=wanted, got=tuple(x.shape), cure="flatten the leading dimensions"))
+
+
+def _check_places(label: str, places: torch.Tensor) -> None:
+    """DtypeError or ShapeError unless ``places`` are integers (tokens, top_k): one row for all would be the sum over features."""
+    cure = "pass the places of a TokenDispatch, of shape (tokens, 1) for one group each"
+    if places.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(describe(f"{label} places", wanted="int64 or int32", got=places.dtype, cure=cure))
+    if places.ndim != 2:
+        raise ShapeError(describe(f"{label} places", wanted="shape (tokens, top_k)", got=tuple(places.shape), cure=cure))

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuse import ops
+from opfuse.errors import DtypeError, ShapeError
 from opfuse.ops.routing import by_group
 from tests.compiler.harness import randn
 
@@ -92,3 +93,14 @@ def test_gradients_of_rows_are_written_once():
     assert made.shapes.count((ROWS, FEATURES)) + made.shapes.count((TOKENS, TOP_K, FEATURES)) == 1
     (found,) = torch.autograd.grad(combine(rows, places), rows, dy)
     assert torch.equal(found, dy[places.flatten().argsort() // TOP_K])
+
+
+def test_places_that_are_no_matrix_of_integers_are_refused():
+    """One place for each token, as a vector, would be the sum over the features of its row."""
+    combine, rows = ops.TokenCombine(), randn(4, FEATURES)
+    places = torch.tensor([2, 0, 3, 1])
+    assert torch.equal(combine(rows, places.view(4, 1)), rows[places])
+    with pytest.raises(ShapeError, match=r"wants shape \(tokens, top_k\), got \(4,\)"):
+        combine(rows, places)
+    with pytest.raises(DtypeError, match="wants int64 or int32, got"):
+        combine(rows, places.view(4, 1).float())

@@ -8,8 +8,7 @@ from itertools import accumulate as running_sums
 from typing import NamedTuple
 
 from opfuse.program.cublaslt import Product, ProductForm
-
-_WORD = 8
+from opfuse.program.steps import WORD
 
 
 class Reader(NamedTuple):
@@ -36,7 +35,7 @@ class Frame:
     def __init__(self, parameters: Sequence[bytes], forms: Sequence[ProductForm], readers: Mapping[int, Readers]) -> None:
         """parameters: of the launches, as they are packed. readers: by base, a number that the program gives to an address."""
         self.products = [Product(form) for form in forms]
-        sizes = [-(-len(parameter) // _WORD) * _WORD for parameter in parameters]
+        sizes = [-(-len(parameter) // WORD) * WORD for parameter in parameters]
         starts = [*running_sums(sizes, initial=0)]
         packed = b"".join(parameter.ljust(size, b"\0") for parameter, size in zip(parameters, sizes))
         self._buffer = ctypes.create_string_buffer(packed, len(packed) or 1)
@@ -46,7 +45,7 @@ class Frame:
         self.words = memoryview(self._buffer).cast("B")[: starts[-1]].cast("Q")
         self.at = [0] * len(readers)
         all_readers = [readers[base] for base in range(len(readers))]
-        self._holes = [[(starts[step] // _WORD + word, offset) for step, word, offset in each.launches] for each in all_readers]
+        self._holes = [[(starts[step] // WORD + word, offset) for step, word, offset in each.launches] for each in all_readers]
         self._operands = [
             [(self.products[step].addresses, at, offset) for step, at, offset in each.products] for each in all_readers
         ]

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from opfuse.kernels.engine.joining import JOINED, READ_WORDS, joined_parameter, joined_variant
-from opfuse.program.steps import Hole, LaunchStep, Step
-
-_WORD = 8
+from opfuse.program.steps import WORD, Hole, LaunchStep, Step
 
 Homes = Callable[[Iterable[int]], set[int] | None]
 """The memory of tensors, by the number of the first one seen there; None where it is not known."""
@@ -114,7 +112,7 @@ def _joined(launches: Sequence[LaunchStep]) -> LaunchStep:
     first, blocks = launches[0], [launch.grid.blocks for launch in launches]
     if len(launches) == 1:
         return first
-    words = len(first.parameter) // _WORD
+    words = len(first.parameter) // WORD
     holes = [Hole(i * words + hole.word, hole.place) for i, launch in enumerate(launches) for hole in launch.holes]
     parameter = joined_parameter([launch.parameter for launch in launches], blocks)
     grid = first.grid._replace(blocks=sum(blocks))

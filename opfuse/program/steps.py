@@ -14,6 +14,9 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.program.cublaslt import ProductForm
 
+WORD = 8
+"""Bytes of a word of a launch's parameter, which holds one address."""
+
 
 class Ref(NamedTuple):
     """A tensor by its number, in the arguments of an op."""

@@ -23,11 +23,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuse.kernels.engine.launch import Launch, listening
-from opfuse.program.steps import CallStep, Hole, LaunchStep, OpStep, Place, Ref, Step
+from opfuse.program.steps import WORD, CallStep, Hole, LaunchStep, OpStep, Place, Ref, Step
 
 _aten: Any = torch.ops.aten
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_WORD = 8
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Classes of tensors whose ops are those of torch alone; others may do as they like."""
 
 _UNKNOWN_SHAPE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Torch's tags of ops whose results depend on values: a tensor's size, or a number for the host."""
@@ -69,7 +69,7 @@ class Tape(TorchDispatchMode):
         self._starts: list[int] = []
         with self._refusing():
             for tensor in self.given:
-                known = self._memory.get(tensor.untyped_storage().data_ptr()) if type(tensor) in _PLAIN else None
+                known = self._memory.get(tensor.untyped_storage().data_ptr()) if type(tensor) in PLAIN else None
                 if known is not None and _look(tensor) not in self._looks:
                     raise Unrecordable("two tensors that come in share memory")
                 self._new(tensor)
@@ -109,7 +109,7 @@ class Tape(TorchDispatchMode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """The number of a known tensor; for another view of known memory, a new number and a step that makes the view."""
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             if id(tensor) in self._wrappers:
                 return self._wrappers[id(tensor)]
             raise Unrecordable(f"a {type(tensor).__name__} that came from elsewhere")
@@ -123,19 +123,19 @@ class Tape(TorchDispatchMode):
     def homes(self, numbers: Iterable[int]) -> set[int] | None:
         """The memory of these tensors, each by the number of the first tensor seen there; None if one is no plain tensor."""
         tensors = [self.tensors[number] for number in numbers]
-        if not all(type(tensor) in _PLAIN for tensor in tensors):
+        if not all(type(tensor) in PLAIN for tensor in tensors):
             return None
         return {self._at(tensor.data_ptr()).number for tensor in tensors if tensor.numel()}
 
     def are_same(self, *numbers: int) -> bool:
         """Whether these plain tensors show the same memory in the same way."""
         tensors = [self.tensors[number] for number in numbers]
-        return all(type(tensor) in _PLAIN for tensor in tensors) and len({_look(tensor) for tensor in tensors}) == 1
+        return all(type(tensor) in PLAIN for tensor in tensors) and len({_look(tensor) for tensor in tensors}) == 1
 
     def _new(self, tensor: torch.Tensor) -> int:
         number = len(self.tensors)
         self.tensors.append(tensor)
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             self._wrappers[id(tensor)] = number
             return number
         storage = tensor.untyped_storage()
@@ -178,7 +178,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused or self.refusal:
             return func(*args, **kwargs)
-        if wrapper := next((kind for kind in types if kind not in _PLAIN), None):
+        if wrapper := next((kind for kind in types if kind not in PLAIN), None):
             with self:  # what it does with the tensors that it wraps is what is recorded
                 return wrapper.__torch_dispatch__(func, types, args, kwargs)
         filled: Any = ()
@@ -219,7 +219,7 @@ class Tape(TorchDispatchMode):
         tensors = (
             (result,) if single else () if result is None else tuple(result) if isinstance(result, (tuple, list)) else (None,)
         )
-        if not all(type(tensor) in _PLAIN for tensor in tensors):
+        if not all(type(tensor) in PLAIN for tensor in tensors):
             raise Unrecordable(f"{func} returns more than tensors")
         written = func._schema.is_mutable
         numbers = [self._looks[look] if written and (look := _look(t)) in self._looks else self._new(t) for t in tensors]
@@ -227,7 +227,7 @@ class Tape(TorchDispatchMode):
 
     def _is_the_same(self, func: Any, result: Any) -> bool:
         """Whether a view has the look of a tensor that the run has already made, as a transposed vector does."""
-        return bool(func.is_view) and type(result) in _PLAIN and self._looks.get(_look(result), -1) >= len(self.given)
+        return bool(func.is_view) and type(result) in PLAIN and self._looks.get(_look(result), -1) >= len(self.given)
 
     def launched(self, launch: Launch) -> None:
         """Note a kernel that is about to be queued."""
@@ -273,7 +273,7 @@ def pointers(layout: str) -> tuple[tuple[int, int], ...]:
         for _ in range(count):
             before += char
             if char == "P":
-                found.append((index, struct.calcsize(before) // _WORD - 1))
+                found.append((index, struct.calcsize(before) // WORD - 1))
             index += char != "x"
     return tuple(found)
 

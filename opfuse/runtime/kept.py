@@ -24,6 +24,7 @@ from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.cast import Cast
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, UnsupportedError, describe
+from opfuse.program.tape import PLAIN
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.own import has_own_methods
 from opfuse.tensors.quantizers.own import draws, is_own_quantizer
@@ -34,8 +35,6 @@ CASTS = 4
 
 PLANS = 64
 """Casts of plans that an entry finds by identity; beyond that number, by comparison."""
-
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 VAIN, REST = 3, 32
 """After VAIN kept casts of a weight in a row that served no second call, only every REST-th call keeps its cast."""
@@ -110,7 +109,7 @@ class KeptWeights:
     """The casts that a :func:`kept_weights` scope keeps. Several threads may use it at once."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        self._parameters = {id(parameter): parameter for parameter in parameters if type(parameter) in _PLAIN}
+        self._parameters = {id(parameter): parameter for parameter in parameters if type(parameter) in PLAIN}
         self._entries: dict[int, list[_CachedCast]] = {}
         self._known: dict[tuple[Cast, int], _CachedCast] = {}
         self._vain: dict[int, int] = {}

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from opfuse.kernels.engine.variants import VECTOR
+from opfuse.program.tape import PLAIN
 from opfuse.tensors.tensor import QuantizedTensor
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+_PLAIN = frozenset(PLAIN)
 _KNOWN = frozenset((*_PLAIN, QuantizedTensor, type(None)))
 
 # Mapped over tensors, since every call of a pipeline looks at all that it reads: no function of Python runs for each.

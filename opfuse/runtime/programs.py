@@ -277,19 +277,20 @@ class Repeater:
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
         """As of the interpreter."""
-        recorded, saved, packed_look = self._recorded, list(tensors), None
+        recorded, saved = self._recorded, list(tensors)
+        unseen = None  # the look of what comes in blocks, if it is not known yet whether a program can take them so
         packs = recorded.packs or recorded.packing is not None
         backward = BackwardPass(self.plan, self.segment, recorded.interpreter.gradients, recorded.backward, packs=packs)
         if (packing := self._packing) is not None:
-            packed_look = backward.look(grad_outputs, saved)
-            found = packing.backward.get(packed_look)
+            look = backward.look(grad_outputs, saved)
+            found = packing.backward.get(look)
             if isinstance(found, RecordedBackward):
                 return backward.repeated(found, grad_outputs, saved)
-            saved, packed_look = [*packing.unpacked(saved)], packed_look if found is None else None
+            saved, unseen = [*packing.unpacked(saved)], look if found is None else None
         look = backward.look(grad_outputs, saved)
         found = recorded.backward.get(look)
         if isinstance(found, RecordedBackward):
-            self._pack(found, grad_outputs, packed_look)
+            self._pack(found, grad_outputs, unseen)
         return backward.run(grad_outputs, saved, look, found)
 
     def _pack(self, backward: RecordedBackward, grad_outputs: GradOutputs, look: tuple[Any, ...] | None) -> None:

@@ -21,6 +21,7 @@ from opfuse.kernels.casts.delayed import updating
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import with_joined
 from opfuse.kernels.engine.launch import compiled_ahead, noting
+from opfuse.program.tape import PLAIN
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.run import Runner
 
@@ -72,7 +73,7 @@ class RehearsedRunner(Runner):
         """The kernels of a forward and a backward pass, as far as they can be found."""
         parameters = [value for i in self.segment.ops for value in self.ops[i].parameter_values() if value is not None]
         given, devices = [*tensors, *parameters], sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
-        if not all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in given):
+        if not all(type(each) in PLAIN for each in given):
             return []
         twin = Runner(self.plan, self.segment, self.ops, ({},) * len(self.ops))
         with noting() as noted, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():

@@ -114,3 +114,18 @@ def test_tests_that_cannot_be_read_end_the_run_and_leave_no_verdict(tmp_path: Pa
     assert "check_broken.py broke off" in told
     assert f"nothing is known of {SAMPLE}/check_broken.py; MUTANTS_LOG=FILE" in told
     assert not (tmp_path / "verdicts.jsonl").exists()
+
+
+def test_the_page_speaks_of_lines_that_are_there() -> None:
+    """Each row of its tables names files of the package, each followed by what stands in it."""
+    page = (hunt.ROOT / "docs" / "mutants.md").read_text()
+    rows = [line.split(" | ")[0] for line in page.splitlines() if re.match(r"\| `[a-z_/]+\.py`", line)]
+    named = [re.findall(r"`([^`]+)`", part) for row in rows for part in row.split(";")]
+    gone = [
+        (file, name)
+        for file, *names in named
+        for name in names
+        if not re.search(rf"\b{name}\b", (hunt.ROOT / "opfuse" / file).read_text())
+    ]
+    assert len(named) > 40
+    assert gone == []

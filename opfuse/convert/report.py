@@ -51,7 +51,8 @@ class Conversion:
     @property
     def told(self) -> str:
         """What the table says of a module that is not fused; :attr:`why` says more."""
-        parts = ("" if self.status == "parts" else self.got), ("" if self.cure == NONE else self.cure)
+        got = {"parts": "", "refused": f"wants {self.wanted}, got {self.got}"}.get(self.status, self.got)
+        parts = got, ("" if self.cure == NONE else self.cure)
         return f"{self.status}: {'; '.join(part for part in parts if part)}"
 
 

@@ -381,6 +381,7 @@ def test_sizes_that_a_recipe_cannot_take_are_told_at_once():
     report = opfuse.fuse_(nn.ModuleList([model, nn.Linear(32, 32)]), MXFP8BlockScaling())
     assert report.fused == {"1": "Linear"}
     assert "divisible by 32 for columnwise mxfp8_e4m3 data, got 40 of shape (40, 32). Cure: give it another" in report["0.0"].why
+    assert "divisible by 32 for columnwise mxfp8_e4m3 data, got 40 of shape (40, 32); give it another recipe" in str(report)
     assert model(torch.randn(3, 32)).shape == (3, 32)
 
 

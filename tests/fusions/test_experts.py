@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import opfuse
+from benchmarks.grouped import Mixture, mixture
 from opfuse import ops, recipes
 from opfuse.errors import ShapeError
 from opfuse.formats import E4M3, USAGES
@@ -17,7 +20,7 @@ from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.chains.cast import backward_chain_cast
 from opfuse.kernels.engine.registry import Kernel
 from opfuse.runtime.fuser import listed_plans
-from opfuse.runtime.recorded import Recorded
+from opfuse.runtime.recorded import Recorded, RecordedBackward
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import UNFUSED, Step, differences, gradient, randn, run
 from tests.program.fake import fake_device, launches_told
@@ -246,3 +249,28 @@ def test_one_program_repeats_it_for_all_sizes(monkeypatch, request):
     made = [made for plan in plans for looks in plan.programs.values() for made in looks.values()]
     assert made
     assert all(isinstance(each, Recorded) for each in made)
+
+
+# -- whole mixtures --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.unrun
+@pytest.mark.parametrize("recipe", [None, BLOCKS], ids=["plain", "blocks"])
+def test_a_mixture_is_repeated_from_its_gate_to_its_sum(recipe, on_device, monkeypatch, caplog):
+    """Its gate shares a segment with the experts' layers: what keeps one op from being repeated keeps all of them.
+
+    Launches of programs do nothing here: what is asked is which passes become programs.
+    """
+    model = mixture(Mixture(tokens=40, features=K, groups=GROUPS, top_k=2, inner=K), "cpu")
+    x = randn(40, K).requires_grad_()
+    with caplog.at_level(logging.INFO, logger="opfuse.programs"), fake_device(monkeypatch), launches_told(monkeypatch):
+        monkeypatch.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
+        for _ in range(4):
+            with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(x)
+            torch.autograd.grad(y, [x, *model.parameters()], gradient(y, 7))
+    assert caplog.messages == []
+    plans = [plan for each in model.runs() for _, plan in each.cache.items()]
+    made = [each for plan in plans for looks in plan.programs.values() for each in looks.values()]
+    assert all(isinstance(each, Recorded) for each in made)
+    assert all(any(isinstance(backward, RecordedBackward) for backward in each.backward.values()) for each in made)

@@ -1,5 +1,6 @@
-"""Every op against its formula in fp64: gradients by gradcheck, values and gradients in every dtype."""
+"""Every op against its formula in fp64: gradients by gradcheck, values and gradients in every dtype; and as a program."""
 
+import logging
 from functools import partial
 
 import pytest
@@ -115,3 +116,19 @@ def test_r6_a_wrong_derivative_fails():
 
     with pytest.raises(RuntimeError, match="Jacobian mismatch"):
         gradcheck(Half(), (torch.randn(3, dtype=torch.float64, requires_grad=True),))
+
+
+@every_case
+def test_every_op_is_repeated_with_the_bits_of_its_first_call(case, caplog):
+    """If one is interpreted at every call, so are all that share its segment, as the layers of experts with their gate."""
+    op, x, extras = make(case, torch.float32)
+    leaves, found = (x, *extras, *op.parameters()), []
+    with caplog.at_level(logging.INFO, logger="opfuse.programs"):
+        for _ in range(4):
+            outputs = tuple_of(call(op, x, extras))
+            wanted = [y for y in outputs if y.requires_grad]
+            grads = torch.autograd.grad(wanted, leaves, [torch.ones_like(y) for y in wanted], allow_unused=True)
+            found.append([*outputs, *[grad for grad in grads if grad is not None]])
+    assert caplog.messages == []
+    for again in found[1:]:
+        assert all(map(torch.equal, found[0], again))

@@ -67,8 +67,7 @@ other.
 CHOICES = """\
 opfuse chooses by size between its own product and cuBLASLt's (`FASTER`, and `ADDED` for sums that are added to a gradient in
 fp32), and between a product with its chain in one launch and two launches (`CHEAPER`). Each figure is the speed of the package's
-own way, relative to the alternative, on one side of a threshold; where it has a limit, the package's own way was chosen. After
-these figures the thresholds of 32 and 64 tiles became 112.
+own way, relative to the alternative, on one side of a threshold; where it has a limit, the package's own way was chosen.
 
 """
 
@@ -114,13 +113,19 @@ smallest size alone.
 
 EXPERTS = """\
 **Why blocks miss their limits.** A trace of single steps ([above](#where-the-time-of-these-steps-goes)), with device splits, has
-5.8 ms of kernels for 8 x 8192, where torch's bf16 layers have 8.9: 1.54 times the speed. 5.0 of the 5.8 are products, as fast as
-cuBLASLt's for blocks; the rest are casts, at about the speed of copy. One step after another, as in these tables, takes 7.1 ms
-in FP8 and 9.0 in bf16: presumably electrical power limits FP8 more. 4 x 24576 takes 9.1 ms in the trace and 10.4 in these tables,
-torch's layers 13.6 and 13.8. For 128 experts the trace has 1.22 ms of products, 0.41 of casts of rows and 0.24 of casts of
-weights, beside 1.90 ms of torch's grouped products: many weights and short sums leave few FLOPs for each byte that is cast, and
+6.0 ms of kernels for 8 x 8192, where torch's bf16 layers have 9.0: 1.50 times the speed. 5.3 of the 6.0 are products, as fast as
+cuBLASLt's for blocks; the rest are casts, at about the speed of copy. One step after another, as in these tables, takes 7.0 ms
+in FP8 and 8.8 in bf16: presumably electrical power limits FP8 more. 4 x 24576 takes 9.1 ms in the trace and 10.2 in these tables,
+torch's layers 13.6 in both. For 128 experts the trace has 1.22 ms of products, 0.41 of casts of rows and 0.24 of casts of
+weights, beside 1.88 ms of torch's grouped products: many weights and short sums leave few FLOPs for each byte that is cast, and
 the limit is 1.0, or 1.16 with casts of weights kept. With one weight tensor for each of so many experts, CPU time decides; one
-tensor for all (`single_grouped_weight=True`) is cast in one launch."""
+tensor for all (`single_grouped_weight=True`) is cast in one launch.
+
+**Why mixtures are slow in these figures.** The backward pass of the gate indexed by a tensor, an op whose result's shape can
+depend on values. No program repeats such an op, so the whole segment that the gate belonged to ran op by op in Python: with
+128 experts under blocks, the gate and both layers, 17.8 ms of CPU time for about 9.5 ms of kernels. The more a rule fused with
+the gate, the slower the step was. The gate now reads rows by their numbers, and a test requires that every op of the package is
+repeated. The figures are older than that."""
 
 HOST = """\
 For small models the CPU decides. *infer* is a forward pass under `torch.no_grad()`; *host* is the CPU time to queue a call,

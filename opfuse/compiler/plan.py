@@ -40,7 +40,8 @@ class Segment:
     inputs, outputs: value numbers that enter and leave. forward, backward: groups in execution order. requires_grad: it needs
     an autograd node; not if there is no gradient to compute, nor for views alone, which torch itself follows. again: inputs that
     several of its nodes read, once for each further reader: autograd gets each reader's gradient and sums them, in the order in
-    which it would get them from ops with nodes of their own.
+    which it would get them from ops with nodes of their own. constant: outputs that want no gradient, as ops with nodes of their
+    own would leave them.
     """
 
     nodes: range
@@ -51,6 +52,7 @@ class Segment:
     ops: tuple[int, ...]
     requires_grad: bool
     again: tuple[int, ...] = ()
+    constant: frozenset[int] = frozenset()
 
 
 class OwnCode(NamedTuple):
@@ -257,6 +259,7 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
         tuple(dict.fromkeys(node.op for node in members)),
         trains and not viewed,
         tuple(value for value in inputs for _ in range(_readers(graph, members, value) - 1)),
+        frozenset(leaves) - graph.grads,
     )
 
 

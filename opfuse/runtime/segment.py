@@ -60,7 +60,10 @@ class _SegmentFunction(torch.autograd.Function):
         ctx.count = count
         ctx.save_for_backward(*runner.released(_saves.get()))
         ctx.set_materialize_grads(False)
-        return tuple(_distinct(outputs))
+        results = tuple(_distinct(outputs))
+        if constant := runner.segment.constant:
+            ctx.mark_non_differentiable(*[each for value, each in zip(ctx.values, results) if value in constant])
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:

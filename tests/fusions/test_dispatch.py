@@ -238,3 +238,17 @@ def test_what_a_rule_leaves_is_checked():
         result = ops.Sequential(ops.ReLU(), ops.AddExtraInput())(x, y)
         with pytest.raises(PipelineError, match=r"gradients of extra inputs: wants 1, got 0"):
             result.sum().backward()
+
+
+@pytest.mark.parametrize("rules", [RULES, UNFUSED], ids=["fused", "unfused"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_probabilities_of_a_frozen_gate_want_no_gradient(trains, rules, on_device):
+    """Also where the gate shares an autograd node with a layer that trains."""
+    model, x = wired(layer()), randn(TOKENS, K)
+    model[0].weight.requires_grad_(trains)
+    with use_rules(rules), opfuse.autocast(recipe=BLOCKS):
+        y, *others = model(x)
+    wanted = [(torch.bfloat16, trains), (torch.int64, False)]
+    assert sorted(((each.dtype, each.requires_grad) for each in others), key=str) == wanted
+    (grad,) = torch.autograd.grad(y.sum(), [model[1].weight0])
+    assert grad.abs().sum() > 0

@@ -56,6 +56,8 @@ class GroupedLinear(BasicOperation):
     tensors of their own, with states of their own. What was quantized as one tensor is cast again group by group. pad_splits:
     rows of zeros fill the last blocks of each group, for formats whose columnwise data needs a multiple of rows; without it, and
     without a backward override, such splits are a ShapeError.
+    Where torch multiplies bf16 for all groups at once, sums may have another order than in a Linear: gradients, also under a
+    backward override, and results of small groups without a recipe; never what is batch-invariant.
 
     ``splits`` may stay on a GPU, where nothing waits for them, while no bias wants a gradient: in bf16, and on compute capability
     9.0 in FP8, scaled per tensor (current or delayed), per row or in 1x128 blocks. All groups are then one launch, a program
@@ -63,10 +65,6 @@ class GroupedLinear(BasicOperation):
     assertion; nothing outside of the tensors is touched. Elsewhere the host waits, once for the layers of a pipeline that share
     splits: for gradients of biases, emulated formats, amaxes over ranks, and bf16 gradients in ``main_grad``. A CPU tensor or a
     list costs no wait; a CUDA graph takes a list, whose numbers it keeps. Weights of bf16 products may be copied into one tensor.
-
-    Bits are those of a :class:`~opfuse.ops.Linear` for each group, but for bf16 products that torch multiplies for all groups at
-    once: each sum has the same products, in fp32, and is rounded once, but its order may be another. These are gradients, also
-    under a backward override, and the results of groups of few rows, without a recipe; never results that are batch-invariant.
 
     In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
     the caller have no channel: they are passed once for each layer, in op order.

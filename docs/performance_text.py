@@ -121,11 +121,9 @@ weights, beside 1.88 ms of torch's grouped products: many weights and short sums
 the limit is 1.0, or 1.16 with casts of weights kept. With one weight tensor for each of so many experts, CPU time decides; one
 tensor for all (`single_grouped_weight=True`) is cast in one launch.
 
-**Why mixtures are slow in these figures.** The backward pass of the gate indexed by a tensor, an op whose result's shape can
-depend on values. No program repeats such an op, so the whole segment that the gate belonged to ran op by op in Python: with
-128 experts under blocks, the gate and both layers, 17.8 ms of CPU time for about 9.5 ms of kernels. The more a rule fused with
-the gate, the slower the step was. The gate now reads rows by their numbers, and a test requires that every op of the package is
-repeated. The figures are older than that."""
+**Mixtures.** Products, the gate and the sum of rows take most of a mixture's step, so the two fusions around its experts change
+it little: rows cast as they are read 0.99 to 1.07 x the step that copies them first, activation and cast in one launch 0.99 x
+the step with two launches, though the one launch alone has 1.4 times the speed of the two."""
 
 HOST = """\
 For small models the CPU decides. *infer* is a forward pass under `torch.no_grad()`; *host* is the CPU time to queue a call,

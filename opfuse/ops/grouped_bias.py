@@ -27,11 +27,13 @@ def add_biases(y: torch.Tensor, biases: Biases, scales: torch.Tensor | None, gro
 
 
 def bias_gradients(
-    dy: torch.Tensor, biases: Sequence[torch.Tensor], scales: torch.Tensor | None, sizes: Sizes
+    dy: torch.Tensor, held: Sequence[torch.Tensor], scales: torch.Tensor | None, sizes: Sizes
 ) -> list[torch.Tensor]:
     """The gradient (N,) of each group's bias, in its dtype: the sum of its rows of ``dy`` (..., N), times their scales.
 
-    It is the backward pass of the op Bias over the rows of the group: sums have one order, whoever makes them.
+    It is the backward pass of the op Bias over the rows of the group: sums have one order, whoever makes them. held: of each
+    group the parameter with its bias, of which only the dtype is read; the program of a backward pass, which is given no
+    parameter, could not take a part of one.
     """
     rows = dy.reshape(-1, dy.shape[-1])
     if scales is not None:
@@ -39,7 +41,7 @@ def bias_gradients(
         rows = rows.to(wide) * scales.reshape(-1, 1).to(wide)
     return [
         backward_chain(piece, [Stage(activations.BIAS, {"bias": bias})], {})[1][0]["bias"]
-        for piece, bias in zip(rows.split(sizes), biases)
+        for piece, bias in zip(rows.split(sizes), held)
     ]
 
 

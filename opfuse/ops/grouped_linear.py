@@ -378,8 +378,8 @@ class GroupedLinear(BasicOperation):
         """Of each bias the sum of its rows, times their scales; of the scales the products of dy and bias. Sums in fp32."""
         biases: list[torch.Tensor | None] = [None] * len(self.bias_names)
         if self.sums_biases(ctx.needs):
-            held = list(self._biases(self.parameter))  # of which only the dtype is read
-            sums = bias_gradients(dy, held, ctx.saved.scales, cast(Sizes, groups.sizes))
+            held = [self.parameter(name) for name in self.bias_names]
+            sums = bias_gradients(dy, held * (self.num_groups // len(held)), ctx.saved.scales, cast(Sizes, groups.sizes))
             biases = [torch.stack(sums)] if self.single_grouped_bias else list(sums)
         if "extra1" not in ctx.needs:
             return biases, None

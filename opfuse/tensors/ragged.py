@@ -70,7 +70,8 @@ class RaggedPlane(Plane):
         rows = Plane(self.usage, self.format, layout.shape, self.data, given).dequantize(dtype)
         if self.usage == COLUMNWISE:
             rows = rows.index_select(0, self.groups.places())
-        return rows.mul_(scale[self.groups.of_rows()]) if apart else rows  # codes are exact, and torch multiplies in fp32
+        # Codes are exact, and torch multiplies in fp32. Rows are selected by number: no program repeats a tensor as an index.
+        return rows.mul_(scale.index_select(0, self.groups.of_rows())) if apart else rows
 
 
 def layout_in_groups(fmt: NumberFormat, usage: Any, shape: tuple[int, int], groups: RowGroups) -> Layout:

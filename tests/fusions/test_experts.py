@@ -19,6 +19,7 @@ from opfuse.kernels.cases.chain_casts import OF_GROUPS, Combination, chain_case
 from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.chains.cast import backward_chain_cast
 from opfuse.kernels.engine.registry import Kernel
+from opfuse.kernels.products import grouped
 from opfuse.runtime.fuser import listed_plans
 from opfuse.runtime.recorded import Recorded, RecordedBackward
 from opfuse.tensors.ragged import RaggedProducts
@@ -254,8 +255,20 @@ def test_one_program_repeats_it_for_all_sizes(monkeypatch, request):
 # -- whole mixtures --------------------------------------------------------------------------------------------------------------
 
 
+IN_GROUPS = {
+    "blocks": BLOCKS,
+    "current": recipes.Float8CurrentScaling(),
+    "rows": recipes.CustomRecipe(qfactory="fp8_row_scaled"),
+}
+REPEATED = {"plain": None, "delayed": recipes.DelayedScaling()} | {
+    f"{name}, {override}": recipe.replace(backward_override=override)
+    for name, recipe in IN_GROUPS.items()
+    for override in (None, "dequantized", "high_precision")
+}
+
+
 @pytest.mark.unrun
-@pytest.mark.parametrize("recipe", [None, BLOCKS], ids=["plain", "blocks"])
+@pytest.mark.parametrize("recipe", REPEATED.values(), ids=REPEATED)
 def test_a_mixture_is_repeated_from_its_gate_to_its_sum(recipe, on_device, monkeypatch, caplog):
     """Its gate shares a segment with the experts' layers: what keeps one op from being repeated keeps all of them.
 
@@ -263,6 +276,7 @@ def test_a_mixture_is_repeated_from_its_gate_to_its_sum(recipe, on_device, monke
     """
     model = mixture(Mixture(tokens=40, features=K, groups=GROUPS, top_k=2, inner=K), "cpu")
     x = randn(40, K).requires_grad_()
+    monkeypatch.setattr(grouped, "_arch", lambda device: (9, 0))
     with caplog.at_level(logging.INFO, logger="opfuse.programs"), fake_device(monkeypatch), launches_told(monkeypatch):
         monkeypatch.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
         for _ in range(4):

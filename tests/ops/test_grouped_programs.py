@@ -74,6 +74,18 @@ def test_a_training_step_with_sizes_of_the_host_is_a_program(number, name, overr
     assert all(isinstance(made, Recorded) for made in made_for(model))
 
 
+@pytest.mark.parametrize("scale_bias", [False, True])
+def test_biases_in_one_parameter_are_repeated(scale_bias):
+    """Their gradient reads its dtype alone: no program is given the parameter once more for the backward pass."""
+    model = to(ops.GroupedLinear(3, 128, 128, single_grouped_bias=True, scale_bias=scale_bias), BF16)
+    other, recipe = copy.deepcopy(model), recipe_for("fp8_current", None)
+    for call in range(5):
+        assert_same(model, other, recipe, torch.tensor([128, 0, 256]), call)
+    (made,) = made_for(model)
+    assert all(isinstance(backward, RecordedBackward) for backward in made.backward.values())
+    assert made.backward
+
+
 def test_other_sizes_are_another_program_also_in_the_same_tensor():
     model = to(ops.GroupedLinear(3, 128, 128), BF16)
     other = copy.deepcopy(model)

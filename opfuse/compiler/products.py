@@ -16,6 +16,7 @@ from opfuse.kernels.products.native import BACKENDS, OWN, invariant_refusal, lay
 from opfuse.kernels.products.tiles import rows_of
 from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
+from opfuse.recipes.availability import native_name
 from opfuse.recipes.policy import planes
 from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.tensor import QuantizedTensor
@@ -113,7 +114,10 @@ class How(NamedTuple):
 
 
 def how(product: ProductFormats, spec: Any, env: Env) -> How:
-    """How ``product`` of an op with hyper-parameters ``spec`` runs in ``env``."""
+    """How ``product`` of an op with hyper-parameters ``spec`` runs in ``env``; of a native one also who makes it.
+
+    The package's own kernel, where it takes them, makes those of groups in one launch, and those that the library refuses.
+    """
     if product.left is None or product.right is None:
         return How("high precision", "an operand is in high precision")
     if DEQUANTIZED in (product.left, product.right):
@@ -127,12 +131,14 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
         for fmt, plane, role in ((product.left, what.left_plane, what.left), (product.right, what.right_plane, what.right))
     )
     asked = left, right, env.autocast or torch.bfloat16, machine(env.arch)
-    ours = not layout_refusal(*asked, own=True)
+    ours, refused = not layout_refusal(*asked, own=True), layout_refusal(*asked)
     if env.product(product.name).get("invariant", False):
         return _invariant(product.left.family, invariant_refusal(*asked), env, ours=ours)
-    if not (reason := layout_refusal(*asked)):
-        return How("native", BACKENDS[product.left.family].name)
-    return How("native", OWN[product.left.family].name) if ours else How("emulated", reason)
+    if ours and (refused or hasattr(spec, "num_groups")):
+        return How("native", OWN[product.left.family].name)
+    if refused:
+        return How("emulated", refused)
+    return How("native", native_name(product.left, product.right) if ours else BACKENDS[product.left.family].name)
 
 
 def _invariant(family: str, refusal: str, env: Env, *, ours: bool) -> How:

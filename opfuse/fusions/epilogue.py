@@ -19,6 +19,10 @@ from opfuse.ops.pointwise import write_in_place
 from opfuse.tensors.gemm import tell_of_chain
 
 
+UNGATED = "products of experts: the one launch of a product and its chain is made of one group"
+"""Why ungated chains behind products of experts are launches of their own, beside :data:`OF_EXPERTS`."""
+
+
 def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> torch.Tensor:
     """The producer's result through the chain, in the I/O dtype; saved state as the unfused ops leave it.
 
@@ -34,7 +38,8 @@ def _produce(x: Value, producer: Context, chain: Sequence[Context]) -> Any:
     make = producer.op.pending if chain and isinstance(producer.op, BasicLinear) else producer.op.produce
     result = make(producer, x, out_dtype=compute_dtype(x.dtype) if wide else None)
     if chain and isinstance(producer.op, GroupedLinear):
-        tell_of_chain(result.shape, [ctx.op.math.name for ctx in chain], OF_EXPERTS)
+        math = [ctx.op.math for ctx in chain]
+        tell_of_chain(result.shape, [each.name for each in math], OF_EXPERTS if any(each.is_gated for each in math) else UNGATED)
     return result
 
 

@@ -141,10 +141,11 @@ def _head(e: Explanation) -> Iterator[str]:
 
 
 def _derives(plan: Plan) -> bool:
-    """Whether a backward pass goes from a product to an activation before it."""
-    kinds = [node.traits for node in plan.graph.view(BACKWARD) if not node.is_cast]
-    kinds = [traits for traits in kinds if "activation" in traits or "elementwise" not in traits]
-    return any("activation" in one and "gemm" in two for one, two in itertools.pairwise(kinds))
+    """Whether a backward pass goes from a product of quantized operands to an activation before it."""
+    quantized = {each.op for each in plan.graph.products if each.name == "dgrad" and None not in (each.left, each.right)}
+    nodes = [node for node in plan.graph.view(BACKWARD) if not node.is_cast]
+    nodes = [node for node in nodes if "activation" in node.traits or "elementwise" not in node.traits]
+    return any("activation" in one.traits and two.op in quantized for one, two in itertools.pairwise(nodes))
 
 
 def _pipelines(e: Explanation, section: Callable[[Plan], Iterable[str]]) -> Iterator[str]:

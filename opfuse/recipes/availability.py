@@ -14,8 +14,20 @@ import torch
 
 from opfuse.domains import checked_arguments
 from opfuse.errors import RecipeError, describe, nearest
-from opfuse.formats import DEQUANTIZED, FP8_ELEMENTS, IDENTITY, USAGES, NumberFormat, fp8_tensor
-from opfuse.kernels.products.native import BACKENDS, ON_CPU, Machine, layout_refusal
+from opfuse.formats import (
+    DEQUANTIZED,
+    E4M3,
+    FP8_ELEMENTS,
+    IDENTITY,
+    NVFP4,
+    USAGES,
+    NumberFormat,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+)
+from opfuse.kernels.products.hopper import FASTER, SCALING
+from opfuse.kernels.products.native import BACKENDS, ON_CPU, OWN, Machine, layout_refusal
 from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
@@ -69,12 +81,28 @@ class NativeGemm(NamedTuple):
     below: Arch
 
 
-_FAMILIES = {"delayed": "tensor", "fp8_current": "tensor", "fp8_block": "block", "mxfp8": "mx", "nvfp4": "nv"}
+def native_name(left: NumberFormat, right: NumberFormat) -> str:
+    """Who makes native products of two formats: cuBLASLt (``scaled_mm``), or it or the package's own kernel (``product.cu``),
+    as is faster for their sizes (:data:`~opfuse.kernels.products.hopper.FASTER`).
+    """
+    library, scaling = BACKENDS[left.family].name, SCALING.get((left.block, right.block))
+    ours, _, _ = OWN[left.family].name.partition(",")
+    return f"{ours} or {library}" if any(scaling == each for each, _ in FASTER) else library
+
+
+_FPROP: Mapping[str, tuple[NumberFormat, NumberFormat]] = {
+    "delayed": (fp8_tensor(E4M3), fp8_tensor(E4M3)),
+    "fp8_current": (fp8_tensor(E4M3), fp8_tensor(E4M3)),
+    "fp8_block": (fp8_block(E4M3, 1), fp8_block(E4M3, 2)),
+    "mxfp8": (mxfp8(E4M3), mxfp8(E4M3)),
+    "nvfp4": (NVFP4, NVFP4),
+}
+"""Formats of the forward product's operands."""
 
 NATIVE_GEMMS: tuple[NativeGemm, ...] = tuple(
-    NativeGemm(kind, backend.name, backend.since, backend.below)
-    for kind, family in _FAMILIES.items()
-    if (backend := BACKENDS.get(family))
+    NativeGemm(kind, native_name(*formats), backend.since, backend.below)
+    for kind, formats in _FPROP.items()
+    if (backend := BACKENDS.get(formats[0].family))
 )
 """Products the package calls natively; a kind of recipe without a row here is emulated everywhere.
 
@@ -199,7 +227,7 @@ def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
         machine = Machine(arch, _cuda_version() or _NEWEST)
         if miss := Gate((0, 0)).miss(arch, None) or layout_refusal(*pair, torch.bfloat16, machine):
             return Support("emulated", f"{name}: {miss}")
-        native.setdefault(BACKENDS[pair[0].format.family].name, []).append(name)
+        native.setdefault(native_name(*(layout.format for layout in pair)), []).append(name)
     found = "; ".join(f"{', '.join(names)} by {backend}" for backend, names in native.items())
     return Support("native", found or "all products are in high precision")
 

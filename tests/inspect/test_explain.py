@@ -206,7 +206,7 @@ def test_each_product_is_told_native_or_emulated_and_why() -> None:
     """Of the device that it runs on, and on a CPU nothing is native; products under an override are in high precision."""
     arch = torch.cuda.get_device_capability() if torch.get_default_device().type == "cuda" else (0, 0)
     how = {
-        True: ("native", "scaled_mm, per tensor"),
+        True: ("native", "product.cu or scaled_mm, per tensor"),
         False: (
             "emulated",
             f"compute capability: wants >= 9.0 and < 10.0, got {arch[0]}.{arch[1]}" if any(arch) else ON_CPU,
@@ -224,3 +224,25 @@ def test_products_on_hopper_follow_the_rules_of_the_device(monkeypatch: pytest.M
     assert told[0] == ("fprop", "emulated", "right lines: wants a positive multiple of 16, got 72")
     assert told[1] == ("dgrad", "emulated", "length of the sum: wants a positive multiple of 16, got 72")
     assert told[2][:2] == ("wgrad", "native")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cuda", "fprop", "wgrad"),
+    [
+        (recipes.DelayedScaling(), (13, 0), "product.cu or scaled_mm, per tensor", "product.cu or scaled_mm, per tensor"),
+        (recipes.DelayedScaling(), (12, 8), "scaled_mm, per tensor", "scaled_mm, per tensor"),
+        (recipes.Float8BlockScaling(), (13, 0), "product.cu or scaled_mm, 1x128 and", "scaled_mm, 1x128 and"),
+        (recipes.CustomRecipe(qfactory="fp8_row_scaled"), (13, 0), "scaled_mm, per row", "scaled_mm, per row"),
+    ],
+)
+def test_who_makes_a_native_product_is_told(recipe, cuda, fprop, wgrad, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table that chooses by sizes; groups are one launch of the package's own kernel."""
+    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((9, 0), cuda))
+    told = {name: reason for name, _, reason in _told_products(recipe)}
+    assert told["fprop"].startswith(fprop)
+    assert told["wgrad"].startswith(wgrad)
+    experts = ops.Sequential(ops.GroupedLinear(2, 64, 96, bias=False))
+    with opfuse.autocast(recipe=recipe):
+        found = opfuse.explain(experts, torch.randn(64, 64, requires_grad=True), torch.tensor([32, 32])).to_dict()
+    makers = {each["reason"].partition(",")[0] for each in found["pipelines"][0]["products"]}
+    assert makers == {"product.cu" if cuda >= (12, 9) else "scaled_mm"}

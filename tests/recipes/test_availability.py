@@ -100,7 +100,7 @@ def mixed(role):
     [
         ({"qfactory": "fp8_row_scaled"}, "native", "fprop, dgrad, wgrad by scaled_mm, per row"),
         ({"qfactory": "fp8_row_scaled", "backward_override": "dequantized"}, "native", "fprop by scaled_mm, per row"),
-        ({"qfactory": delayed}, "native", "fprop, dgrad, wgrad by scaled_mm, per tensor"),
+        ({"qfactory": delayed}, "native", "fprop, dgrad, wgrad by product.cu or scaled_mm, per tensor"),
         ({"qfactory": delayed_gradient}, "emulated", "dgrad: elements: wants at most one e5m2, got ('e5m2', 'e5m2')"),
         ({"qfactory": delayed, "backward_override": "dequantized"}, "refused", "CustomRecipe.qfactory("),
         ({"qfactory": mixed}, "refused", "fprop of input and weight: wants two formats"),

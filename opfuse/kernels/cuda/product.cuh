@@ -13,7 +13,8 @@
 //                LINES: times the scale of the left, rounded, then one fma with that of the right
 //         3      ROWS: a scale for each line, on 4 bytes. Sums as under TENSORS, FAST or not, times the scale of the right, rounded, then
 //                times that of the left
-// Order          of additions: that of the library's products (cuBLASLt) of the same formats, so results have the same bits
+// Order          of additions: that of the library's products (cuBLASLt) of the same formats, so results have the same bits, but where
+//                the library parts a long sum of a small result among blocks
 // groups         GROUPS at most; `first` is the number of a group's first tile. Windows of operands need a map: MAPS = 1 if all have one
 //                pitch, otherwise one for each group
 // RUNS           groups are runs of lines of one matrix, whose lengths only the device knows, from `table`, of row_groups.cu
@@ -50,7 +51,7 @@ struct Product {
     u32 count, tiles, columns;
     float one;
     const Entry* table;
-    u32 at, unused[9];
+    u32 at, unused[9];  // to the end of 64 bytes, on which maps lie
 };
 constexpr int TENSORS = 0, TILES = 1, LINES = 2, ROWS = 3;
 constexpr bool BY_BLOCKS = SCALING == TILES || SCALING == LINES;
@@ -71,7 +72,8 @@ constexpr u32 SLOTS = STAGES + 1;                     // for scales, which are r
 constexpr u32 AT_SCALES = AT_TURNED + (TURNED ? 2 * BOX_BYTES : 0), AT_BARRIERS = AT_SCALES + SLOTS * SCALE_BYTES;
 static_assert(AT_BARRIERS + 2 * STAGES * 8 <= SHARED, "the shared memory that the host asks for");
 
-constexpr u32 OWN = 1, TURN = 3, STARTED = 3, FOLLOW = 4;  // numbers of meetings; each consumer has one of OWN and of TURN
+// Numbers of meetings. Each consumer has one of OWN, and one of TURN; these are FAST's, STARTED and FOLLOW the others', with the same numbers.
+constexpr u32 OWN = 1, TURN = 3, STARTED = 3, FOLLOW = 4;
 
 #ifndef RUNS
 #define RUNS 0

@@ -1,7 +1,8 @@
 """FP8 products of the package's own for compute capability 9.0: groups of lines in one launch (kernels/cuda/product.cu).
 
 The sums are those of cuBLASLt's products, in its order, so their bits are the same: which one multiplies changes nothing but
-time. Lines of the left that have scales of their own need not be a multiple of 4 here.
+time. Only where the library parts a long sum of a small result among blocks, which adds in another order, can bits differ. Lines
+of the left that have scales of their own need not be a multiple of 4 here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A product, its chain and its cast in one launch beside one after the other, same bits: ``python -m benchmarks.chained``.
 
 Needs compute capability 9.0. One after the other is what runs otherwise: the faster product of both, and the chain's own kernel.
+They take turns; the chain with limits is also timed cool and alone, as products are (benchmarks/products.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.products import KINDS, SIZES, figure, operand
+from benchmarks.products import KINDS, SIZES, STATES, figure, operand
 from benchmarks.timing import Call, compared
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, Usage
 from opfuse.kernels.cases.chain_casts import encoding_of
@@ -19,7 +20,7 @@ from opfuse.kernels.products.chained import multiply_then_chain, product_chain
 from opfuse.numerics.chain import Stage
 
 BF16 = torch.bfloat16
-LEAST = {2048: 1.12, 4096: 1.05, 7168: 1.03}
+LIMITED, LEAST = "bias, GELU, delayed", {2048: 1.12, 4096: 1.05, 7168: 1.03}
 """Of the one launch for GELU and a delayed cast, times the speed of the others, by the length of the sums."""
 
 
@@ -35,7 +36,7 @@ class What(NamedTuple):
 
 _GELU, _BOTH, _TENSOR, _BLOCK = ("bias", "gelu"), (ROWWISE, COLUMNWISE), "per tensor, fast", "1x128 by 128x128"
 CHAINS = {
-    "bias, GELU, delayed": What(_TENSOR, _GELU, "delayed"),
+    LIMITED: What(_TENSOR, _GELU, "delayed"),
     "bias, GELU, delayed, input kept": What(_TENSOR, _GELU, "delayed", keep=(1,)),
     "bias, GELU, delayed both, input kept": What(_TENSOR, _GELU, "delayed", _BOTH, (1,)),
     "bias, GELU, current": What(_TENSOR, _GELU, "current"),
@@ -75,7 +76,7 @@ def measure(device: str = "cuda") -> Iterator[dict[str, Any]]:
         for sizes in SIZES:
             both = calls(what, sizes, device)
             apart, one, ratio = compared(*both)
-            least = LEAST.get(sizes[1]) if name == "bias, GELU, delayed" else None
+            least = LEAST.get(sizes[1]) if name == LIMITED else None
             yield {
                 "chain": name,
                 "problem": "x".join(map(str, sizes)),
@@ -86,18 +87,30 @@ def measure(device: str = "cuda") -> Iterator[dict[str, Any]]:
             }
 
 
+def in_states(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """The chain with limits, cool and alone: microseconds of one launch, and its speed in that of the others."""
+    for sizes in SIZES:
+        apart, one = calls(CHAINS[LIMITED], sizes, device)
+        for state, timed in STATES.items():
+            took = timed(one)
+            speeds = {"one": took, "ratio": timed(apart) / took, "least": LEAST.get(sizes[1])}
+            yield {"chain": LIMITED, "problem": "x".join(map(str, sizes)), "state": state, **speeds}
+
+
 def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
     """Figures for the record."""
-    for row in measure(device):
-        name = f"{row['chain']}: {row['problem']}"
-        yield figure(name, row["one"], "us")
-        yield figure(name, row["ratio"], "x apart", row["least"])
+    for row in (*measure(device), *in_states(device)):
+        name, state = f"{row['chain']}: {row['problem']}", f" {row['state']}" if "state" in row else ""
+        yield figure(name, row["one"], f"us{state}")
+        yield figure(name, row["ratio"], f"x apart{state}", row["least"])
 
 
 def main() -> None:
     """Print a table."""
     for row in measure():
         print(f"{row['chain']:40s}{row['problem']:18s}{row['one']:8.1f} us {row['ratio']:6.3f} x apart", flush=True)
+    for row in in_states():
+        print(f"{row['chain']:40s}{row['problem']:18s}{row['one']:8.1f} us {row['ratio']:6.3f} x apart {row['state']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import opfuse
 from benchmarks import (
     bandwidth,
     calls,
+    chained,
     choices,
     compiling,
     converted,
@@ -340,14 +341,29 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(products, "SIZES", ((128, 128, 16),))
     monkeypatch.setattr(products, "GROUPS", ((2, 16),))
     monkeypatch.setattr(products, "FEATURES", (128, 16))
-    monkeypatch.setattr(products, "STATED_SIZES", products.SIZES)
     monkeypatch.setattr(products, "compared", lambda *_: timing.Compared(2.0, 1.0, 2.0))
-    monkeypatch.setattr(products, "STATES", {state: lambda call: 1.0 for state in products.STATES})
+    took = itertools.cycle((1.0, 2.0))  # of the own product, of the library's
+    monkeypatch.setattr(products, "STATES", {state: lambda call: next(took) for state in products.STATES})
     found = [*products.records("cpu")]
     assert {each["value"] for each in found if each["limit"]} == {2.0}
+    assert {each["unit"] for each in found if each["limit"]} >= {"x cuBLASLt", "x cuBLASLt cool", "x cuBLASLt alone"}
     forward = 1  # a weight's gradient stands beside a forward product as well
     assert len(found) == 2 * 2 * len(products.KINDS) + forward + 2 * 2 * len(products.STATED)
     assert len({(each["name"], each["unit"]) for each in found}) == len(found)
+
+
+def test_one_launch_is_set_beside_several_in_turns_cool_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chained, "SIZES", ((256, 2048, 128),))
+    monkeypatch.setattr(chained, "CHAINS", {chained.LIMITED: chained.CHAINS[chained.LIMITED]})
+    monkeypatch.setattr(chained, "compared", lambda *_: timing.Compared(3.0, 2.0, 1.5))
+    took = itertools.cycle((2.0, 4.0))  # of one launch, of the others
+    monkeypatch.setattr(chained, "STATES", {state: lambda call: next(took) for state in products.STATES})
+    found = {each["unit"]: (each["value"], each["limit"]) for each in chained.records("cpu")}
+    least = chained.LEAST[2048]
+    assert found == {
+        **{"us": (2.0, None), "us cool": (2.0, None), "us alone": (2.0, None)},
+        **{"x apart": (1.5, least), "x apart cool": (2.0, least), "x apart alone": (2.0, least)},
+    }
 
 
 def test_choices_are_measured_on_both_sides_of_each_threshold(monkeypatch: pytest.MonkeyPatch) -> None:

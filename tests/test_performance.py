@@ -96,9 +96,11 @@ def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
         for kind in products.KINDS
     ]
     one = [{"chain": name, "problem": "8x16x32", "one": 1.0, "ratio": 1.1, "least": 1.05} for name in chained.CHAINS]
-    cool = {"kind": next(iter(products.KINDS)), "problem": "8x16x32", "state": "cool", "own": 1490.0, "ratio": 1.01}
+    cool = {"problem": "8x16x32", "state": "cool", "ratio": 1.01, "least": 1.0}
+    own, launch = {**cool, "kind": next(iter(products.KINDS)), "own": 1490.0}, {**cool, "chain": chained.LIMITED, "one": 0.9}
     monkeypatch.setattr(products, "measure", lambda _: iter(plain))
-    monkeypatch.setattr(products, "in_states", lambda _: iter([cool]))
+    monkeypatch.setattr(products, "in_states", lambda _: iter([own]))
+    monkeypatch.setattr(chained, "in_states", lambda _: iter([launch]))
     monkeypatch.setattr(chained, "measure", lambda _: iter(one))
     scripts = {"products": products.records, "chained": chained.records}
     made = [{**figure, "script": script} for script, records in scripts.items() for figure in records()]
@@ -106,8 +108,8 @@ def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     (_, text), (_, together) = performance.sections({"results": made, "measured": dict.fromkeys(scripts, stamp.moment())}, "")
     assert "990 TFLOP/s; 0.99 (0.98) x cuBLASLt" in text
     assert "0.99 (0.92) x cuBLASLt 1x128 by 128x128" in text
-    assert "1490 TFLOP/s cool; 1.01 x cuBLASLt cool" in text
-    assert "1.10 (1.05) x apart" in together
+    assert "1490 TFLOP/s cool; 1.01 (1.00) x cuBLASLt cool" in text
+    assert "1.10 (1.05) x apart; 1 us cool; 1.01 (1.00) x apart cool" in together
 
 
 REPORT = '<testsuites><testsuite tests="{0}" failures="{1}" errors="{2}" skipped="{3}"/></testsuites>'

@@ -110,7 +110,9 @@ def main() -> None:
     for row in measure():
         print(f"{row['chain']:40s}{row['problem']:18s}{row['one']:8.1f} us {row['ratio']:6.3f} x apart", flush=True)
     for row in in_states():
-        print(f"{row['chain']:40s}{row['problem']:18s}{row['one']:8.1f} us {row['ratio']:6.3f} x apart {row['state']}", flush=True)
+        print(
+            f"{row['chain']:40s}{row['problem']:18s}{row['one']:8.1f} us {row['ratio']:6.3f} x apart {row['state']}", flush=True
+        )
 
 
 if __name__ == "__main__":

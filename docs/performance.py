@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import profiles
+from benchmarks import grouped, profiles
 from benchmarks.bandwidth import BF16, FP8, SHAPES
 from benchmarks.models import LARGE as SIZES
 from benchmarks.sanitizer import TOOLS
@@ -204,6 +204,39 @@ def groups(record: Mapping[str, Any]) -> Iterator[str]:
         yield table(("recipe, override", *problems), rows) + "\n"
 
 
+def experts(record: Mapping[str, Any]) -> str:
+    """Why limits of experts are missed: by traces of single steps, and by what users wait for."""
+    traces, waited, step = of_script(record, "profiles"), of_script(record, "grouped"), "forward + backward"
+
+    def traced(problem: str, variant: str, kernel: str = profiles.ALL) -> float:
+        name = f"{problem} rows, {step}, {variant.replace(', ', ' with ')}, {kernel}"
+        return float(traces[name]["ms"]["value"])
+
+    def wall(problem: str, variant: str) -> float:
+        return float(waited[f"{problem} rows, {variant}, {step} by wall time"]["ms"]["value"])
+
+    some, large, many = "8 x 8192", "4 x 24576", "128 x 1024, 2048 to 768"
+    fp8, bf16, weights = traced(many, grouped.BLOCKS), traced(many, grouped.GROUPED), traced(many, grouped.BLOCKS, "cast_block")
+    return prose.EXPERTS.format(
+        some=traced(some, grouped.BLOCKS),
+        some_bf16=traced(some, grouped.TORCH),
+        some_speed=traced(some, grouped.TORCH) / traced(some, grouped.BLOCKS),
+        some_products=traced(some, grouped.BLOCKS, "product"),
+        some_wall=wall(some, grouped.BLOCKS),
+        some_bf16_wall=wall(some, grouped.TORCH),
+        large=traced(large, grouped.BLOCKS),
+        large_bf16=traced(large, grouped.TORCH),
+        large_wall=wall(large, grouped.BLOCKS),
+        large_bf16_wall=wall(large, grouped.TORCH),
+        many_products=traced(many, grouped.BLOCKS, "product"),
+        many_rows=traced(many, grouped.BLOCKS, "cast_block_groups"),
+        many_weights=weights,
+        many_bf16=bf16,
+        many_speed=bf16 / fp8,
+        many_speed_kept=bf16 / (fp8 - weights),
+    )
+
+
 def memory(record: Mapping[str, Any]) -> str:
     figures = of_script(record, "memory")
     settings = dict.fromkeys(name.rsplit(", ", 1)[0] for name in figures)
@@ -299,7 +332,7 @@ def sections(record: Mapping[str, Any], today: str) -> Sequence[tuple[str, str]]
         "invariance": ("Batch-invariant forward passes", lambda record: prose.INVARIANCE + others(record, "invariance")),
         "grouped": (
             "Mixtures of experts, 7168 features in, 2048 out",
-            lambda record: prose.GROUPED + "\n".join([*groups(record), prose.EXPERTS]),
+            lambda record: prose.GROUPED + "\n".join([*groups(record), experts(record)]),
         ),
         "host": ("CPU time", lambda record: prose.HOST + problems(record, "host")),
         "pytorch": ("CUDA graphs, torch.compile, offload", inside),

@@ -56,7 +56,14 @@ Without that multiplication the same kernel reached 1185 to 1269 TFLOP/s on an H
 
 - tiles of 128x128, in which one consumer adds while the matrix unit computes its next sums: 0.95 to 1.02 times the speed;
 - reading no scales of columns: 7 to 9 % faster;
-- one barrier arrival for each warp in place of one for each thread: nothing."""
+- one barrier arrival for each warp in place of one for each thread: nothing.
+
+Where others miss their limit, it is by little more than two records of one kernel differ: split sums and 1x128 by 128x128 were
+2 to 4 % behind cuBLASLt at 8192x4096x14336 in each of them, fast sums per tensor there between 1 % behind and 6 % ahead. Per row,
+cuBLASLt makes single products, so that a call does not pay. Why they stay behind is not known. What was tried:
+
+- pairs of blocks, each of which loads half of the right operand for both: 0.79 to 0.89 times the speed;
+- reading the scales of rows before a consumer's turn in place of after it: nothing."""
 
 CHAINED = """\
 A product with the elementwise ops that follow it and the cast of the result, in one kernel; *apart* is one kernel after the
@@ -94,7 +101,8 @@ speed of copy that takes, relative to the products:
 LESS_THAN_BYTES = """\
 A measured training step can be a little faster than that: products that alternate with memory-bound kernels have more
 electrical power available than products back to back. Running SwiGLU inside its product would save inference two thirds of
-these bytes, but was slower: [architecture.md](architecture.md#decisions-worth-their-reasons)."""
+these bytes, but was slower; so was, in training, dgrad with the derivative and the cast behind it, 1.00 to 1.15 times as long:
+[architecture.md](architecture.md#decisions-worth-their-reasons)."""
 
 PROFILES = """\
 Milliseconds of the GPU for each kernel of a step, and in parentheses its launches, by torch.profiler. *nvjet* kernels are
@@ -102,7 +110,16 @@ cuBLASLt's, `product` and `product_chain` opfuse's own products.
 
 """
 
-INVARIANCE = "Time with `batch_invariant=True`, relative to the same call without.\n\n"
+INVARIANCE = """\
+Time with `batch_invariant=True`, relative to the same call without. Limits are for many tokens and native products; few tokens
+and emulated products cost more, for these reasons:
+
+- Of few tiles the library parts the sums among blocks, which is faster, and which no invariant product can do: the second layer
+  under `fp8_block` with 512 tokens, and all layers under `delayed` with one.
+- Emulated products are made in tiles of 1024 rows, whole ones: with 512 tokens half of the rows are zeros. With 8192 tokens the
+  rows of each tile are copied first, and its result into that of all.
+
+"""
 
 GROUPED = """\
 Columns are groups x rows of each; a layer has 7168 features in and 2048 out, unless the column says otherwise. *device
@@ -113,13 +130,20 @@ smallest size alone.
 
 EXPERTS = """\
 **Why blocks miss their limits.** A trace of single steps ([above](#where-the-time-of-these-steps-goes)), with device splits, has
-6.0 ms of kernels for 8 x 8192, where torch's bf16 layers have 9.0: 1.50 times the speed. 5.3 of the 6.0 are products, as fast as
-cuBLASLt's for blocks; the rest are casts, at about the speed of copy. One step after another, as in these tables, takes 7.0 ms
-in FP8 and 8.8 in bf16: presumably electrical power limits FP8 more. 4 x 24576 takes 9.1 ms in the trace and 10.2 in these tables,
-torch's layers 13.6 in both. For 128 experts the trace has 1.22 ms of products, 0.41 of casts of rows and 0.24 of casts of
-weights, beside 1.88 ms of torch's grouped products: many weights and short sums leave few FLOPs for each byte that is cast, and
-the limit is 1.0, or 1.16 with casts of weights kept. With one weight tensor for each of so many experts, CPU time decides; one
-tensor for all (`single_grouped_weight=True`) is cast in one launch.
+{some:.1f} ms of kernels for 8 x 8192, where torch's bf16 layers have {some_bf16:.1f}: {some_speed:.2f} times the speed.
+{some_products:.1f} of the {some:.1f} are products, as fast as cuBLASLt's for blocks, of which one has two 1x128 operands, the
+slower kind; the rest are casts, at about the speed of copy. One step after another, as in these tables, takes {some_wall:.1f} ms
+in FP8 and {some_bf16_wall:.1f} in bf16: presumably electrical power limits FP8 more. 4 x 24576 takes {large:.1f} ms in the trace
+and {large_wall:.1f} in these tables, torch's layers {large_bf16:.1f} and {large_bf16_wall:.1f}.
+
+For 128 experts the trace has {many_products:.2f} ms of products, {many_rows:.2f} of casts of rows and {many_weights:.2f} of casts
+of weights, beside {many_bf16:.2f} ms for torch's grouped products: many weights and short sums leave few FLOPs for each byte that
+is cast, and the limit is {many_speed:.2f}, or {many_speed_kept:.2f} with casts of weights kept. With one weight tensor for each
+of so many experts, CPU time decides; one tensor for all (`single_grouped_weight=True`) is cast in one launch.
+
+What was tried, beside what [products](#fp8-products-opfuses-kernel-compared-with-cublaslt) tried: keeping casts of weights, the
+last row of the tables by wall and host time; the gated activation in the launch of the product before it, which was slower, or of
+the cast behind it; and casting rows as they are read, both in tables of their own.
 
 **Mixtures.** Products, the gate and the sum of rows take most of a mixture's step, so the two fusions around its experts change
 it little: rows cast as they are read 0.99 to 1.07 x the step that copies them first, activation and cast in one launch 0.99 x

@@ -114,10 +114,7 @@ class How(NamedTuple):
 
 
 def how(product: ProductFormats, spec: Any, env: Env) -> How:
-    """How ``product`` of an op with hyper-parameters ``spec`` runs in ``env``; of a native one also who makes it.
-
-    The package's own kernel, where it takes them, makes those of groups in one launch, and those that the library refuses.
-    """
+    """How ``product`` of an op with hyper-parameters ``spec`` runs in ``env``; of a native one also who makes it."""
     if product.left is None or product.right is None:
         return How("high precision", "an operand is in high precision")
     if DEQUANTIZED in (product.left, product.right):
@@ -134,11 +131,19 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
     ours, refused = not layout_refusal(*asked, own=True), layout_refusal(*asked)
     if env.product(product.name).get("invariant", False):
         return _invariant(product.left.family, invariant_refusal(*asked), env, ours=ours)
-    if ours and (refused or hasattr(spec, "num_groups")):
-        return How("native", OWN[product.left.family].name)
-    if refused:
+    if refused and not ours:
         return How("emulated", refused)
-    return How("native", native_name(product.left, product.right) if ours else BACKENDS[product.left.family].name)
+    alone = hasattr(spec, "num_groups") or bool(refused)
+    return How("native", _maker(product.left, product.right, ours=ours, alone=alone))
+
+
+def _maker(left: NumberFormat, right: NumberFormat, *, ours: bool, alone: bool) -> str:
+    """Who makes a native product. ours: whether the package's own kernel takes it; alone: whether it then does so at any size, as
+    in one launch for groups, or where the library refuses.
+    """
+    if not ours:
+        return BACKENDS[left.family].name
+    return OWN[left.family].name if alone else native_name(left, right)
 
 
 def _invariant(family: str, refusal: str, env: Env, *, ours: bool) -> How:

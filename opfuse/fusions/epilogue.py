@@ -18,7 +18,6 @@ from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import write_in_place
 from opfuse.tensors.gemm import tell_of_chain
 
-
 UNGATED = "products of experts: the one launch of a product and its chain is made of one group"
 """Why ungated chains behind products of experts are launches of their own, beside :data:`OF_EXPERTS`."""
 

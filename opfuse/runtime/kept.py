@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, UnsupportedError, describe
 from opfuse.program.tape import PLAIN
 from opfuse.recipes.passes import Pass, current_pass
+from opfuse.runtime.blocks import gathered, in_blocks, made_again
 from opfuse.runtime.own import has_own_methods
 from opfuse.tensors.quantizers.own import draws, is_own_quantizer
 from opfuse.tensors.storage import QuantizedStorage
@@ -43,13 +45,19 @@ VAIN, REST = 3, 32
 class Held(NamedTuple):
     """A cast that a segment finds made. node: the quantize node that need not run.
 
-    look: shapes, strides and dtypes of ``tensors``, or the structure of the storage. tensors: of that, without the weight's own.
+    tensors: the memory of the storage without the weight's own: blocks first, then what lies in none. look: how both lie, or the
+    structure of the storage.
     """
 
     node: int
     storage: QuantizedStorage
     tensors: tuple[torch.Tensor, ...]
-    look: tuple[Any, ...] | None
+    look: object | None
+    blocks: tuple[torch.Tensor, ...] = ()
+
+    def made_again(self) -> QuantizedStorage:
+        """The storage over views of the blocks that are made now, for a tape that knows the blocks."""
+        return made_again(self.storage, self.blocks) if self.blocks else self.storage
 
 
 class _CachedCast:
@@ -62,13 +70,14 @@ class _CachedCast:
             self._memory = StorageWeakRef(memory)  # type: ignore[no-untyped-call]  # while it is here, no other has the number
             self._storage, self._address, self._writes = memory._cdata, parameter.data_ptr(), parameter._version
             self._lies = parameter.shape, parameter.stride(), parameter.dtype
-            self.storage = cast(parameter)
+            self.storage, self.blocks = in_blocks(cast(parameter), parameter)
         self.parameter, self.stream, self.casts, self.served = parameter, stream, {cast}, False
         self._cast, self._dtype = cast, _dtype(cast, parameter)
         self._states = [(state, state.look, state.turn, state.scale._version) for state in cast.live_states]
-        own = {id(t): t for t in self.storage.tensors() if t.untyped_storage()._cdata != self._storage}
-        self.tensors = tuple(own.values())
-        self.look = tuple((t.shape, t.stride(), t.dtype) for t in self.tensors)
+        lying, places = gathered(self.storage.tensors(), self.blocks)
+        apart = {id(t): t for t in lying if t.untyped_storage()._cdata != self._storage}
+        self.tensors = tuple(apart.values())
+        self.look = _interned((places, *((t.shape, t.stride(), t.dtype) for t in self.tensors)))
         self._written = [(t, t._version) for t in self.tensors]
 
     def stands(self) -> bool:
@@ -99,6 +108,20 @@ class _CachedCast:
             and (not cast.live_states or mine.rule == cast.rule)
             and self._dtype == _dtype(cast, self.parameter)
         )
+
+
+class KeptLook:
+    """How a kept cast lies in memory, as one object for all that lie alike: looks of calls are compared by it."""
+
+    def __init__(self, what: tuple[Any, ...]) -> None:
+        self.what = what
+
+
+_LOOKS: WeakValueDictionary[tuple[Any, ...], KeptLook] = WeakValueDictionary()
+
+
+def _interned(what: tuple[Any, ...]) -> KeptLook:
+    return _LOOKS.setdefault(what, KeptLook(what))
 
 
 def _dtype(cast: Cast, parameter: torch.Tensor) -> torch.dtype:
@@ -280,7 +303,7 @@ def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> t
             continue
         found = owner.find(cast, parameter, stream, make=run is not Pass.LOOK)
         if found is not None:
-            held.append(Held(node.index, found.storage, found.tensors, found.look))
+            held.append(Held(node.index, found.storage, found.tensors, found.look, found.blocks))
     return tuple(held)
 
 

@@ -205,6 +205,7 @@ class Recorder(Runner):
         """tensors: all that come in. note: takes what becomes of the look."""
         super().__init__(plan, segment, ops, kwargs, held)
         self._note = note
+        self._kept = held
         self._tape: Tape | None = Tape(given(tensors))
         self._values: list[Value] = []
 
@@ -213,6 +214,7 @@ class Recorder(Runner):
         if tape is None:
             return super().forward(tensors)
         with tape.recording():
+            self.held, self._kept = {each.node: each.made_again() for each in self._kept}, ()
             values = self._values = super().forward(tensors)
         if self.dirty:
             tape.refuse("a tensor of the caller is changed in place")
@@ -238,7 +240,7 @@ class Recorder(Runner):
             return
         interpreter = (SteppedRunner if stepped else Runner)(self.plan, self.segment, self.ops, ())
         if self.segment.requires_grad:  # else no backward pass wants them, and they hold what the ops read
-            interpreter.contexts = self.contexts
+            interpreter.contexts, interpreter.places = self.contexts, self.places
         backward = Programs(0 if stepped else BACKWARD_LOOKS)
         self._note(Recorded(program, structures, interpreter, backward, packs=program.recording is not None))
 
@@ -256,6 +258,7 @@ class Repeater:
         self.plan, self.segment = plan, segment
         self._recorded = recorded
         self._given = given(tensors)
+        self.places = recorded.interpreter.places
         self._saved: list[torch.Tensor] = []
         self._packing: Packing | None = None
 

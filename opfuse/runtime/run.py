@@ -22,6 +22,7 @@ from opfuse.core.protocol import NEIGHBOURS, checked_lists
 from opfuse.core.quantizers import recording_gradients
 from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.recipes.counting import PassAround
+from opfuse.runtime.blocks import PlaceInBlock, gathered, scattered
 from opfuse.runtime.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.kept import Held
 
@@ -40,6 +41,8 @@ class NamedSave(NamedTuple):
 class Runner:
     """One segment of a plan over live ops, in one call. held: casts of weights that are made already.
 
+    places: where in blocks of kept casts the saved tensors lie.
+
     outer: the backward pass that recomputes the call, of which that of the segment is to be a part; None if none does.
     """
 
@@ -53,6 +56,8 @@ class Runner:
         self.ops = ops
         self.kwargs = kwargs
         self.held = {each.node: each.storage for each in held} if held else {}
+        self.blocks = [block for each in held for block in each.blocks] if held else []
+        self.places: tuple[PlaceInBlock, ...] = ()
         self.contexts: dict[int, Context] = {}
         self.dirty: list[tuple[int, torch.Tensor]] = []
 
@@ -252,7 +257,9 @@ class Runner:
                 named = context.saved_state().items()
                 saves += [NamedSave(self.plan, index, name, value) for name, value in named if value is not None]
         saved = [tensor for context in self.contexts.values() for tensor in context.release()]
-        self.dirty, self.kwargs, self.held = [], (), {}
+        if self.blocks:
+            saved, self.places = gathered(saved, self.blocks)
+        self.dirty, self.kwargs, self.held, self.blocks = [], (), {}, []
         return saved
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -269,6 +276,8 @@ class Runner:
 
     def backward(self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]) -> Gradients:
         """Gradients of the segment's inputs and parameters for those of its outputs; ``tensors`` is what was saved."""
+        if self.places:
+            tensors = scattered(tensors, self.places)
         contexts = {index: context.restored(tensors) for index, context in self.contexts.items()}
         grads = Gradients(self.plan, contexts, self.segment.again)
         for value, grad in grad_outputs.items():

@@ -18,9 +18,10 @@ from opfuse.core.tracers import check_backward, check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass
+from opfuse.runtime.blocks import gathered_again, scattered
 from opfuse.runtime.ledger import Ledger, SavedTensors
 from opfuse.runtime.programs import Recorder, Repeater, runner_of
-from opfuse.runtime.recompute import check_once
+from opfuse.runtime.recompute import check_once, saving_hooks
 from opfuse.runtime.run import Kwargs, NamedSave, Runner
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage, share_memory
@@ -58,7 +59,10 @@ class _SegmentFunction(torch.autograd.Function):
                 _check_view(runner, tensor, alone=tensor is tensors[0] and len(outputs) == 1)
         ctx.runner = runner
         ctx.count = count
-        ctx.save_for_backward(*runner.released(_saves.get()))
+        saved = runner.released(_saves.get())
+        if runner.places and saving_hooks(True) is not None:  # a checkpoint's compare with a call that may find nothing kept
+            saved = [*scattered(iter(saved), runner.places)]
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         results = tuple(_distinct(outputs))
         if constant := runner.segment.constant:
@@ -98,9 +102,11 @@ def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
 
 def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
     """The saved tensors, one by one. Unless the graph is retained, nothing else holds a tensor once it was yielded."""
-    saved = list(reversed(_saved_tensors(ctx)))
+    saved: Sequence[torch.Tensor] = _saved_tensors(ctx)
     ctx.maybe_clear_saved_tensors()
-    return _popped(saved)
+    if ctx.runner.places:
+        saved = gathered_again(saved, ctx.runner.places)
+    return _popped([*reversed(saved)])
 
 
 def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:

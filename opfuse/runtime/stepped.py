@@ -50,7 +50,7 @@ class SteppedRunner(Runner):
     def _told(self) -> tuple[Any, ...] | None:
         """What the contexts of the forward pass hold beside tensors; None if some of it is no plain value."""
         told = [context.told() for context in self.contexts.values()]
-        return None if None in told else (*self.contexts, *told)
+        return None if None in told else (*self.contexts, *told, *self.places)
 
     def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
         return _Repeated(self.plan, node, cast)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import cProfile
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import opfuse
 from opfuse import ops
 from opfuse.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, pending
 from opfuse.recipes.recipe import Recipe
-from tests.compiler.harness import gradient, randn
+from opfuse.tensors.ragged import RaggedProducts
+from tests.compiler.harness import gradient, randn, to
+from tests.program.fake import fake_device, launches_told
 from tests.runtime.test_stepped import SIZE, model_of, python_calls
 
 pytestmark = pytest.mark.cpu
@@ -67,3 +73,33 @@ def test_an_update_is_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step() == []
     model[0].quantizer_states.load_dict(model[0].quantizer_states.to_dict())
     assert step() == [4, 2]
+
+
+def calls_of_kept_experts(experts: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """All calls of a step, those of torch included, of experts whose weights are kept, on a device that does nothing."""
+    model = to(ops.GroupedLinear(experts, SIZE, SIZE, bias=False, single_grouped_weight=True), torch.bfloat16)
+    splits, x = torch.full((experts,), 256 // experts), randn(256, SIZE).to(torch.bfloat16).requires_grad_()
+
+    def step() -> None:
+        with opfuse.autocast(recipe=Float8BlockScaling()):
+            y = model(x, splits)
+        torch.autograd.grad(y, [x, model.weight], torch.ones_like(y))
+
+    with monkeypatch.context() as patch, torch.autograd.set_multithreading_enabled(False):
+        patch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
+        with fake_device(patch), launches_told(patch), opfuse.kept_weights(model) as scope:
+            patch.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
+            for _ in range(6):
+                step()
+            with cProfile.Profile() as profile:
+                step()
+            assert scope.casts == 1
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+@pytest.mark.unrun
+def test_calls_of_a_step_do_not_grow_with_the_experts_whose_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their planes lie in one block for each direction: one to look at, to compare the address of, and to save."""
+    few, many = (calls_of_kept_experts(experts, monkeypatch) for experts in (16, 128))
+    assert few <= many <= few + 12
+    assert many <= 780

@@ -385,6 +385,27 @@ def test_a_checkpoint_repeats_its_call(name: str):
     both(script, recipe)
 
 
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_a_checkpoint_repeats_its_call_with_or_without_kept_casts(calls: int):
+    """Its first run in the scope and its second one after it, or the other way round: both save as many tensors."""
+
+    def grads(first: bool, again: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found = mlp(), []
+        for call in range(calls):
+            x = randn(32, 64, seed=call).requires_grad_()
+            with kept_weights(model) if first else contextlib.nullcontext(), opfuse.autocast(recipe=RECIPE):
+                y = opfuse.checkpoint(model, x)
+            with kept_weights(model) if again else contextlib.nullcontext():
+                y.backward(gradient(y, call))
+            found += [y.detach(), x.grad]
+        return [*found, *(p.grad for p in model.parameters())]
+
+    wanted = grads(False, False)
+    for ways in ((True, False), (False, True), (True, True)):
+        assert all(torch.equal(a, b) for a, b in zip(grads(*ways), wanted, strict=True)), ways
+
+
 def test_inference_mode_leaves_nothing_that_a_training_call_cannot_save():
     def script(run: Run, scope: KeptWeights | None) -> None:
         for _ in range(3):

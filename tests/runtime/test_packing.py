@@ -56,6 +56,7 @@ class Interpreter:
     """Counts what was not repeated."""
 
     calls = 0
+    places = ()
 
     def gradients(self, grads: dict[int, Tensor | None], saved: Iterator[Tensor]) -> list[Tensor | None]:
         self.calls += 1
@@ -264,6 +265,8 @@ def test_what_packing_takes_grows_as_the_number_of_saved_tensors(monkeypatch: py
 
 class Drawn:
     """A random forward pass of launches that saves results in any order, and a backward pass that reads them in any order."""
+
+    places = ()
 
     def __init__(self, seed: int) -> None:
         self._choose = random.Random(seed)

@@ -21,12 +21,13 @@ FACT = {"amax": {"registers": 12, "spills": 0, "shared": 0}}
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with an intact entry, one of other sources, a damaged one and one with two cubins, and a temporary file."""
+    """A cache with an intact entry, with other comments; one of other code, a damaged one, one with two cubins; a temporary file."""
     monkeypatch.setenv("OPFUSE_CACHE_DIR", str(tmp_path))
     place = tmp_path / "kernels-v2"
     cache = CubinCache(place)
     text = assemble(Variant("amax.cu", ("IN=float",)))
-    for key, source in (("a" * 64, text), ("b" * 64, text.replace("max", "min", 1)), ("c" * 64, text), ("d" * 64, text)):
+    told = text.replace("\n", "\n// in other words\n", 3)
+    for key, source in (("a" * 64, told), ("b" * 64, text.replace("larger", "smaller", 1)), ("c" * 64, text), ("d" * 64, text)):
         cache.store(key, key.encode())
         cache.store(key, json.dumps(FACT).encode(), FACTS)
         cache.store_source(key, source)

@@ -34,9 +34,15 @@ def small(monkeypatch, tmp_path):
     """A variant of a small source."""
     (tmp_path / "small.cu").write_text(SMALL)
     monkeypatch.setattr(compiling, "SOURCES", tmp_path)
-    compiling.assemble.cache_clear()
+    _forget()
     yield Variant("small.cu")
-    compiling.assemble.cache_clear()
+    _forget()
+
+
+def _forget():
+    """Read sources anew."""
+    for known in (compiling.assemble, compiling.code_of, compiling._sections_of):
+        known.cache_clear()
 
 
 def test_r14_the_second_use_compiles_nothing(cache, small, monkeypatch):
@@ -48,6 +54,25 @@ def test_r14_the_second_use_compiles_nothing(cache, small, monkeypatch):
     assert compiling.cubin(small, "sm_90a", cache) == cubin
     assert compiling.resources(small, "sm_90a", cache) == used
     assert used["twice"].registers > 0
+
+
+def test_r14_prose_compiles_nothing_anew(cache, small, monkeypatch):
+    """A comment moves the lines behind it, which the text numbers for messages; the cubin is the same."""
+    (compiling.SOURCES / "head.cuh").write_text("#pragma once\nconstexpr float TWO = 2.0f;\n")
+    source = compiling.SOURCES / "small.cu"
+    source.write_text('#include "head.cuh"\n' + SMALL.replace("2.0f", "TWO"))
+    cubin, first = compiling.cubin(small, "sm_90a", cache), compiling.assemble(small)
+    for path in (source, compiling.SOURCES / "head.cuh"):
+        path.write_text("// What it is.\n\n/* In\n   short. */\n" + path.read_text())
+    _forget()
+    assert compiling.assemble(small) != first
+    assert compiling.compile_variant(small, "sm_90a").cubin == cubin
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "compile_text", None)
+        assert compiling.cubin(small, "sm_90a", cache) == cubin
+    (compiling.SOURCES / "head.cuh").write_text("constexpr float TWO = 3.0f;\n")
+    _forget()
+    assert compiling.cubin(small, "sm_90a", cache) != cubin
 
 
 def test_r14_lost_or_damaged_facts_are_found_again(cache, small):

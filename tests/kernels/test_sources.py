@@ -66,6 +66,7 @@ def test_cuda_is_its_code_alone():
         == "float f(float x) {\n    return x / 2;\n}\n"
     )
     assert cuda_code(CUDA.replace("/ 2", "/ 4")) != cuda_code(CUDA)
+    assert cuda_code(f'#line 7 "a.cu"\n{CUDA}') == cuda_code(CUDA)
 
 
 def test_no_string_of_a_kernel_looks_like_a_comment():

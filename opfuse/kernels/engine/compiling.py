@@ -22,6 +22,7 @@ from opfuse.kernels.engine.bindings import SOURCES, nvrtc
 from opfuse.kernels.engine.cubins import CUBIN, FACTS, CubinCache
 from opfuse.kernels.engine.ladder import rungs
 from opfuse.kernels.engine.nvrtc import NvrtcError
+from opfuse.kernels.engine.sources import cuda_code
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """The architectures for which tests compile every kernel; a device of another one compiles for its own."""
@@ -129,12 +130,32 @@ def _sections_of(path: Path) -> tuple[_Section, ...]:
     return tuple(_sections(path.read_text()))
 
 
+def code_of_file(path: Path) -> str:
+    """The code that a source or header has itself."""
+    return "".join(_code(section.lines) for section in _sections_of(path))
+
+
 @functools.cache
 def assemble(variant: Variant) -> str:
     """The text of a variant: definitions, then the file, with each header in place of its first #include.
 
     Lines ``#line`` let messages name the files.
     """
+    return "".join(_parts(variant))
+
+
+@functools.cache
+def code_of(variant: Variant) -> str:
+    """The text of a variant without prose. What has the same code compiles to the same cubin."""
+    return "".join(map(_code, _parts(variant)))
+
+
+_code = functools.cache(cuda_code)
+"""By part, since most texts have most headers."""
+
+
+def _parts(variant: Variant) -> Iterator[str]:
+    """The definitions of a variant, its lines between headers, and where each begins."""
     seen, where = set[str](), f"kernel source {variant.source}"
 
     def paste(name: str) -> Iterator[str]:
@@ -148,8 +169,8 @@ def assemble(variant: Variant) -> str:
                 yield from paste(header)
                 yield f'#line {behind} "{name}"\n'
 
-    defines = [f"#define {define.replace('=', ' ', 1)}\n" for define in variant.defines]
-    return "".join([*defines, *paste(variant.source)])
+    yield from (f"#define {define.replace('=', ' ', 1)}\n" for define in variant.defines)
+    yield from paste(variant.source)
 
 
 def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
@@ -204,7 +225,7 @@ def cache_key(*parts: str) -> str:
 
 
 def _key(variant: Variant, arch: str) -> str:
-    return cache_key(assemble(variant), arch, *map(" ".join, rungs(variant.defines)))
+    return cache_key(code_of(variant), arch, *map(" ".join, rungs(variant.defines)))
 
 
 def _made(variant: Variant, arch: str, cache: CubinCache, kind: str) -> bytes:

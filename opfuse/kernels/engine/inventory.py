@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from opfuse.kernels.engine.bindings import SOURCES
-from opfuse.kernels.engine.compiling import ARCHITECTURES, architecture, compile_text
+from opfuse.kernels.engine.compiling import ARCHITECTURES, architecture, code_of_file, compile_text
 from opfuse.kernels.engine.cubins import CUBIN, FACTS, digest
+from opfuse.kernels.engine.sources import cuda_code
 
 GENERATED = "generated.cuh"
-_SECTION = re.compile(r'^#line (\d+) "([\w.]+)"$')
+_SECTION = re.compile(r'^#line \d+ "([\w.]+)"$')
 _DAY = 86400.0
 
 
@@ -68,8 +69,8 @@ def _kept(key: str, paths: Sequence[Path]) -> KeptCubin:
     entries: Any = {}
     with contextlib.suppress(ValueError):
         entries = json.loads(facts or b"{}")
-    named = _sections(text)
-    source = next((name for name, _, _ in named if name.endswith(".cu")), "")
+    named = _files(text)
+    source = next((name for name in named if name.endswith(".cu")), "")
     return KeptCubin(
         key,
         source,
@@ -78,7 +79,7 @@ def _kept(key: str, paths: Sequence[Path]) -> KeptCubin:
         sum(map(len, contents.values())),
         max(path.lstat().st_mtime for path in paths),
         tuple(_faults(key, contents)),
-        bool(source) and all(_stands(*section) for section in named),
+        bool(source) and all(cuda_code(found) == _code_now(name) for name, found in named.items() if name != GENERATED),
         tuple(paths),
     )
 
@@ -116,27 +117,23 @@ def _faults(key: str, contents: dict[Path, bytes]) -> Iterator[str]:
         yield "nothing says what its kernels use"
 
 
-def _sections(text: str) -> list[tuple[str, int, list[str]]]:
-    """The parts of an assembled text: for each, the file that it is from, its first line there, and its lines."""
-    found: list[tuple[str, int, list[str]]] = []
-    for line in text.splitlines():
-        if start := _SECTION.match(line):
-            found.append((start[2], int(start[1]), []))
-        elif found:
-            found[-1][2].append(line)
+def _files(text: str) -> dict[str, str]:
+    """What an assembled text has of each file."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines(keepends=True):
+        if start := _SECTION.match(line.rstrip()):
+            name = start[1]
+        elif name:
+            found[name] = found.get(name, "") + line
     return found
 
 
 @cache
-def _lines(name: str) -> tuple[str, ...]:
+def _code_now(name: str) -> str | None:
+    """The code of a file of this package; None if there is none."""
     path = SOURCES / name
-    return tuple(path.read_text().splitlines()) if path.is_file() else ()
-
-
-def _stands(name: str, first: int, lines: Sequence[str]) -> bool:
-    """Whether a part of a text is what the source says now; lines that assembling takes out are empty."""
-    now = _lines(name)[first - 1 :]
-    return name == GENERATED or (len(lines) <= len(now) + 1 and all(line in ("", is_) for line, is_ in zip(lines, now)))
+    return code_of_file(path) if path.is_file() else None
 
 
 def prune(directory: Path, unwanted: Callable[[KeptCubin], bool]) -> list[KeptCubin]:

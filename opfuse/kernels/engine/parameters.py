@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 from opfuse.errors import KernelError, describe
-from opfuse.kernels.engine.compiling import Variant, assemble
+from opfuse.kernels.engine.compiling import Variant, code_of
 
 FieldValue = int | float | tuple[int | float, ...] | list[Any]
 """The value of a field: a number, the values of a struct, or the elements of an array."""
@@ -25,7 +25,6 @@ _ADDRESS = "P"
 _CODES = {"long long": "q", "u64": "Q", "int": "i", "u32": "I", "float": "f"}
 _UNUSED = "unused"
 
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _DECLARATION = re.compile(r"(const\s+)?(long\s+long|[\w:]+)\s*(\*?.*)", re.S)
 _DECLARATOR = re.compile(r"(\*?)\s*(?:const\s+)?(\w+)(?:\[(\w+)\])?")
 
@@ -165,8 +164,7 @@ def parameter_of(
     generated: the text in place of generated.cuh. types, sizes: the types and the lengths of arrays that the text names but does
     not define. KernelError if there is no such struct, or if a type or a length is not known.
     """
-    text = _COMMENT.sub("", assemble(Variant(source, (), generated)))
-    return _read(text, f"{source} {name}", name, {**dict(types), **sizes})
+    return _read(code_of(Variant(source, (), generated)), f"{source} {name}", name, {**dict(types), **sizes})
 
 
 def _read(text: str, where: str, name: str, given: dict[str, CStruct | int]) -> CStruct:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from opfuse.kernels.engine.bindings import SOURCES
 
-_CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_CUDA_PROSE = re.compile(r"//[^\n]*|/\*.*?\*/|^#line [^\n]*", re.DOTALL | re.MULTILINE)
 
 
 def sources_digest() -> str:
@@ -32,8 +32,8 @@ def sources_digest() -> str:
 
 
 def cuda_code(text: str) -> str:
-    """CUDA C++ without comments, blank lines and space at the ends of lines. No string in it may hold ``//`` or ``/*``."""
-    return _joined(_CUDA_COMMENT.sub("", text))
+    """CUDA C++ without comments, ``#line``, blank lines and space at the ends of lines. No string may hold ``//`` or ``/*``."""
+    return _joined(_CUDA_PROSE.sub("", text))
 
 
 def python_code(text: str) -> str:

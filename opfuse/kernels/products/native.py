@@ -75,9 +75,10 @@ Given = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Backend(NamedTuple):
-    """A native product of one family: devices from ``since`` up to, not including, ``below``; whether it can sum fast.
+    """A native product of one family: devices from ``since`` up to, not including, ``below``.
 
-    scales: how the stored scales of the left and of the right are given to it.
+    fast: whether the library can sum fast; the package's own product says so by scaling (hopper.py). scales: how the stored
+    scales of the left and of the right are given to the library.
     """
 
     name: str
@@ -137,8 +138,8 @@ _TILED_RIGHT = Rule(
 )
 
 OWN: Mapping[str, Backend] = {
-    "tensor": Backend("product.cu, per tensor", **_CUBLAS_12_9, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
-    "row": Backend("product.cu, per row", **_CUBLAS_12_9, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
+    "tensor": Backend("product.cu, per tensor", **_CUBLAS_12_9, rules=(*_SHAPES, _ONE_E5M2)),
+    "row": Backend("product.cu, per row", **_CUBLAS_12_9, rules=(*_SHAPES, _ONE_E5M2)),
     "block": Backend("product.cu, 1x128 and 128x128 blocks of E4M3", **_CUBLAS_12_9, rules=(*_SHAPES, _ALL_E4M3, _TILED_RIGHT)),
 }
 """Products of the package's own (hopper.py), of groups above all; their bits are those of the back ends above."""

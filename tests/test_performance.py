@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import calls, chained, compiling, distributed, grouped, products, record, stamp
+from benchmarks import calls, chained, compiling, distributed, grouped, host, products, record, stamp
 from docs import performance
 from opfuse.kernels.engine.bindings import SOURCES
 
@@ -78,6 +78,14 @@ def _limits_of_the_host() -> Iterator[tuple[tuple[str, str], float]]:
     for cache, limit in compiling.MOST_FIRST.items():
         for kind in compiling.KINDS:
             yield (f"first training step, {cache}, B {compiling.SIZE}x{compiling.SIZE}, {kind}", "ms"), limit
+
+
+def test_the_time_of_plans_is_recorded_with_its_limit() -> None:
+    """On a CPU; what a program of them takes grows with its ops, too, and has no limit."""
+    measured = json.loads((performance.RECORD.parent / "host_cpu.json").read_text(encoding="utf-8"))
+    for row, size in zip(measured["planning"], host.SIZES, strict=True):
+        limit = host.MOST_PLANNING.get(size)
+        assert (row["limit"], row["met"]) == (limit, limit and row["ms"] <= limit)
 
 
 @pytest.mark.row("D10")

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from opfuse.core.protocol import Grouping
 from opfuse.core.signature import TensorSig
 from opfuse.errors import Described
 from opfuse.formats import NumberFormat
@@ -37,7 +38,7 @@ CAST_WORDS = (QUANTIZE, BUILTIN_CAST)
 """What patterns may call such a cast."""
 
 GROUPED = "grouped"
-"""Trait of an op whose rows are in groups, of as many rows as its first extra input says."""
+"""Trait of an op whose rows are in groups; its ``grouping`` says how."""
 
 TRANSPARENT = "transparent"
 """Trait of an op that returns its input itself, quantized or not."""
@@ -110,7 +111,8 @@ class Node:
     kind: what patterns call it. op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds
     an operand, such as a weight, and is not on the main chain. casts: what the op's own methods have cast, by ``ctx.cast``.
     takes_quantized: its methods take quantized values. travel: for a collective, which planes of a cast travel when. directions:
-    the passes in which it does anything. needs: what wants a gradient: "input", parameter names, "extra0" ….
+    the passes in which it does anything. needs: what wants a gradient: "input", parameter names, "extra0" …. grouping: how the
+    rows of an op are in groups, or None.
     """
 
     index: int
@@ -124,6 +126,7 @@ class Node:
     operands: tuple[tuple[str, int], ...] = ()
     directions: frozenset[str] = BOTH
     needs: frozenset[str] = frozenset()
+    grouping: Grouping | None = None
     side: bool = False
     casts: tuple[CastSpec, ...] = ()
     takes_quantized: bool = False
@@ -139,6 +142,11 @@ class Node:
     def is_cast(self) -> bool:
         """Whether it is a quantize node."""
         return isinstance(self.spec, CastSpec)
+
+    @property
+    def extra_inputs(self) -> tuple[int, ...]:
+        """The values that an op reads beside the main one."""
+        return self.inputs[1:]
 
     @cached_property
     def words(self) -> frozenset[str]:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, TRANSPARENT, CastSpec, Graph, Meeting, Node, ProductFormats
+from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, GROUPED, TRANSPARENT, CastSpec, Graph, Meeting, Node, ProductFormats
 from opfuse.compiler.meetings import Beside, Carried, carried, carrier, rows_behind
 from opfuse.compiler.products import products_of, stored_formats
 from opfuse.core.cast import GRADIENT
@@ -94,8 +94,9 @@ def lower(
         own = tuple(casts.values()) if known.casts_itself else ()
         if own:
             casts = {}
+        grouping = op.grouping(needs) if GROUPED in known.traits else None
         if "input" in casts:
-            _cast_input(b, index, casts["input"], extra_values)
+            _cast_input(b, index, casts["input"], () if grouping is None else (extra_values[grouping.splits],))
         operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
         # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
         if not known.is_cast or (GRADIENT in casts and b.current == 0):
@@ -110,6 +111,7 @@ def lower(
                 operands=operands,
                 directions=BOTH if needs else frozenset((FORWARD,)),
                 needs=needs,
+                grouping=grouping,
                 casts=own,
                 takes_quantized=known.accepts_quantized,
             )
@@ -213,10 +215,10 @@ def _cast_parameter(b: _GraphBuilder, op: int, spec: CastSpec) -> tuple[str, int
     return spec.role, value
 
 
-def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequence[int]) -> None:
+def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, splits: Sequence[int]) -> None:
     """A node for the cast, unless an explicit Quantize has one, which then makes the planes that are read here.
 
-    The first extra input says where groups of rows end.
+    splits: the value that has the rows of each group, if there are groups.
     """
     earlier = None if spec.groups else b.casts.get(b.current)
     if earlier is not None:
@@ -225,11 +227,11 @@ def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequenc
     # The cast of an explicit Quantize stays where it is: the product after it replaces the spec, and would lose the travel.
     collective = None if b.known[op].is_cast else _collective_before(b, spec)
     if collective is None:
-        _add_cast(b, op, spec, extra_values)
+        _add_cast(b, op, spec, splits)
         return
     found = _moved(b, op, spec, collective, FORWARD)
     if found.travel is None:
-        _add_cast(b, op, spec, extra_values)
+        _add_cast(b, op, spec, splits)
         return
     b.nodes.pop()
     b.current = collective.inputs[0]
@@ -260,9 +262,9 @@ def _moved(b: _GraphBuilder, op: int, spec: CastSpec, collective: Node, directio
     return found
 
 
-def _add_cast(b: _GraphBuilder, op: int, spec: CastSpec, extra_values: Sequence[int]) -> None:
+def _add_cast(b: _GraphBuilder, op: int, spec: CastSpec, splits: Sequence[int]) -> None:
     value = b.new_value(grad=b.current in b.grads)
-    inputs = (b.current, *extra_values[:1]) if spec.groups else (b.current,)
+    inputs = (b.current, *splits) if spec.groups else (b.current,)
     node = b.add(kind=spec.kind, op=op, spec=spec, inputs=inputs, outputs=(value,), directions=frozenset((FORWARD,)))
     if not spec.groups:
         b.casts[value] = node.index

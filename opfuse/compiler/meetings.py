@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from opfuse.compiler.graph import BACKWARD, FORWARD, CastSpec
+from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, CastSpec
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
@@ -52,7 +52,7 @@ def rows_behind(op: BasicOperation, rows: int) -> int:
     for trait, growth in GROWTH.items():
         if trait in traits:
             return rows * ranks if growth > 0 else rows // math.gcd(rows, ranks)
-    return rows if not KEEPS_ROWS.isdisjoint(traits) and "grouped" not in traits else 1
+    return rows if not KEEPS_ROWS.isdisjoint(traits) and GROUPED not in traits else 1
 
 
 class Carried(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from opfuse.compiler.claims import Claims
 from opfuse.compiler.cover import FUSED, Group, Outcome
-from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, TRANSPARENT, VIEW, CastSpec, Graph, Node
+from opfuse.compiler.graph import BACKWARD, FORWARD, TRANSPARENT, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.compiler.remade import Remade, remade_operands
@@ -19,6 +19,7 @@ from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.fused import FusedOperation
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
+from opfuse.core.protocol import Grouping
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, describe
 from opfuse.recipes import current_amax_group
@@ -88,12 +89,12 @@ class Plan:
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     own_code: dict[int, OwnCode] = field(default_factory=dict, compare=False, repr=False)
     keepable: dict[int, tuple[tuple[Node, int], ...]] = field(default_factory=dict, compare=False, repr=False)
-    grouped: dict[int, tuple[tuple[Node, Sequence[Cast]], ...]] = field(default_factory=dict, compare=False, repr=False)
+    grouped: dict[int, tuple[tuple[Node, Grouping, Sequence[Cast]], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def reads_sizes(self) -> bool:
         """Whether some op may need the host to know the sizes of groups of rows."""
-        return any(GROUPED in node.traits for node in self.graph.nodes)
+        return any(node.grouping is not None for node in self.graph.nodes)
 
     @cached_property
     def first_trained(self) -> int:
@@ -174,7 +175,8 @@ def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: 
     where = f"{label} {spec.role}"
     if not spec.groups:
         return Cast(spec.role, spec.quantizer, op, env, where, spec.state, group)
-    padded = spec.role not in op.parameter_names and bool(getattr(op.spec, "pad_splits", False))
+    grouping = op.grouping(())
+    padded = spec.role not in op.parameter_names and grouping is not None and grouping.padded
     states = tuple(spec.state or ())
     return GroupedCast(spec.role, spec.quantizer, op, env, where, None, group, spec.groups, states, padded, spec.ragged)
 

@@ -20,7 +20,7 @@ from opfuse.core.channels import ChannelMixin, cure_of_keywords
 from opfuse.core.context import Context, Value
 from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, kind_of, place, word_of
 from opfuse.core.numbered import NumberedMixin
-from opfuse.core.protocol import check_signatures, refuse_missing
+from opfuse.core.protocol import Grouping, check_signatures, refuse_missing
 from opfuse.core.quantizers import QuantizerSlotsMixin
 from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec, spec_fields
@@ -316,6 +316,10 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     def checked_dtype(self, what: str, dtype: torch.dtype) -> torch.dtype:
         """``dtype``, if ops compute in it; else DtypeError. what: names the tensor in the error."""
         return dtype if dtype in DTYPES else checked_dtype(f"{self.label} {what}", dtype)
+
+    def grouping(self, needs: Collection[str]) -> Grouping | None:
+        """How its rows are in groups; None: they are not. needs: what wants a gradient, as in a context."""
+        return None
 
     def cast_groups(self, role: str) -> int:
         """How many groups of rows the operand is cast in, each by itself; 0: it is cast as one tensor."""

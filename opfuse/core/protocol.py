@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,20 @@ class RunsOps(Protocol):
 
     def named_ops(self) -> Iterator[tuple[str, Any]]:
         """The ops, each with the path that people know it by."""
+
+
+class Grouping(NamedTuple):
+    """How the rows of an op are in groups.
+
+    number: of groups. splits: which extra input says how many rows each has. padded: whether a cast fills the last blocks of a
+    group with rows of zeros. summed: whether the backward pass sums the rows of each group, of which the host has to know the
+    number.
+    """
+
+    number: int
+    splits: int = 0
+    padded: bool = False
+    summed: bool = False
 
 
 NEIGHBOURS: Mapping[str, None] = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}

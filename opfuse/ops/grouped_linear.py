@@ -15,6 +15,7 @@ from torch import nn
 
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
+from opfuse.core.protocol import Grouping
 from opfuse.core.quantizers import Mode, own_slot
 from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features
@@ -25,11 +26,10 @@ from opfuse.ops.grouped_bias import Biases, add_biases, bias_gradients, scale_gr
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.grouped_main_grad import add_gradients
 from opfuse.ops.main_grad import is_asked_for
-from opfuse.ops.operands import check_forward, kept, multiplied
+from opfuse.ops.operands import check_forward, in_dtype, kept, multiplied
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import OVERRIDES, cast_quantizer
-from opfuse.tensors.gemm import Operand
 from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
 from opfuse.tensors.groups import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer
@@ -149,6 +149,9 @@ class GroupedLinear(BasicOperation):
 
     def quantized_roles(self) -> tuple[str, ...]:
         return ("input", *self.weight_names, "grad_output")
+
+    def grouping(self, needs: Collection[str]) -> Grouping:
+        return Grouping(self.num_groups, padded=self.pad_splits, summed=self.sums_biases(needs))
 
     def cast_groups(self, role: str) -> int:
         return self.num_groups if role in ("input", "weight", "grad_output") else 0
@@ -272,7 +275,7 @@ class GroupedLinear(BasicOperation):
 
     def _operands(self, ctx: Context, held: Iterable[Any], other: Value) -> Weights:
         """The weight of each group as a product reads it beside ``other``; plain weights in one tensor stay in it."""
-        read = [_in(multiplied(weight, other), ctx.compute_dtype) for weight in held]
+        read = [in_dtype(multiplied(weight, other), ctx.compute_dtype) for weight in held]
         if not self.single_grouped_weight:
             return read
         (whole,) = read
@@ -310,7 +313,7 @@ class GroupedLinear(BasicOperation):
         ctx.grad_output = None
         dy = ctx.cast("grad_output", grad_output, ctx.sizes or ctx.saved.splits)
         ctx.sizes = ctx.sizes or (sizes_of(dy) if isinstance(dy, QuantizedStorage) else None)
-        dy, groups = _in(dy, ctx.compute_dtype), Groups(ctx.sizes, ctx.saved.splits)
+        dy, groups = in_dtype(dy, ctx.compute_dtype), Groups(ctx.sizes, ctx.saved.splits)
         dx = self._input_gradient(ctx, dy, groups)
         weights = self._weight_gradients(ctx, dy, groups)
         biases, scales = self._bias_gradients(ctx, plain, groups)
@@ -394,7 +397,3 @@ def _names(kind: str, groups: int, *, single: bool) -> tuple[str, ...]:
 def _draw(values: torch.Tensor) -> None:
     for matrix in values.view(-1, *values.shape[-2:]):
         nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
-
-
-def _in(operand: Value, dtype: torch.dtype) -> Operand:
-    return operand if isinstance(operand, QuantizedStorage) else operand.to(dtype)

@@ -26,6 +26,11 @@ def multiplied(weight: Any, other: Value) -> Value:
     return weight.held if isinstance(other, QuantizedStorage) else weight.dequantize()
 
 
+def in_dtype(operand: Value, dtype: torch.dtype) -> Value:
+    """A plain operand in ``dtype``; a quantized one as it is."""
+    return operand if isinstance(operand, QuantizedStorage) else operand.to(dtype)
+
+
 def kept(ctx: Context, operand: Any, role: str) -> Any:
     """What the backward products read of an operand: a quantized parameter itself, a plane of its cast, or the tensor.
 

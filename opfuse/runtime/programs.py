@@ -21,6 +21,7 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Value
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
+from opfuse.core.protocol import Grouping
 from opfuse.environment import variable
 from opfuse.program.tape import Tape
 from opfuse.recipes.counting import PassAround
@@ -142,13 +143,13 @@ def _sizes(
     copied there, decide nothing that the host does; but no program that copies them has a place in a CUDA graph.
     """
     given = dict(zip(segment.inputs, tensors))
-    for node, casts in _grouped(plan, segment, ops):
-        x, splits = given.get(_with_rows_of(plan, node.inputs[0], given)), given.get(node.inputs[1])
+    for node, grouping, casts in _grouped(plan, segment, ops):
+        x, splits = given.get(_with_rows_of(plan, node.inputs[0], given)), given.get(node.extra_inputs[grouping.splits])
         if splits is None:
             yield None
             continue
         where = plan.ops[node.op]
-        check_splits(splits, node.spec.num_groups, where=where)
+        check_splits(splits, grouping.number, where=where)
         rows = 0 if x is None else matrix_shape(x.shape)[0]
         grouped = next((cast for cast in casts if isinstance(cast, GroupedCast)), None)
         if grouped is not None and grouped.stays(splits, (1,) if x is None else x.shape):
@@ -156,7 +157,7 @@ def _sizes(
                 check_copied(splits, rows, where=where)
             yield known_sizes(splits, rows) if is_capturing() else None
         else:
-            reads = casts or ops[node.op].sums_biases(node.needs)
+            reads = casts or grouping.summed
             yield read_sizes(splits, rows, where=where) if reads else known_sizes(splits, rows)
 
 
@@ -174,14 +175,14 @@ _KEEP_ROWS = frozenset(("elementwise", GROUPED))
 """Traits of ops whose result has a row for each row of their input."""
 
 
-def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Sequence[tuple[Node, Sequence[Cast]]]:
+def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Sequence[tuple[Node, Grouping, Sequence[Cast]]]:
     """The segment's ops with groups of rows, and their casts; looked for once, since experts have many nodes."""
     found = plan.grouped.get(segment.nodes.start)
     if found is None:
         nodes = [plan.graph.nodes[i] for i in segment.nodes]
-        grouped = [node for node in nodes if GROUPED in node.traits and not node.is_cast]
-        casts = {node.op: [cast for cast in plan.casts.values() if cast.op is ops[node.op]] for node in grouped}
-        found = plan.grouped[segment.nodes.start] = tuple((node, casts[node.op]) for node in grouped)
+        grouped = [(node, node.grouping) for node in nodes if node.grouping is not None]
+        casts = {node.op: [cast for cast in plan.casts.values() if cast.op is ops[node.op]] for node, _ in grouped}
+        found = plan.grouped[segment.nodes.start] = tuple((*each, casts[each[0].op]) for each in grouped)
     return found
 
 

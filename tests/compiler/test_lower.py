@@ -8,8 +8,9 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, QUANTIZE, CastSpec, Graph
+from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, GROUPED, QUANTIZE, CastSpec, Graph
 from opfuse.compiler.registry import RuleSet
+from opfuse.core.protocol import Grouping
 from opfuse.recipes import Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole, Recipe
 from opfuse.runtime.fuser import OperationFuser
 from tests.compiler.harness import OVERRIDES, randn, recipe_for, to
@@ -183,3 +184,27 @@ def test_what_the_graph_knows_of_parameters():
     (name, weight), (bias_name, bias) = graph.nodes[0].params + graph.nodes[1].params
     assert (name, weight.dtype, weight.shape, weight.requires_grad) == ("weight", BF16, (32, 64), True)
     assert (bias_name, bias.shape) == ("bias", (32,))
+
+
+class Experts(ops.BasicOperation):
+    """Rows in groups, of which the second extra input has the sizes."""
+
+    traits, roles, accepts_quantized = frozenset((GROUPED,)), ("input",), True
+    num_extra_inputs = 2
+
+    def grouping(self, needs):
+        return Grouping(4, splits=1)
+
+    def cast_groups(self, role):
+        return 4
+
+    def op_forward(self, ctx, x, **_):
+        return ctx.extras[0]
+
+
+def test_a_cast_of_groups_reads_the_sizes_that_its_op_names():
+    graph = lowered(Experts(), recipe=MXFP8BlockScaling())
+    (made,) = (node for node in graph.nodes if node.is_cast)
+    (op,) = (node for node in graph.nodes if not node.is_cast)
+    assert made.inputs == (0, graph.extra_inputs[1])
+    assert (op.extra_inputs, op.grouping) == (graph.extra_inputs, Grouping(4, splits=1))

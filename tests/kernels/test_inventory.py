@@ -21,7 +21,7 @@ FACT = {"amax": {"registers": 12, "spills": 0, "shared": 0}}
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with an intact entry, with other comments; one of other code, a damaged one, one with two cubins; a temporary file."""
+    """A cache with an intact entry of other comments, one of other code, a damaged one, one with two cubins; a temporary file."""
     monkeypatch.setenv("OPFUSE_CACHE_DIR", str(tmp_path))
     place = tmp_path / "kernels-v2"
     cache = CubinCache(place)

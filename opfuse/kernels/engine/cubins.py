@@ -1,9 +1,9 @@
 """Keeps compiled kernels on disk, in a directory that nobody else can write or replace, and trusts only intact files.
 
-A file is called ``<key>-<sha256 of the file>.<kind>``; the key is a digest of all that it was made from but prose. So a rename publishes a
-file at once, truncated and altered files are recognised, and processes that compile one kernel at the same time do not disturb
-each other. Nothing waits until a file is on the disk: one that a power failure leaves in part is truncated like any other. Where
-the directory cannot or must not be used, kernels are kept in memory while the process runs.
+A file is called ``<key>-<sha256 of the file>.<kind>``; the key is a digest of all that it was made from but prose. So a rename
+publishes a file at once, truncated and altered files are recognised, and processes that compile one kernel at the same time do
+not disturb each other. Nothing waits until a file is on the disk: one that a power failure leaves in part is truncated like any
+other. Where the directory cannot or must not be used, kernels are kept in memory while the process runs.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def added(tmp_path, monkeypatch):
                 (tmp_path / name).write_text(text)
 
     yield add
-    compiling.assemble.cache_clear()
-    parameters.parameter_of.cache_clear()
+    for known in (compiling.assemble, compiling.code_of, parameters.parameter_of):
+        known.cache_clear()
     for module in ("opfuse.kernels.scaled", "opfuse.kernels.cases.scaled"):
         sys.modules.pop(module, None)
         vars(sys.modules[module.rpartition(".")[0]]).pop("scaled", None)

@@ -9,6 +9,7 @@ from opfuse.compiler.cover import Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.products import how
+from opfuse.numerics.row_groups import TILE
 
 SIDES = (FORWARD, BACKWARD)
 
@@ -29,9 +30,12 @@ def outcome(found: Outcome) -> dict[str, Any]:
 def products(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each matrix product of ops with quantized operands: its formats (None: high precision), native or emulated, and why."""
     nodes = {node.op: node for node in plan.graph.nodes if not node.is_cast}
+    in_groups = {node.op for node in plan.graph.nodes if node.is_cast and node.spec.ragged is not None}
+    env = plan.key.env
     for product in plan.graph.products:
         node = nodes[product.op]
-        status, reason = how(product, node.spec, plan.key.env)
+        tiled = product.op in in_groups  # each group of rows, of which nobody here knows how many there are, begins on a tile
+        status, reason = how(product, node.spec, env._replace(rows_class=TILE) if tiled else env)
         formats = {side: None if fmt is None else str(fmt) for side, fmt in (("left", product.left), ("right", product.right))}
         yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
 

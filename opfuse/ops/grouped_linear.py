@@ -63,8 +63,8 @@ class GroupedLinear(BasicOperation):
     9.0 in FP8, scaled per tensor (current or delayed), per row or in 1x128 blocks. All groups are then one launch, a program
     repeats it for all sizes and a CUDA graph captures it. Splits of the GPU that do not add up to the rows stop it with an
     assertion; nothing outside of the tensors is touched. Elsewhere the host waits, once for the layers of a pipeline that share
-    splits: for gradients of biases, emulated formats, amaxes over ranks, and bf16 gradients in ``main_grad``. A CPU tensor or a
-    list costs no wait; a CUDA graph takes a list, whose numbers it keeps. Weights of bf16 products may be copied into one tensor.
+    splits: for gradients of biases, more than 128 groups, emulated formats, amaxes over ranks, bf16 gradients in ``main_grad``. A
+    CPU tensor or a list costs no wait; a CUDA graph keeps the numbers of a list. Weights of bf16 products may be copied into one.
 
     In a pipeline, layers share the ``splits`` that an op such as :class:`~opfuse.ops.TokenDispatch` puts into a channel. Those of
     the caller have no channel: they are passed once for each layer, in op order.

@@ -246,3 +246,13 @@ def test_who_makes_a_native_product_is_told(recipe, cuda, fprop, wgrad, monkeypa
         found = opfuse.explain(experts, torch.randn(64, 64, requires_grad=True), torch.tensor([32, 32])).to_dict()
     makers = {each["reason"].partition(",")[0] for each in found["pipelines"][0]["products"]}
     assert makers == {"product.cu" if cuda >= (12, 9) else "scaled_mm"}
+
+
+@pytest.mark.parametrize(("bias", "wgrad"), [(False, "native"), (True, "emulated")])
+def test_groups_of_any_rows_begin_on_tiles_unless_biases_sum_them(bias, wgrad, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((9, 0), (13, 0)))
+    experts = ops.Sequential(ops.GroupedLinear(2, 64, 96, bias=bias))
+    with opfuse.autocast(recipe=recipes.Float8BlockScaling()):
+        found = opfuse.explain(experts, torch.randn(100, 64, requires_grad=True), torch.tensor([79, 21])).to_dict()
+    told = {each["product"]: each["status"] for each in found["pipelines"][0]["products"]}
+    assert told == {"fprop": "native", "dgrad": "native", "wgrad": wgrad}

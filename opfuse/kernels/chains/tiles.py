@@ -24,6 +24,7 @@ from opfuse.numerics.row_groups import TILE
 _SUMMED_ROWS = 16  # of one part of a sum
 _GROUP = 64  # columns that a warp has beside each other
 _MOST_RESULTS = 64 * 128  # of a tile whose threads have registers for two strands of fp32, or beside sums over columns
+_ROWS_BESIDE_SUMS = {"GROUPS": 4}  # of a thread of a larger tile that has registers for two strands beside sums over columns
 _MOST_SUM_BYTES = 28 << 10  # of shared memory for parts of sums: a kernel has 48 KiB, of which casts hold 20 at most
 _HELD = 3  # packs and numbers of rows and columns that a thread holds beside its inputs at no cost
 
@@ -99,6 +100,7 @@ _TILES: Mapping[str, Mapping[_Kind, Tile]] = {
         ("backward", True, True): Tile(64, 64, 128, 5, 4),
     },
     "BLOCKS": _BLOCKS,
+    "GROUPS": {**_BLOCKS, ("backward", True, True): Tile(128, 128, 512, 1, 1)},  # whose sums are over columns only
     "SQUARES": {
         **_BLOCKS,
         ("forward", True, False): Tile(128, 128, 256, 4, 2),
@@ -147,12 +149,13 @@ def plain_tile(call: ChainCall) -> Tile | None:
 def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile | None:
     """The tile for results of so many columns; None if there is no kernel for them.
 
-    The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, in a large tile neither of
-    fp32 nor beside sums over columns. Parts of sums over rows must fit beside what the cast holds.
+    The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, in a large tile not of fp32,
+    and beside sums over columns only if a thread has few rows. Parts of sums over rows must fit beside what the cast holds.
     """
     tile, strands = _tile(table, code, aligned=aligned), code.depths[code.final]
     widths = [columns, *(stage.interleave for stage in code.stages)] if strands else []
-    crowded = strands and (code.io == "float" or code.column_sums) and tile.rows * tile.columns > _MOST_RESULTS
+    summed = code.column_sums and tile.own_rows > _ROWS_BESIDE_SUMS.get(table, 0)
+    crowded = strands and (code.io == "float" or summed) and tile.rows * tile.columns > _MOST_RESULTS
     if crowded or strands > 1 or columns >= WIDEST or not tile.holds(len(code.row_sums)):
         return None
     return None if any(width % tile.columns for width in widths) else tile
@@ -225,7 +228,7 @@ CASTS: Mapping[type, TileCast] = {
         "block",
         parameter_of("block_groups.cuh", "BlockGroups"),
         ("GROUPED=1",),
-        lambda encode: "BLOCKS" if encode.layouts[0].block == (1, TILE) else None,
+        lambda encode: "GROUPS" if encode.layouts[0].block == (1, TILE) else None,
         lambda encode: encode.groups.padded_rows,
     ),
     Microscaled: TileCast(

@@ -20,8 +20,18 @@ OPFUSE_FN u32 own_block() { return blockIdx.x; }
 
 OPFUSE_FN Running begin(const Encode&) { return {}; }
 
+// Has the compiler make the results of a row where the row is, by a store that never happens: a matrix has rows. It else keeps what they are
+// made of, and sums over columns leave no registers for that.
+OPFUSE_FN void make_here([[maybe_unused]] const Encode& p, [[maybe_unused]] const Eight<IN>& v) {
+#if GROUPED
+    if constexpr (COLUMN_SUMS > 0 && STRANDS > 1)
+        if (p.blocks.rows < 0) store_eight(reinterpret_cast<IN*>(p.blocks.rowwise), v);
+#endif
+}
+
 // Zeros are stored behind the rows of a group.
-OPFUSE_FN void take(const Encode&, const Tile&, const Thread& at, int i, const Eight<IN>& v, Held& held, u8*, Running&) {
+OPFUSE_FN void take(const Encode& p, const Tile&, const Thread& at, int i, const Eight<IN>& v, Held& held, u8*, Running&) {
+    make_here(p, v);
     held.v[i] = GROUPED && at.place(down_of(i)).count <= 0 ? Eight<IN>{} : v;
 }
 

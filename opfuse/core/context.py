@@ -49,7 +49,8 @@ class Context:
     remade: operands, by role, that are not saved, since the backward pass makes them anew. travel: for a collective, which planes
     of a quantized input travel in which pass; None: values travel. dirty: tensors of the caller that the op changed in place.
     grad_extras: gradients of the op's extra outputs. grad_output: the gradient of its output in high precision, where
-    ``op_backward`` gets a cast of it in groups. extra_outputs: the op's extra outputs, if a rule ran it.
+    ``op_backward`` gets a cast of it in groups. reader: of a cast of a gradient in groups, the context of the op that reads it.
+    extra_outputs: the op's extra outputs, if a rule ran it.
     An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
 
     Beside the saved values, the backward pass of a built-in op finds here, whether the op itself or a rule ran the forward pass:
@@ -69,6 +70,7 @@ class Context:
         self.travel: Travel | None = None
         self.dirty: list[torch.Tensor] = []
         self.grad_output: torch.Tensor | None = None
+        self.reader: Context | None = None
         self.grad_extras: tuple[torch.Tensor | None, ...] = ()
         self.grad_params: tuple[torch.Tensor | None, ...] = ()
         self.grad_inputs: tuple[torch.Tensor | None, ...] = ()

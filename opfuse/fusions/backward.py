@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from opfuse.compiler.rules import fusion, is_, is_not, maybe, run
+from opfuse.compiler.rules import fusion, is_, is_not, maybe, one_of, run
 from opfuse.core.context import Context, Value
 from opfuse.numerics.pointwise import compute_dtype
-from opfuse.ops.chains import run_chain_backward, run_chain_backward_cast
+from opfuse.ops.chains import run_chain_backward, run_chain_backward_cast, run_chain_backward_stored
 
 
 def backward_activation_bias(dy: torch.Tensor, *, quantize: Context | None, chain: Sequence[Context]) -> Any:
@@ -19,6 +19,14 @@ def backward_activation_bias(dy: torch.Tensor, *, quantize: Context | None, chai
     if quantize is None:
         return run_chain_backward(dy, chain, rounding=rounding)
     return run_chain_backward_cast(dy, chain, quantize.op, rounding=rounding)
+
+
+def backward_groups(dy: torch.Tensor, *, quantize: Context, chain: Sequence[Context]) -> Any:
+    """Derivatives and the cast of each group of the gradient's rows, in one kernel; it stores the gradient itself if read."""
+    reader, made = cast(Context, quantize.reader), quantize.op.by(*quantize.extras)
+    stores = reader.op.reads_gradient(reader.needs)
+    grad, reader.grad_output = run_chain_backward_stored(dy, chain, made, stores=stores, rounding=chain[0].env.rounding)
+    return grad
 
 
 def backward_elementwise(dy: torch.Tensor, *, chain: Sequence[Context]) -> torch.Tensor:
@@ -86,6 +94,13 @@ BACKWARD_ADD_RMS_NORM = fusion(
     {"extra": "make_extra_output", "norm": "rms_norm"},
     when=(is_("extra.in_place", False),),
     backward=backward_add_rms_norm,
+)
+
+BACKWARD_GROUPS = fusion(
+    "backward_groups",
+    {"quantize": "quantize_groups", "chain": run("elementwise", low=1)},
+    when=(one_of("quantize.ragged.gradients.family", "block"),),
+    backward=backward_groups,
 )
 
 BACKWARD_ACTIVATION_BIAS = fusion(

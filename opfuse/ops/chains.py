@@ -10,7 +10,7 @@ import torch
 
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value
-from opfuse.kernels.casts.encoding import EncodedArrays, Encoding
+from opfuse.kernels.casts.encoding import EncodedArrays, Encoding, WithOriginal, apart
 from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
 from opfuse.kernels.products.chained import ProductResult
@@ -126,14 +126,26 @@ def run_chain_backward_cast(
     dy: torch.Tensor, contexts: Sequence[Context], cast: Cast, *, rounding: Rounding = "per_op"
 ) -> QuantizedStorage:
     """:func:`run_chain_backward` and the cast of its result, in one kernel where the cast can be taken over."""
+    made, _ = run_chain_backward_stored(dy, contexts, cast, stores=False, rounding=rounding)
+    return made
+
+
+def run_chain_backward_stored(
+    dy: torch.Tensor, contexts: Sequence[Context], cast: Cast, *, stores: bool = True, rounding: Rounding = "per_op"
+) -> tuple[QuantizedStorage, torch.Tensor | None]:
+    """:func:`run_chain_backward_cast`, and dx itself, which the same kernel stores. stores: whether it is wanted; else None."""
     stages, saved, shape = _backward_stages(dy, contexts)
     first = contexts[0]
     fused = cast.fused(shape, first.io_dtype, dy.device) if first.io_dtype == first.input_dtype else None
     if fused is None:
-        return cast(run_chain_backward(dy, contexts, rounding=rounding))
-    encoded, grads = backward_chain_encoded(dy, stages, saved, fused.encoding, rounding=rounding, dtype=first.io_dtype)
+        dx = run_chain_backward(dy, contexts, rounding=rounding)
+        return cast(dx), dx if stores else None
+    inner, kept = apart(fused.encoding)
+    encode = WithOriginal(fused.encoding.layouts, inner) if stores else fused.encoding
+    encoded, grads = backward_chain_encoded(dy, stages, saved, encode, rounding=rounding, dtype=first.io_dtype)
     _set_grads(contexts, grads)
-    return fused.storage(encoded)
+    planes = encoded if kept or not stores else encoded[:-1]
+    return fused.storage(planes), encoded[-1][0] if stores else None
 
 
 def _backward_stages(dy: torch.Tensor, contexts: Sequence[Context]) -> tuple[list[Stage], dict[int, torch.Tensor], torch.Size]:

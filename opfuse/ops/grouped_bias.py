@@ -5,7 +5,8 @@ All groups are one op, whether the host knows their sizes or not. A sum over the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,6 +20,12 @@ Biases = torch.Tensor | Sequence[torch.Tensor]
 """Of all groups: one tensor (G, N), or (N,) of each."""
 
 
+def biases_of(names: Sequence[str], held: Callable[[str], torch.Tensor]) -> Biases:
+    """Those of parameters of these names, as ``held`` finds each: of one that holds all, ``bias``, or of one for each group."""
+    found = [held(name) for name in names]
+    return found[0] if names == ("bias",) else found
+
+
 def add_biases(y: torch.Tensor, biases: Biases, scales: torch.Tensor | None, groups: Groups) -> None:
     """Add to each row of ``y`` (M, N) the bias of its group, times its scale; rounded once."""
     wide = pointwise.compute_dtype(y.dtype)
@@ -29,20 +36,21 @@ def add_biases(y: torch.Tensor, biases: Biases, scales: torch.Tensor | None, gro
 def bias_gradients(
     dy: torch.Tensor, held: Sequence[torch.Tensor], scales: torch.Tensor | None, sizes: Sizes
 ) -> list[torch.Tensor]:
-    """The gradient (N,) of each group's bias, in its dtype: the sum of its rows of ``dy`` (..., N), times their scales.
+    """The gradient of each parameter of ``held``: of each group the sum (N,) of its rows of ``dy`` (..., N), times their scales.
 
-    It is the backward pass of the op Bias over the rows of the group: sums have one order, whoever makes them. held: of each
-    group the parameter with its bias, of which only the dtype is read; the program of a backward pass, which is given no
+    It is the backward pass of the op Bias over the rows of the group: sums have one order, whoever makes them. held: a parameter
+    (N,) for each group, or one (G, N), of which only the dtype is read; the program of a backward pass, which is given no
     parameter, could not take a part of one.
     """
     rows = dy.reshape(-1, dy.shape[-1])
     if scales is not None:
         wide = pointwise.compute_dtype(dy.dtype)
         rows = rows.to(wide) * scales.reshape(-1, 1).to(wide)
-    return [
+    sums = [
         backward_chain(piece, [Stage(activations.BIAS, {"bias": bias})], {})[1][0]["bias"]
-        for piece, bias in zip(rows.split(sizes), held)
+        for piece, bias in zip(rows.split(sizes), itertools.cycle(held))
     ]
+    return [torch.stack(sums)] if held[0].ndim > 1 else sums
 
 
 def scale_gradient(dy: torch.Tensor, biases: Biases, groups: Groups) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.formats import IDENTITY, NumberFormat
-from opfuse.ops.grouped_bias import Biases, add_biases, bias_gradients, scale_gradient
+from opfuse.ops.grouped_bias import add_biases, bias_gradients, biases_of, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.grouped_main_grad import add_gradients
 from opfuse.ops.main_grad import is_asked_for
@@ -255,7 +255,7 @@ class GroupedLinear(BasicOperation):
         ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
         self._save(ctx, x, held, splits, scales)
         if self.use_bias:
-            add_biases(y.view(-1, self.out_features), self._biases(self.parameter), scales, groups)
+            add_biases(y.view(-1, self.out_features), biases_of(self.bias_names, self.parameter), scales, groups)
         return y
 
     def _check_call(self, x: Value, splits: torch.Tensor, scales: torch.Tensor | None) -> None:
@@ -299,12 +299,13 @@ class GroupedLinear(BasicOperation):
         read = {name: kept(ctx, made[name], "input" if name == "x" else name) for name in self.reads_saved(ctx)}
         ctx.save(**(dict.fromkeys(self.saves) | read))
 
-    def _biases(self, held: Callable[[str], torch.Tensor]) -> Biases:
-        return held("bias") if self.single_grouped_bias else [held(name) for name in self.bias_names]
-
     def sums_biases(self, needs: Collection[str]) -> bool:
         """Whether a backward pass sums rows for biases, of which the host has to know how many there are."""
         return not set(needs).isdisjoint(self.bias_names)
+
+    def reads_gradient(self, needs: Collection[str]) -> bool:
+        """Whether a backward pass reads the output's gradient in high precision, too."""
+        return self.sums_biases(needs) or "extra1" in needs
 
     # -- backward --------------------------------------------------------------------------------------------------------
 
@@ -382,11 +383,10 @@ class GroupedLinear(BasicOperation):
         biases: list[torch.Tensor | None] = [None] * len(self.bias_names)
         if self.sums_biases(ctx.needs):
             held = [self.parameter(name) for name in self.bias_names]
-            sums = bias_gradients(dy, held * (self.num_groups // len(held)), ctx.saved.scales, cast(Sizes, groups.sizes))
-            biases = [torch.stack(sums)] if self.single_grouped_bias else list(sums)
+            biases = [*bias_gradients(dy, held, ctx.saved.scales, cast(Sizes, groups.sizes))]
         if "extra1" not in ctx.needs:
             return biases, None
-        rows = scale_gradient(dy, self._biases(partial(getattr, ctx.saved)), groups)
+        rows = scale_gradient(dy, biases_of(self.bias_names, partial(getattr, ctx.saved)), groups)
         return biases, rows.reshape(dy.shape[:-1]).to(ctx.extra_dtypes[-1])
 
 

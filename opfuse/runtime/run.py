@@ -310,14 +310,18 @@ class Runner:
             self._backward_op(last, grads)
 
     def _backward_cast(self, node: Node, grads: Gradients) -> None:
-        value = node.outputs[0]
-        made, dy = self.plan.casts[node.index], cast(Value, grads.take(value))
-        if isinstance(made, GroupedCast):
-            context = grads.contexts[self.plan.graph.producer[value]]
-            context.grad_output = plain(dy)
-            grads.put(value, made(context.grad_output, context.sizes or context.saved.splits))
-        else:
-            grads.put(value, self._caster(node.index, made)(dy))
+        context, dy = self._cast_context(node, grads), cast(Value, grads.take(node.outputs[0]))
+        if context.reader is not None:
+            dy = context.reader.grad_output = plain(dy)
+        grads.put(node.outputs[0], self._caster(node.index, context.op)(dy, *context.extras))
+
+    def _cast_context(self, node: Node, grads: Gradients) -> Context:
+        """The context of a cast of a gradient; of one in groups, its extras say how many rows each has."""
+        context = Context(self.plan.casts[node.index], self.plan.key.env, frozenset())
+        if isinstance(context.op, GroupedCast):
+            context.reader = reader = grads.contexts[self.plan.graph.producer[node.outputs[0]]]
+            context.extras = (reader.sizes or reader.saved.splits,)
+        return context
 
     def _backward_op(self, node: Node, grads: Gradients) -> None:
         op = self.ops[node.op]
@@ -340,7 +344,7 @@ class Runner:
         dy = grads.take(last.outputs[0])
         # A joint rule also sees the ops that want no gradient, but only the casts that act on gradients.
         made = {i: grads.contexts[i] for place in group.binding for i in place if not nodes[i].is_cast}
-        made |= {i: Context(self.plan.casts[i], self.plan.key.env, frozenset()) for i in group.nodes if nodes[i].is_cast}
+        made |= {i: self._cast_context(nodes[i], grads) for i in group.nodes if nodes[i].is_cast}
         dx = _implementation(rule.backward)(dy if last.takes_quantized else plain_or_none(dy), **_bind(rule, group, made))
         if nodes[group.nodes[0]].inputs[0] in self.plan.graph.grads:
             check_result(f"{rule.name} backward", dx)

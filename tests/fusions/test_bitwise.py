@@ -103,6 +103,7 @@ PLACES = {
         ("make_extra_output", "rms_norm"),
         ("make_extra_output", "rms_norm"),
     ),
+    "backward_groups": Place(gated_experts, ("quantize_groups", "scaled_swiglu"), ()),
     "backward_activation_bias": Place(
         lambda: ops.Sequential(ops.Linear(WIDTH, 2 * WIDTH), ops.ConstantScale(1.5), ops.GEGLU(), ops.Linear(WIDTH, WIDTH)),
         ("quantize", "bias", "constant_scale", "geglu"),
@@ -135,16 +136,22 @@ def _no_cast_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
 _FAMILIES = {"fp8_current": "'tensor'", "delayed": "'tensor'", "custom": "'row'"}
 
 
-def _no_blocks_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
+def _no_blocks_in_groups(recipe: Recipe | None, of: str = "inputs") -> tuple[str, ...]:
     if recipe is None or recipe.kind == "fp8_block":
         return ()
-    return "quantize.ragged.inputs.family", "one of ('block',)", _FAMILIES.get(recipe.kind, "nothing")
+    return f"quantize.ragged.{of}.family", "one of ('block',)", _FAMILIES.get(recipe.kind, "nothing")
+
+
+def _no_gradient_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
+    """Under an override gradients are not cast."""
+    return () if recipe is None or recipe.backward_override else _no_blocks_in_groups(recipe, "gradients")
 
 
 REFUSED = {
     "backward_activation_bias": _no_quantized_gradient,
     "dispatch_cast": _no_cast_in_groups,
     "epilogue_groups": _no_blocks_in_groups,
+    "backward_groups": _no_gradient_in_groups,
 }
 """The guard that keeps a rule from firing under a recipe, what it wants and what it gets; nothing where the rule fires."""
 

@@ -149,8 +149,8 @@ def plain_tile(call: ChainCall) -> Tile | None:
 def _fitting(table: str, code: ChainCode, columns: int, aligned: bool) -> Tile | None:
     """The tile for results of so many columns; None if there is no kernel for them.
 
-    The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, in a large tile not of fp32,
-    and beside sums over columns only if a thread has few rows. Parts of sums over rows must fit beside what the cast holds.
+    The columns of a tile must lie together in every strand of dx, of which a kernel has room for two, but in a large tile not of
+    fp32, and beside sums over columns only if a thread has few rows. Parts of sums over rows must fit beside what the cast holds.
     """
     tile, strands = _tile(table, code, aligned=aligned), code.depths[code.final]
     widths = [columns, *(stage.interleave for stage in code.stages)] if strands else []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opfuse.formats import E4M3, USAGES, fp8_block
-from opfuse.kernels.cases.chain_casts import AS_CALLED, BACKWARD, FORWARD, Combination, chain_case
+from opfuse.kernels.cases.chain_casts import AS_CALLED, BACKWARD, FORWARD, OF_GROUPS, Combination, chain_case
 from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.casts.encoding import Blocks
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
@@ -34,9 +34,11 @@ def variant_of(kernel, args, kwargs):
 
 
 def takes_two(direction, name):
-    """Whether a gradient of rows' scales and two strands of dx would crowd the threads of a large tile."""
+    """Whether rows' scales and two strands of dx would crowd the threads of a large tile, or groups have sums over rows."""
     large = any(f"called, {cast}," in name for cast in ("1x128", "128x128", "MX swizzled"))
-    return direction == "backward" and name.startswith("scaled_") and "srelu" not in name and large
+    crowded = name.startswith("scaled_") and "srelu" not in name and large
+    summed = f"called, {OF_GROUPS}," in name and "bias" in name
+    return direction == "backward" and (crowded or summed)
 
 
 def cases():

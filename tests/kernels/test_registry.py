@@ -125,7 +125,7 @@ def test_codes_of_values_four_units_apart_are_neighbours(dtype, element):
 
 KINDS = {
     forward_chain_cast.name: ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled", OF_GROUPS),
-    backward_chain_cast.name: ("delayed", "1x128", "128x128", "MX", "MX swizzled"),
+    backward_chain_cast.name: ("delayed", "1x128", "128x128", "MX", "MX swizzled", OF_GROUPS),
 }
 
 

@@ -96,6 +96,19 @@ _BACKWARD = (
     ChainCase(("bias", "scaled_swiglu", "bias"), (300, 256), interleave=128),
     ChainCase(("bias", "reglu", "relu", "reglu"), (65, 48), FP16),
 )
+_GROUPS = (
+    ChainCase(("gelu",), (272, 200)),
+    ChainCase(("add", "gelu"), (300, 264), source=FP32),
+    ChainCase(("constant_scale", "silu"), (5, 67)),
+    ChainCase(("softsign", "dropout"), (130, 520), FP16, misaligned=True),
+    ChainCase(("swiglu",), (257, 128)),
+    ChainCase(("scaled_swiglu",), (300, 256)),
+    ChainCase(("scaled_swiglu",), (144, 256), FP16, interleave=128),
+    ChainCase(("scaled_situglu", "dropout"), (130, 384)),
+    ChainCase(("reglu", "constant_scale"), (65, 48), FP16, interleave=8),
+    ChainCase(("bias", "swiglu"), (257, 128)),
+)
+"""Chains whose gradient is cast in groups; the last one sums over rows, so it runs apart."""
 _MX = (
     ChainCase(("bias", "gelu"), (288, 416)),
     ChainCase(("bias", "gelu"), (96, 160), source=FP32),
@@ -118,6 +131,7 @@ _CHAINS = {
         **dict.fromkeys(("delayed", "1x128"), _BACKWARD),
         "128x128": _FORWARD,
         **dict.fromkeys(("MX", "MX swizzled"), _MX),
+        OF_GROUPS: _GROUPS,
     },
 }
 
@@ -126,6 +140,7 @@ _NONFINITE = (
     (("bias", "relu", "add"), FP16, ("bias", "reglu"), BF16),
     (("bias", "relu"), BF16, ("reglu", "constant_scale"), FP32),
     (("constant_scale", "relu"), FP32, ("reglu", "bias"), FP16),
+    (("constant_scale", "relu"), FP16, ("reglu", "constant_scale"), BF16),
 )
 """A plain chain and a gated one, for each kind of cast in turn, of ops that treat nonfinite values as their definition does."""
 
@@ -172,7 +187,8 @@ def _cases(direction: str, chains: Mapping[str, Sequence[ChainCase]]) -> dict[st
 
 
 _IN_GROUPS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "forward": (("scaled_swiglu",), ("bias", "relu"), ("reglu", "scaled_srelu"))
+    "forward": (("scaled_swiglu",), ("bias", "relu"), ("reglu", "scaled_srelu")),
+    "backward": (("scaled_swiglu",), ("relu", "constant_scale"), ("reglu", "constant_scale")),
 }
 """Chains over groups of all sizes, two of them with the definition's bits."""
 
@@ -180,7 +196,7 @@ _IN_GROUPS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 def _grouped(sizes: str, chain: ChainCase, direction: str, turn: Combination, device: torch.device) -> Arguments:
     args, kwargs = chain_case(chain, direction, turn, device)
     *rest, made = args
-    layouts = [layout.replace(shape=chain.shape) for layout in made.layouts]
+    layouts = [layout.replace(shape=(chain.shape[0], layout.shape[1])) for layout in made.layouts]
     return Arguments((*rest, _of_groups(layouts, known_groups(sizes, device))), kwargs)
 
 
@@ -199,8 +215,8 @@ def _in_groups(direction: str) -> dict[str, Case]:
 # -- as the library calls them -----------------------------------------------------------------------------------------------
 
 _MADE = {
-    "forward": ("delayed", "current", "1x128", "128x128", "MX", "MX swizzled", OF_GROUPS),
-    "backward": ("delayed", "1x128", "128x128", "MX", "MX swizzled"),
+    "forward": ("delayed", "current", "1x128", OF_GROUPS, "128x128", "MX", "MX swizzled"),
+    "backward": ("delayed", "1x128", "128x128", OF_GROUPS, "MX", "MX swizzled"),
 }
 _PIPELINES = (("gelu",), ("bias", "gelu"), ("swiglu",), ("bias", "swiglu"))
 _ORDINARY = (
@@ -275,7 +291,7 @@ FORWARD, BACKWARD = (
     {
         **_cases(direction, chains),
         **_cases(direction, _nonfinite(_MADE[direction])),
-        **(_in_groups(direction) if direction in _IN_GROUPS else {}),
+        **_in_groups(direction),
         **_as_called(direction, _PIPELINES),
     }
     for direction, chains in _CHAINS.items()

@@ -1,4 +1,4 @@
-"""An activation between experts and the cast of its result in groups: one launch, with the bits of the two."""
+"""An activation between experts, or its derivative, and the cast of the result in groups: one launch, with the bits of two."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ CHAINS = {
     "scaled swiglu": (lambda: [ops.ScaledSwiGLU()], 2),
     "gelu, dropout": (lambda: [ops.GELU(), ops.Dropout(0.2)], 1),
 }
-APART = RULES.without("epilogue_groups")
+APART = RULES.without("epilogue_groups", "backward_groups")
+ONE_OF_THEM = (RULES.without("backward_groups"), RULES.without("epilogue_groups"))
 
 
 @pytest.fixture
@@ -90,8 +91,10 @@ def test_r4_a_chain_and_its_cast_in_groups_are_what_they_are_apart(name, sizes, 
     model = experts(name)
     for parameter in model.parameters():
         parameter.requires_grad_(grad)
-    runs = [run(model, *given(name, sizes), step=Step(BLOCKS, rules, input_grad=grad)) for rules in (RULES, APART, UNFUSED)]
+    sets = (RULES, APART, UNFUSED, *ONE_OF_THEM)
+    runs = [run(model, *given(name, sizes), step=Step(BLOCKS, rules, input_grad=grad)) for rules in sets]
     assert runs[0].outcomes("epilogue_groups")[0].status == "fused"
+    assert runs[0].outcomes("backward_groups")[0].status == ("fused" if grad else "absent")
     for other in runs[1:]:
         assert differences(runs[0].tensors, other.tensors) == []
 
@@ -116,7 +119,31 @@ def test_other_ways_to_save_and_to_compute_have_the_bits_of_two_launches(changed
         run(model, *given("scaled swiglu", SIZES[0]), step=Step(recipe, rules, input_grad=True)) for rules in (RULES, APART)
     )
     assert fused.outcomes("epilogue_groups")[0].status == "fused"
+    assert fused.outcomes("backward_groups")[0].status == ("absent" if "backward_override" in changed else "fused")
     assert differences(fused.tensors, apart.tensors) == []
+
+
+def scaled_biases() -> tuple[ops.Sequential, tuple[torch.Tensor, ...]]:
+    """Experts whose first layer has biases that do not train, times scales of rows that do; and what a call takes."""
+    torch.manual_seed(4)
+    options = {"single_grouped_bias": True, "dtype": BF16}
+    up = ops.GroupedLinear(GROUPS, K, 256, scale_bias=True, **options)
+    model = ops.Sequential(up, ops.SwiGLU(), ops.GroupedLinear(GROUPS, 128, K, bias=False, dtype=BF16))
+    up.bias.requires_grad_(False)
+    x, splits, scales, _ = given("scaled swiglu", SIZES[0])
+    return model, (x, splits, scales, splits)
+
+
+@pytest.mark.usefixtures("on_device")
+def test_scales_of_biases_have_their_gradient_from_what_the_launch_stores(monkeypatch):
+    model, args = scaled_biases()
+    fused, apart = (run(model, *args, step=Step(BLOCKS, rules)) for rules in (RULES, APART))
+    assert [each.status for each in fused.outcomes("backward_groups")] == ["fused"]
+    assert differences(fused.tensors, apart.tensors) == []
+    assert fused.tensors["grad of extra 1"].abs().sum() > 0
+    kinds = backwards(model, args, monkeypatch)
+    assert len(kinds) == 1
+    assert {"GROUPED=1", *BOTH} <= kinds[0]
 
 
 @pytest.mark.usefixtures("on_device")
@@ -166,6 +193,37 @@ def test_one_launch_makes_the_activation_and_its_codes(changed, grad, wanted, mo
     assert sum(entry == "cast_block_groups" for entry, _ in found) <= 1  # of the first layer's input
 
 
+def backwards(model: ops.Sequential, args: tuple[torch.Tensor, ...], monkeypatch, **changed) -> list[set[str]]:
+    """The definitions of the kernels of chains that a backward pass asks for. Alone it casts only the last layer's gradient."""
+    x, *rest = args
+    leaves = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in rest]
+    with Step(BLOCKS.replace(**changed), RULES).scope():
+        y = model(x.detach().requires_grad_(), *leaves)
+    found = [(entry, {*defines}) for entry, *defines in launched(monkeypatch, lambda: y.backward(gradient(y, 1)))]
+    assert sum(entry == "cast_block_groups" for entry, _ in found) == 1
+    return [defines for entry, defines in found if entry.startswith("chain")]
+
+
+@pytest.mark.row("X12")
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("name", CHAINS)
+def test_one_launch_makes_the_derivative_and_its_codes(name, monkeypatch):
+    """With the gradient of rows' scales, where they train."""
+    (defines,) = backwards(experts(name, inner=256), given(name, SIZES[0]), monkeypatch)
+    assert {"GROUPED=1", *BOTH} <= defines
+    assert ("TILE_THREADS=512" in defines) == (name == "scaled swiglu")
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_layer_that_makes_no_gradient_of_weights_has_rows_cast(monkeypatch):
+    """Rows depend on no groups."""
+    model = experts("swiglu", inner=256)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    (defines,) = backwards(model, given("swiglu", SIZES[0]), monkeypatch)
+    assert {*ROWS} <= defines
+
+
 @pytest.mark.usefixtures("on_device")
 def test_what_is_made_anew_is_made_in_one_launch(monkeypatch):
     """Columns of the activation, in the backward pass."""
@@ -193,33 +251,41 @@ def test_sums_over_rows_are_not_made_in_tiles_of_groups():
 # -- what is told ----------------------------------------------------------------------------------------------------------------
 
 
-FAMILY = "quantize.ragged.inputs.family: one of ('block',)"
+FAMILY = "quantize.ragged.{}.family: one of ('block',)"
+NO_CAST = ("absent", None, None)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "wanted"),
+    ("recipe", "wanted", "backward"),
     [
-        (BLOCKS, ("fused", None, None)),
-        (None, ("absent", "pattern.quantize: quantize_groups", "grouped_linear")),
-        (recipes.Float8CurrentScaling(), ("missed", FAMILY, "'tensor'")),
-        (recipes.DelayedScaling(), ("missed", FAMILY, "'tensor'")),
-        (recipes.CustomRecipe(qfactory="fp8_row_scaled"), ("missed", FAMILY, "'row'")),
-        (recipes.MXFP8BlockScaling(backward_override="dequantized"), ("missed", FAMILY, "nothing")),
-        (recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1), ("missed", FAMILY, "nothing")),
+        (BLOCKS, ("fused", None, None), ("fused", None, None)),
+        (None, ("absent", "pattern.quantize: quantize_groups", "grouped_linear"), NO_CAST),
+        (recipes.Float8CurrentScaling(), ("missed", FAMILY, "'tensor'"), ("missed", FAMILY, "'tensor'")),
+        (recipes.DelayedScaling(), ("missed", FAMILY, "'tensor'"), ("missed", FAMILY, "'tensor'")),
+        (recipes.CustomRecipe(qfactory="fp8_row_scaled"), ("missed", FAMILY, "'row'"), ("missed", FAMILY, "'row'")),
+        (recipes.MXFP8BlockScaling(), ("missed", FAMILY, "nothing"), ("missed", FAMILY, "nothing")),
+        (recipes.MXFP8BlockScaling(backward_override="dequantized"), ("missed", FAMILY, "nothing"), NO_CAST),
+        (
+            recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+            ("missed", FAMILY, "nothing"),
+            ("missed", FAMILY, "nothing"),
+        ),
     ],
-    ids=["blocks", "no recipe", "current", "delayed", "rows", "mxfp8", "square blocks"],
+    ids=["blocks", "no recipe", "current", "delayed", "rows", "mxfp8", "override", "square blocks"],
 )
-def test_it_is_told_why_a_chain_and_its_cast_are_apart(recipe, wanted):
+def test_it_is_told_why_a_chain_and_its_cast_are_apart(recipe, wanted, backward):
     model = experts(inner=128)
     sizes = (128, 128, 0, 128)
-    places = run(model, *given("scaled swiglu", sizes), step=Step(recipe, RULES)).outcomes("epilogue_groups")
-    assert {(each.status, each.guard and f"{each.guard}: {each.wanted}", each.got) for each in places} == {wanted}
+    made = run(model, *given("scaled swiglu", sizes), step=Step(recipe, RULES))
+    for rule, of, told in (("epilogue_groups", "inputs", wanted), ("backward_groups", "gradients", backward)):
+        found = {(each.status, each.guard and f"{each.guard}: {each.wanted}", each.got) for each in made.outcomes(rule)}
+        assert found == {tuple(part and part.format(of) for part in told)}
 
 
 def test_where_the_host_knows_the_sizes_the_rule_runs_both():
     """Nothing says that the device makes the products, so the cast is made group by group."""
     fused, apart = (run(experts(), *given("scaled swiglu", SIZES[0]), step=Step(BLOCKS, rules)) for rules in (RULES, UNFUSED))
-    assert fused.outcomes("epilogue_groups")[0].status == "fused"
+    assert fused.outcomes("epilogue_groups")[0].status == fused.outcomes("backward_groups")[0].status == "fused"
     assert differences(fused.tensors, apart.tensors) == []
 
 

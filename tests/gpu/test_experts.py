@@ -1,4 +1,4 @@
-"""An activation between experts and the cast of its result in groups, in one launch, beside the two launches that it replaces."""
+"""An activation between experts, or its derivative, and the cast of the result in groups: one launch beside the two launches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import opfuse
 from benchmarks.grouped import Mixture, mixture
 from opfuse import ops, recipes
 from opfuse.fusions import RULES
-from opfuse.kernels.chains.cast import forward_chain_encoded
-from opfuse.kernels.chains.chain import forward_chain
+from opfuse.kernels.cases.chains import CONSTANTS
+from opfuse.kernels.casts.encoding import WithOriginal
+from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
+from opfuse.kernels.chains.chain import backward_chain, forward_chain
 from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage
 from opfuse.recipes import availability
@@ -25,7 +27,7 @@ from tests.gpu.guards import Guards
 native_groups = pytest.mark.skipif(not (9, 0) <= availability.device_arch() < (10, 0), reason="no kernel multiplies here")
 BF16 = torch.bfloat16
 BLOCKS = recipes.Float8BlockScaling()
-APART = RULES.without("epilogue_groups")
+APART = RULES.without("epilogue_groups", "backward_groups")
 SIZES = {
     "one row": (1,),
     "one row among groups": (0, 0, 1, 0),
@@ -71,6 +73,39 @@ def test_r4_one_launch_has_the_bytes_of_two(name, sizes, width, usages, device):
     guards.check()
     for one, other in zip(got.tensors(), wanted.tensors(), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+DERIVATIVES = {**CHAINS, "scaled_situglu": 2, "scaled_clamped_qgeglu": 2, "scaled_srelu": 1}
+
+
+@pytest.mark.row("X12")
+@pytest.mark.parametrize("made_of", [(True, True, False), (True, False, False), (False, True, True), (True, True, True)], ids=str)
+@pytest.mark.parametrize("width", [128, 200, 768])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_r4_one_launch_backward_has_the_bytes_of_two(name, sizes, width, made_of, device):
+    """Of the codes, of gradients of rows' scales, and of the gradient itself where that is stored; nothing is written outside."""
+    rowwise, columnwise, stores = made_of
+    splits, rows = torch.tensor(SIZES[sizes], device=device), sum(SIZES[sizes])
+    columns = DERIVATIVES[name] * width
+    x, dy = (randn(rows, each, seed=each).to(device) for each in (columns, width))
+    if rows > 9:
+        x[rows // 3, 5], dy[rows // 2, -1] = torch.inf, torch.nan
+    math = POINTWISE[name]
+    scales = {"scale": torch.rand(rows, device=device).to(BF16)} if "scale" in math.operands else {}
+    stages = [Stage(math, scales, {constant: CONSTANTS[constant] for constant in math.constants})]
+    quantizer = cast(rowwise=rowwise, columnwise=columnwise)
+    dx, wanted_grads = backward_chain(dy, stages, {0: x})
+    wanted = cast_in_groups(quantizer, dx, splits)
+    with Guards() as guards:
+        made = encoding_in_groups(quantizer, torch.Size((rows, columns)), BF16, splits, device)
+        encode = WithOriginal(made.encoding.layouts, made.encoding) if stores else made.encoding
+        encoded, grads = backward_chain_encoded(dy, stages, {0: x}, encode)
+        got = made.storage(encoded[: len(encoded) - stores])
+    guards.check()
+    pairs = [*zip(got.tensors(), wanted.tensors(), strict=True), *zip(grads[0].values(), wanted_grads[0].values(), strict=True)]
+    for one, other in [*pairs, *([(encoded[-1][0], dx)] if stores else [])]:
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 @pytest.mark.row("X12")
@@ -121,6 +156,7 @@ def test_r4_a_mixture_is_what_it_is_apart(changed, problem, device):
     recipe, (model, x) = BLOCKS.replace(**changed), drawn(problem, device)
     runs = [run(model, x, step=Step(recipe, rules, steps=2)) for rules in (RULES, APART, UNFUSED)]
     assert runs[0].outcomes("epilogue_groups")[0].status == "fused"
+    assert runs[0].outcomes("backward_groups")[0].status == ("absent" if "backward_override" in changed else "fused")
     for other in runs[1:]:
         assert differences(runs[0].tensors, other.tensors) == []
 

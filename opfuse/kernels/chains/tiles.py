@@ -227,7 +227,7 @@ CASTS: Mapping[type, TileCast] = {
         "BLOCKS",
         "block",
         parameter_of("block_groups.cuh", "BlockGroups"),
-        ("GROUPED=1",),
+        ("GROUPED=1", "HERE=0"),
         lambda encode: "GROUPS" if encode.layouts[0].block == (1, TILE) else None,
         lambda encode: encode.groups.padded_rows,
     ),

@@ -2,6 +2,7 @@
 //
 // ROWS_ALIGNED   rows % 16 == 0, so that columns of the transpose start where vectors do
 // GROUPED        groups of rows are cast apart, as in block_groups.cuh; `tile` then is where a tile's columns are stored
+// HERE           if GROUPED: whether results are made row by row (ladder.py)
 // Compiled       after chain.cuh, tile.cuh and encode.cuh, with IN, OUT, SQUARE and ALIGNED
 #pragma once
 #define APART GROUPED
@@ -20,12 +21,11 @@ OPFUSE_FN u32 own_block() { return blockIdx.x; }
 
 OPFUSE_FN Running begin(const Encode&) { return {}; }
 
-// Has the compiler make the results of a row where the row is, by a store that never happens: a matrix has rows. It else keeps what they are
-// made of, and sums over columns leave no registers for that.
+// Has the compiler make the results of a row where the row is, by a store that never happens: a matrix has rows. It else may keep what they
+// are made of until they are cast, which takes more registers.
 OPFUSE_FN void make_here([[maybe_unused]] const Encode& p, [[maybe_unused]] const Eight<IN>& v) {
-#if GROUPED
-    if constexpr (COLUMN_SUMS > 0 && STRANDS > 1)
-        if (p.blocks.rows < 0) store_eight(reinterpret_cast<IN*>(p.blocks.rowwise), v);
+#if GROUPED && HERE
+    if (p.blocks.rows < 0) store_eight(reinterpret_cast<IN*>(p.blocks.rowwise), v);
 #endif
 }
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opfuse.compiler.cover import Group, Outcome
-from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
+from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE_GROUPS, CastSpec, Graph
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.products import how
-from opfuse.numerics.row_groups import TILE
+from opfuse.core.protocol import Grouping
+from opfuse.numerics.row_groups import MOST_GROUPS, TILE
+from opfuse.tensors.ragged import casts_in_groups
 
 SIDES = (FORWARD, BACKWARD)
 
@@ -40,6 +42,34 @@ def products(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
 
 
+def sizes_read(plan: Plan) -> dict[str, str]:
+    """Ops whose sizes of groups the host reads where a GPU has them, and so waits, and why; none on other devices."""
+    if plan.key.env.device != "cuda":
+        return {}
+    emulated = {each["op"]: f"{each['product']}: {each['reason']}" for each in products(plan) if each["status"] == "emulated"}
+    found = {}
+    for node in plan.graph.nodes:
+        if node.grouping is not None:
+            casts = [
+                each.spec for each in plan.graph.nodes if each.is_cast and each.op == node.op and each.kind == QUANTIZE_GROUPS
+            ]
+            found[node.name] = _why_read(node.grouping, casts) or emulated.get(node.name, "")
+    return {name: why for name, why in found.items() if why}
+
+
+def _why_read(grouping: Grouping, casts: Sequence[CastSpec]) -> str:
+    """Why neither casts nor sums of groups leave their sizes on a GPU; an empty string if they do."""
+    if grouping.summed:
+        return "gradients of biases sum the rows of each group"
+    if casts and grouping.number > MOST_GROUPS:
+        return f"wants at most {MOST_GROUPS} groups, got {grouping.number}"
+    apart = [cast.quantizer for cast in casts if cast.ragged is None]
+    unknown = dict.fromkeys(repr(quantizer) for quantizer in apart if not casts_in_groups(quantizer, grouping.number))
+    if unknown:
+        return f"no kernel casts groups by {' or '.join(unknown)}"
+    return "weights have several formats" if apart else ""
+
+
 def remade(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each operand that the backward pass makes anew: from what, and in which format (None: high precision)."""
     nodes = plan.graph.nodes
@@ -67,6 +97,7 @@ def pipeline(plan: Plan) -> dict[str, Any]:
         "products": list(products(plan)),
         "remade": list(remade(plan)),
         "meetings": list(meetings(plan)),
+        "sizes_read": sizes_read(plan),
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
         "runs_at_every_call": stepped(plan),
         "segments": [[segment.nodes.start, segment.nodes.stop] for segment in plan.segments],

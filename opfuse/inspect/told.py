@@ -11,7 +11,7 @@ from typing import Any
 
 from opfuse.compiler.cover import FUSED, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
-from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade, stepped
+from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade, sizes_read, stepped
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest, number_of
@@ -168,6 +168,7 @@ def _brief(plan: Plan) -> Iterator[str]:
         yield from _flow(plan, side, MOST)
     yield from _products_alike(plan)
     yield from _meetings(plan)
+    yield from _sizes(plan)
     if plan.remade:
         yield f"  made anew in the backward pass: {len(list(remade(plan)))} operands of products"
     yield from _in_steps(plan, MOST)
@@ -182,6 +183,7 @@ def _full(plan: Plan) -> Iterator[str]:
     for product in products(plan):
         yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
     yield from _meetings(plan)
+    yield from _sizes(plan)
     if plan.remade:
         yield "  made anew in the backward pass"
     for each in remade(plan):
@@ -206,6 +208,14 @@ def _meetings(plan: Plan) -> Iterator[str]:
     for each in meetings(plan):
         how = each["format"] or f"values, cast anew: {each['why']}"
         yield f"    {each['op']} {each['product']} {each['operand']}: {how}"
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    """Where the host waits for a GPU."""
+    found = sizes_read(plan)
+    if found:
+        yield "  sizes of groups that the host reads"
+    yield from (f"    {op}: {why}" for op, why in found.items())
 
 
 def _in_steps(plan: Plan, most: int | None = None) -> Iterator[str]:

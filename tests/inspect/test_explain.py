@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -256,3 +258,33 @@ def test_groups_of_any_rows_begin_on_tiles_unless_biases_sum_them(bias, wgrad, m
         found = opfuse.explain(experts, torch.randn(100, 64, requires_grad=True), torch.tensor([79, 21])).to_dict()
     told = {each["product"]: each["status"] for each in found["pipelines"][0]["products"]}
     assert told == {"fprop": "native", "dgrad": "native", "wgrad": wgrad}
+
+
+@pytest.mark.parametrize(
+    ("groups", "bias", "recipe", "why"),
+    [
+        (2, False, recipes.Float8BlockScaling(), None),
+        (2, True, recipes.Float8BlockScaling(), "gradients of biases sum the rows of each group"),
+        (129, False, recipes.Float8BlockScaling(), "wants at most 128 groups, got 129"),
+        (
+            2,
+            False,
+            recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+            "no kernel casts groups by Float8BlockQuantizer(",
+        ),
+        (2, False, recipes.MXFP8BlockScaling(), "no kernel casts groups by MXFP8Quantizer("),
+        (2, True, None, "gradients of biases sum the rows of each group"),
+    ],
+)
+def test_why_the_host_waits_for_sizes_of_groups_is_told(groups, bias, recipe, why, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((9, 0), (13, 0)))
+    splits = torch.tensor([96] + [0] * (groups - 1))
+    model = ops.Sequential(ops.GroupedLinear(groups, 64, 96, bias=bias))
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        found = opfuse.explain(model, torch.randn(96, 64, requires_grad=True), splits)
+    assert "sizes of groups" not in str(found)  # of a CPU, where nothing waits
+    (plan,) = found.plans
+    env = plan.key.env._replace(device="cuda", arch=(9, 0))
+    text = str(replace(found, plans=(replace(plan, key=plan.key._replace(env=env)),)))
+    assert ("  sizes of groups that the host reads\n" in text) == (why is not None)
+    assert why is None or f":grouped_linear: {why}" in text

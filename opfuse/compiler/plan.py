@@ -36,7 +36,7 @@ class PlanKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of nodes that runs inside one autograd node.
+    """Nodes that run inside one autograd node.
 
     inputs, outputs: value numbers that enter and leave. forward, backward: groups in execution order. requires_grad: it needs
     an autograd node; not if there is no gradient to compute, nor for views alone, which torch itself follows. again: inputs that
@@ -56,11 +56,27 @@ class Segment:
     constant: frozenset[int] = frozenset()
 
 
+class Stretch(NamedTuple):
+    """Groups of a backward pass that follow each other: all run code of the user's own, or none does.
+
+    repeats: whether none does. nodes: theirs. beside: other nodes whose contexts they read.
+    """
+
+    groups: tuple[Group, ...]
+    repeats: bool
+    nodes: tuple[int, ...]
+    beside: tuple[int, ...]
+
+
 class OwnCode(NamedTuple):
-    """What of the user's own runs in a segment. why: in which passes, and what. before: casts that run before it does."""
+    """What of the user's own runs in a segment. why: in which passes, and what. before: casts that run before it does.
+
+    backward: the backward pass, cut around such code; empty if it has none.
+    """
 
     why: Mapping[str, str]
     before: tuple[Node, ...]
+    backward: tuple[Stretch, ...]
 
 
 @dataclass(frozen=True)

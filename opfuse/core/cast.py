@@ -12,7 +12,7 @@ import torch
 from opfuse.core.context import Value
 from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features, cure_of
-from opfuse.errors import DtypeError, describe
+from opfuse.errors import DtypeError, QuantizerError, describe
 from opfuse.kernels.casts.encoding import EncodedArrays, Encoding
 from opfuse.kernels.engine.launch import listener
 from opfuse.numerics.delayed import UpdateRule
@@ -96,6 +96,9 @@ class Cast:
             return x
         dtype = self.op.compute_dtype(self.env, x)
         storage = self._current(x.shape, dtype, x.device).quantize(x.to(dtype))
+        if not isinstance(storage, (QuantizedStorage, torch.Tensor)):
+            cure = "return the quantized tensor from its quantize"
+            raise QuantizerError(describe(self.where, wanted="a quantized tensor", got=type(storage).__name__, cure=cure))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def by(self) -> Cast:

@@ -227,6 +227,10 @@ class Context:
         copy._saved = {name: _refill(value, tensors) for name, value in self._saved.items()}
         return copy
 
+    def parts(self) -> list[torch.Tensor]:
+        """The tensors of the saved values, in the order of :meth:`release`."""
+        return [part for value in self._saved.values() for part in _tensors(value)]
+
     def told(self) -> tuple[Any, ...] | None:
         """What a backward pass reads here, once it is released, beside tensors and what the plan says: to be compared.
 
@@ -294,6 +298,19 @@ _IDENTITIES: Mapping[type, Callable[[Any], Any]] = {
 def identity(value: Any) -> tuple[type, Any]:
     """What is equal for two plain values that are the same; KeyError for any other."""
     return type(value), _IDENTITIES[type(value)](value)
+
+
+def told_by(contexts: Iterable[Context]) -> tuple[Any, ...] | None:
+    """What ``contexts`` and those before them tell; None if one of them does not."""
+    read = dict.fromkeys(contexts)
+    waiting = [*read]
+    while waiting:
+        before = waiting.pop()._before
+        if before is not None and before not in read:
+            read[before] = None
+            waiting.append(before)
+    told = [Context.told(each) for each in read]  # an op may have left something of its own under that name
+    return None if None in told else tuple(told)
 
 
 _RELEASED = torch.empty(0, device="cpu")

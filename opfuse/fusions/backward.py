@@ -105,7 +105,7 @@ BACKWARD_GROUPS = fusion(
 
 BACKWARD_ACTIVATION_BIAS = fusion(
     "backward_activation_bias",
-    {"quantize": maybe("quantize"), "chain": run("elementwise", low=1)},
+    {"quantize": maybe("builtin_cast"), "chain": run("elementwise", low=1)},
     when=(is_not("env.recipe", None), is_("env.recipe.backward_override", None)),
     backward=backward_activation_bias,
 )

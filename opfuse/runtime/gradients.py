@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,14 @@ from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.tensors.storage import QuantizedStorage
 
 
+class Left(NamedTuple):
+    """Whose gradients some groups have made: of values by number, of parameters, and of values whose gradients stay apart."""
+
+    values: tuple[int, ...]
+    params: tuple[tuple[int, str], ...]
+    apart: tuple[int, ...]
+
+
 class Gradients:
     """Gradients of values by number, and of parameters by op and name.
 
@@ -24,7 +32,7 @@ class Gradients:
     """
 
     def __init__(self, plan: Plan, contexts: Mapping[int, Context], apart: Sequence[int] = ()) -> None:
-        self.graph = plan.graph
+        self.plan, self.graph = plan, plan.graph
         self.contexts = contexts
         self.apart: dict[int, list[Value]] = {value: [] for value in apart}
         self.values: dict[int, Value] = {}
@@ -58,6 +66,27 @@ class Gradients:
         root = self.graph.root
         roots = [root.get(value, value) for value in outputs]
         return not self.values.keys().isdisjoint(roots)
+
+    def rest(self) -> Gradients:
+        """For the groups that follow: what is left of values, which are taken from here, and nothing of parameters yet."""
+        rest = Gradients(self.plan, self.contexts, [*self.apart])
+        rest.values, self.values = self.values, {}
+        return rest
+
+    def left(self) -> tuple[Left, list[Value]]:
+        """Whose gradients these are, and the gradients, without those that are None."""
+        params = {key: grad for key, grad in self.params.items() if grad is not None}
+        apart = [(root, grad) for root, waiting in self.apart.items() for grad in waiting]
+        left = Left((*self.values,), (*params,), tuple(root for root, _ in apart))
+        return left, [*self.values.values(), *params.values(), *(grad for _, grad in apart)]
+
+    def enter(self, left: Left, grads: Iterable[Any]) -> None:
+        """Enter what groups have ``left``, after those of earlier groups."""
+        each = iter(grads)
+        self.values.update(zip(left.values, each))
+        self.params.update(zip(left.params, each))
+        for root, grad in zip(left.apart, each):
+            self.apart[root].append(grad)
 
     def collect(self, node: Node) -> None:
         """File the parameter and extra gradients that the implementation left in the node's context."""

@@ -6,12 +6,14 @@ at each call, so it runs at each call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, FORWARD, Node
-from opfuse.compiler.plan import OwnCode, Plan, Segment
+from opfuse.compiler.plan import OwnCode, Plan, Segment, Stretch
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
@@ -24,36 +26,64 @@ BEFORE_FORWARD = "before forward"
 """A forward pass whose only own code is casts of parameters and of the segment's inputs, which run before the segment."""
 
 
+class _Reason(NamedTuple):
+    """Why a program cannot repeat a pass, and the nodes in whose groups the code is. cast: the quantize node that alone is it."""
+
+    side: str
+    why: str
+    nodes: tuple[int, ...]
+    cast: Node | None = None
+
+
 def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
     """For each pass why a program cannot repeat all of it, and the casts to run before the segment; other passes are left out."""
     found = list(_own_code(plan, segment, ops))
-    casts = [node for side, _, node in found if side == FORWARD]
+    casts = [each.cast for each in found if each.side == FORWARD]
     before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
     if len(before) < len(casts):
         before = ()
-    why = {BEFORE_FORWARD if before and side == FORWARD else side: reason for side, reason, _ in reversed(found)}
-    return OwnCode(why, before)
+    why = {BEFORE_FORWARD if before and each.side == FORWARD else each.side: each.why for each in reversed(found)}
+    theirs = {i for each in found if each.side == BACKWARD for i in each.nodes}
+    casting = {i: plan.casts[i] for i in segment.nodes if plan.graph.nodes[i].is_cast}
+    # A cast in groups leaves the gradient itself in the context of its reader, which may be in another stretch.
+    theirs |= {i for i, cast in casting.items() if isinstance(cast, GroupedCast) or not is_own_cast(cast)}
+    return OwnCode(why, before, tuple(_stretches(plan, segment.backward, theirs)) if BACKWARD in why else ())
 
 
-def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[tuple[str, str, Node | None]]:
-    """Each reason why a program cannot repeat a pass: the pass, the reason, and the quantize node if that node alone is it."""
+def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[_Reason]:
     passes, nodes = (FORWARD, BACKWARD), [plan.graph.nodes[i] for i in segment.nodes]
     for side, groups in zip(passes, (segment.forward, segment.backward)):
         for group in groups:
             if group.opaque:
-                yield side, f"{group.name} is a fused op, with code of its own", None
+                yield _Reason(side, f"{group.name} is a fused op, with code of its own", group.nodes)
             if group.rule and not is_ours(getattr(group.rule, side)):
-                yield side, f"the rule {group.rule.name} is the user's own", None
-    for op in (ops[i] for i in segment.ops):
+                yield _Reason(side, f"the rule {group.rule.name} is the user's own", group.nodes)
+    for i in segment.ops:
+        op, runs = ops[i], tuple(node.index for node in nodes if node.op == i and not node.is_cast)
         if not has_own_methods(op):
-            yield from ((side, f"{op.label} has code of the user's own", None) for side in passes)
-        yield from ((BACKWARD, f"{op.label} {what}", None) for what in beyond_gradients(op.spec))
+            yield from (_Reason(side, f"{op.label} has code of the user's own", runs) for side in passes)
+        yield from (_Reason(BACKWARD, f"{op.label} {what}", runs) for what in beyond_gradients(op.spec))
     for node in nodes:
         for cast in (plan.casts[node.index],) if node.is_cast else plan.own_casts.get(node.index, {}).values():
             if not is_own_quantizer(cast.quantizer):
                 how = "with an amax over the ranks of each call" if reduces(cast.quantizer) else "by code of the user's own"
-                why = f"{cast.where} is cast {how}"
-                yield BACKWARD if cast.role == GRADIENT else FORWARD, why, node if node.is_cast else None
+                side = BACKWARD if cast.role == GRADIENT else FORWARD
+                yield _Reason(side, f"{cast.where} is cast {how}", (node.index,), node if node.is_cast else None)
+
+
+def _stretches(plan: Plan, groups: Sequence[Group], theirs: Collection[int]) -> Iterator[Stretch]:
+    """The groups of a backward pass, cut around those that run code of the nodes ``theirs``."""
+    for repeats, part in groupby(groups, lambda group: _read_by(plan, group).isdisjoint(theirs)):
+        members = tuple(part)
+        nodes = tuple(i for group in members for i in group.nodes)
+        read = set().union(*[_read_by(plan, group) for group in members])
+        yield Stretch(members, repeats, nodes, tuple(sorted(read.difference(nodes))))
+
+
+def _read_by(plan: Plan, group: Group) -> set[int]:
+    """The nodes whose contexts a group reads in a backward pass: its own, and those from which operands are made anew."""
+    remade = [each for reader in group.nodes for each in plan.remade.get(reader, ())]
+    return {*group.nodes, *(i for each in remade for i in (each.source, *each.chain))}
 
 
 def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:

@@ -23,6 +23,7 @@ from opfuse.program.rooms import made_together
 from opfuse.program.slab import aligned, last_reads
 from opfuse.program.steps import OpStep, Step
 from opfuse.program.tape import Tape, Unrecordable
+from opfuse.runtime.gradients import Left
 from opfuse.runtime.run import Runner
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -205,6 +206,13 @@ class RecordedValues(RecordedLook):
             values.append(results[at] if structure is None else structure.with_tensors(results[at : at + count]))
             at += count
         return values
+
+
+@dataclass(eq=False)
+class RecordedStretch(RecordedValues):
+    """Groups of a backward pass between code of the user's own. left: whose gradients the outputs are."""
+
+    left: Left
 
 
 @dataclass(eq=False)

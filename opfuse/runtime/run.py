@@ -282,8 +282,15 @@ class Runner:
         grads = Gradients(self.plan, contexts, self.segment.again)
         for value, grad in grad_outputs.items():
             grads.add(value, grad)
-        nodes = self.plan.graph.nodes
-        for group in self.segment.backward:
+        self._backward_pass(grads)
+        return grads
+
+    def _backward_pass(self, grads: Gradients) -> None:
+        self._backward_groups(self.segment.backward, grads)
+
+    def _backward_groups(self, groups: Iterable[Group], grads: Gradients) -> None:
+        nodes, contexts = self.plan.graph.nodes, grads.contexts
+        for group in groups:
             if group.rule is not None and group.rule.direction == BACKWARD and not grads.has(nodes[group.nodes[-1]].outputs[:1]):
                 # Only an extra output in its midst may have got a gradient: the saved state is that of the ops one by one.
                 for index in reversed(group.nodes):
@@ -292,7 +299,6 @@ class Runner:
                 self._backward_group(group, grads)
             for index in contexts.keys() & set(group.nodes):
                 contexts[index].forget()
-        return grads
 
     def _backward_group(self, group: Group, grads: Gradients) -> None:
         last = self.plan.graph.nodes[group.nodes[-1]]

@@ -6,51 +6,78 @@ programs of its own, by the look of the tensor that it is given, as elsewhere a 
 may look different at each call; its cast is interpreted at first, and recorded when the same look comes again.
 
 If the forward pass has such code and the backward pass has none, as behind a forward-only rule, the backward pass is a program.
+If that has some, it is cut around it, and each stretch between is a program of its own (``stretches.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from opfuse.compiler.graph import BACKWARD
-from opfuse.compiler.plan import Plan
+from opfuse.compiler.plan import Plan, Stretch
 from opfuse.core.cast import Cast
-from opfuse.core.context import Value
+from opfuse.core.context import Value, told_by
 from opfuse.program.tape import Tape
 from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
+from opfuse.runtime.gradients import Gradients
 from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.own import is_own_cast
 from opfuse.runtime.recorded import REFUSED, Programs, RecordedValues, program_of, structures_of, without_autocast
 from opfuse.runtime.run import Runner
+from opfuse.runtime.stretches import repeat
 from opfuse.tensors.capture import is_capturing
 
 
 class SteppedRunner(Runner):
-    """The interpreter, but casts are programs, and so is a backward pass without the user's own code."""
+    """The interpreter, but casts are programs, and so is what of a backward pass runs none of the user's own code."""
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
         """What the interpreter's method returns, from a program if there is one."""
-        programs = self._programs()
-        told = self._told() if programs.limit else None
+        if self._stretches:
+            return super().gradients(grad_outputs, tensors)
+        programs = self._programs(BACKWARD)
+        told = self._told if programs.limit else None
         return BackwardPass(self.plan, self.segment, super().gradients, programs, told)(grad_outputs, list(tensors))
 
-    def _programs(self) -> Programs:
-        """The programs of the backward pass; with room for none, if it has the user's own code."""
-        start = self.segment.nodes.start
-        programs: Programs | None = self.plan.programs.get((start, BACKWARD))
+    @property
+    def _stretches(self) -> Sequence[Stretch]:
+        return self.plan.own_code[self.segment.nodes.start].backward
+
+    def _programs(self, *of: Any) -> Programs:
+        """Those of a pass, or of a stretch of it."""
+        key = (self.segment.nodes.start, *of)
+        programs: Programs | None = self.plan.programs.get(key)
         if programs is None:
-            programs = Programs(0) if BACKWARD in self.plan.own_code[start].why else Programs()
-            self.plan.programs[start, BACKWARD] = programs
+            programs = self.plan.programs[key] = Programs()
         return programs
 
+    @cached_property
     def _told(self) -> tuple[Any, ...] | None:
         """What the contexts of the forward pass hold beside tensors; None if some of it is no plain value."""
-        told = [context.told() for context in self.contexts.values()]
-        return None if None in told else (*self.contexts, *told, *self.places)
+        told = told_by(self.contexts.values())
+        return None if told is None else (*self.contexts, *told, *self.places)
+
+    @cached_property
+    def _told_each(self) -> Sequence[tuple[Any, ...] | None]:
+        """The same of the contexts that each stretch reads."""
+        contexts, read = self.contexts, [(*stretch.nodes, *stretch.beside) for stretch in self._stretches]
+        return [told_by([contexts[i] for i in nodes if i in contexts]) for nodes in read]
+
+    def _backward_pass(self, grads: Gradients) -> None:
+        stretches = self._stretches
+        if not stretches or torch._C._len_torch_dispatch_stack():
+            return super()._backward_pass(grads)
+        for at, (stretch, told) in enumerate(zip(stretches, self._told_each)):
+            if stretch.repeats and told is not None:
+                programs = self._programs(BACKWARD, at)
+                repeat(stretch, grads, plan=self.plan, interpret=self._backward_groups, programs=programs, told=told)
+            else:
+                self._backward_groups(stretch.groups, grads)
 
     def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
         return _Repeated(self.plan, node, cast)

@@ -15,6 +15,7 @@ from opfuse.recipes.recipe import Recipe
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import gradient, randn, to
 from tests.program.fake import fake_device, launches_told
+from tests.runtime.test_passes import Same, own_recipe
 from tests.runtime.test_stepped import SIZE, model_of, python_calls
 
 pytestmark = pytest.mark.cpu
@@ -42,6 +43,13 @@ def test_functions_of_the_library_in_a_step(recipe: Recipe, most: int) -> None:
 def test_functions_of_the_library_in_inference(recipe: Recipe, most: int) -> None:
     model = model_of(ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE))
     assert python_calls(model, recipe, train=False) <= most
+
+
+@pytest.mark.parametrize(("role", "most"), [("input", 400), ("weight", 345), ("grad_output", 530)])
+def test_functions_of_the_library_beside_a_users_quantizer(role: str, most: int) -> None:
+    """Two casts by code that the library does not know, which calls the library's own cast; all else is repeated."""
+    model = model_of(ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE))
+    assert python_calls(model, own_recipe(role, Same)) <= most
 
 
 def test_delayed_scaling_calls_nothing_for_a_state() -> None:

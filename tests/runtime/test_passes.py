@@ -293,7 +293,9 @@ def casting_groups(model):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(("kind", "most"), [("rule forward", 0.4), ("fused op", 0.45), ("weight", 0.2), ("input", 0.2)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("rule forward", 0.4), ("fused op", 0.45), ("weight", 0.2), ("input", 0.2), ("grad_output", 0.3)]
+)
 def test_python_calls_of_a_step(kind, most):
     """Of two products with an activation between them, by what the interpreter takes."""
     model, recipe = model_of(ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE)), recipe_of(kind)

@@ -1,15 +1,16 @@
 """A rehearsal: a run of a segment that launches no kernels and finds which ones it needs, so that they are compiled together.
 
 Otherwise each kernel is compiled at its first launch, one after another, those of the backward pass in the backward pass. A
-rehearsal takes place only if a kernel is missing on disk. It computes with whatever is in memory. So it must not use values as
-indices, write to its inputs, change states or random generators, or wait for other ranks, which may have their kernels; an op
-that would ends it, with the kernels found so far.
+rehearsal takes place only if a kernel is missing on disk. It computes with whatever is in memory. So it writes to no memory but
+its own: an op that would write in place to its inputs, or to a ``main_grad``, is left out. It must not use values as indices,
+change states or random generators, or wait for other ranks, which may have their kernels; an op that would ends it, with the
+kernels found so far.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ class _Stop(Exception):
 
 
 class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends a rehearsal at an op whose values matter, that writes to memory of ``given``, or that waits for other ranks."""
+    """Leaves out what writes in place to memory that was not made inside; ends a rehearsal at other such ops, at one whose values
+    matter, and at one that waits for other ranks.
+    """
 
-    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memory = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self._made: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,16 +53,31 @@ class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         namespace, _, name = func._schema.name.partition("::")
         if "c10d" in namespace:
             raise _Stop(f"{name} waits for other ranks")
         if name.startswith(_INDEXING) or not _BY_VALUES.isdisjoint(func.tags):
             raise _Stop(f"{name} reads values")
-        if func._schema.is_mutable:
-            written = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-            if any(each.untyped_storage().data_ptr() in self._memory for each in written):
-                raise _Stop(f"{name} may write what came in")
-        return func(*args, **(kwargs or {}))
+        if not _memory(_written(func, args, kwargs)) <= self._made:
+            if name.endswith("_"):
+                return args[0]
+            raise _Stop(f"{name} may write what came in")
+        result = func(*args, **kwargs)
+        self._made |= _memory(result) - _memory((args, kwargs))
+        return result
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an op writes to, as its schema says."""
+    declared = func._schema.arguments
+    given = {each.name: value for each, value in zip(declared, args)} | dict(kwargs)
+    return [given[each.name] for each in declared if each.is_write and each.name in given]
+
+
+def _memory(values: Any) -> set[int]:
+    """Where the tensors among some values lie."""
+    return {each.untyped_storage().data_ptr() for each in tree_leaves(values) if isinstance(each, torch.Tensor)}
 
 
 class RehearsedRunner(Runner):
@@ -78,7 +96,7 @@ class RehearsedRunner(Runner):
         twin = Runner(self.plan, self.segment, self.ops, ({},) * len(self.ops))
         with noting() as noted, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
             try:
-                with _Harmless(given):
+                with _Harmless():
                     self._run(twin, tensors)
             except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
                 _log.debug("%s, nodes %s: rehearsed in part, since %s", self.plan.name, self.segment.nodes, reason)

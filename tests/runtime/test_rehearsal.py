@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import subprocess
@@ -81,24 +82,74 @@ def test_a_rehearsal_finds_the_kernels_of_both_passes_and_leaves_no_trace(name, 
     assert (updating() in found) == (name == "delayed")
 
 
-@pytest.mark.parametrize("what", ["in place", "indices"])
-def test_what_would_write_or_read_values_ends_a_rehearsal(what, found, caplog):
-    if what == "in place":
-        model = to(ops.Sequential(ops.GELU(), ops.Linear(64, 64, bias=False), ops.AddExtraInput(in_place=True)), BF16)
-    else:
-        model = to(ops.Sequential(ops.TokenDispatch(2, 64)), BF16)
-    x, extra = randn(32, 64), randn(32, 64, seed=1)
-    before = extra.clone()
-    extras = [extra] if what == "in place" else []
+@pytest.fixture
+def unlike_zeros() -> Iterator[None]:
+    """Memory that nothing has written yet holds NaNs."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_what_reads_values_ends_a_rehearsal(found, caplog):
+    model = to(ops.Sequential(ops.TokenDispatch(2, 64)), BF16)
+    x = randn(32, 64)
     with torch.no_grad(), opfuse.interpreted():
-        wanted = model(x, *[each.clone() for each in extras])
+        wanted, *_ = model(x)
     with torch.no_grad(), caplog.at_level(logging.DEBUG, "opfuse.programs"):
-        got = model(x, *extras)
-    first = got if what == "in place" else got[0]
-    assert torch.equal(first, wanted if what == "in place" else wanted[0])
-    assert not torch.equal(extra, before) or what == "indices"
+        got, *_ = model(x)
+    assert torch.equal(got, wanted)
     if found:
         assert "rehearsed in part" in caplog.text
+
+
+def test_what_writes_to_an_input_is_left_out(found, unlike_zeros):
+    model = to(ops.Sequential(ops.GELU(), ops.Linear(64, 64, bias=False), ops.AddExtraInput(in_place=True), ops.GELU()), BF16)
+    x, extra = randn(32, 64), randn(32, 64, seed=1)
+    before = extra.clone()
+    with torch.no_grad(), opfuse.interpreted():
+        wanted = model(x, before)
+    assert not found
+    with torch.no_grad():
+        assert torch.equal(model(x, extra), wanted)
+    assert torch.equal(extra, before)
+    assert found
+
+
+LAYERS = {
+    "linear": lambda: ops.Linear(64, 48, bias=False, accumulate_into_main_grad=True),
+    "experts": lambda: ops.GroupedLinear(3, 64, 48, bias=False, accumulate_into_main_grad=True),
+    "experts, one weight": lambda: ops.GroupedLinear(
+        3, 64, 48, bias=False, accumulate_into_main_grad=True, single_grouped_weight=True
+    ),
+}
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("name", ["none", "delayed", "fp8_current", "fp8_block"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_of_weights_are_added_once_and_not_from_memory_of_a_rehearsal(layer, name, overwrites, found, unlike_zeros):
+    """Those of the first step, too: a buffer ``main_grad`` is no input of the segment that writes it."""
+    torch.manual_seed(0)
+    extras = [torch.tensor([16, 0, 32])] if "experts" in layer else []
+    model = to(ops.Sequential(ops.RMSNorm(64), LAYERS[layer]()), BF16)
+    for weight in model[1].parameters():
+        weight.main_grad, weight.overwrite_main_grad = torch.full(weight.shape, 0.5), overwrites
+    runs = []
+    for interpreted in (True, False):
+        own = copy.deepcopy(model)
+        for weight, first in zip(own[1].parameters(), model[1].parameters(), strict=True):
+            weight.main_grad, weight.overwrite_main_grad = first.main_grad.clone(), overwrites
+        recipe = recipe_for(name)
+        with opfuse.interpreted() if interpreted else contextlib.nullcontext():
+            for call in range(2):
+                with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+                    y = own(randn(48, 64, seed=call).requires_grad_(), *extras)
+                y.backward(gradient(y, call))
+        assert bool(found) != interpreted
+        runs.append([weight.main_grad for weight in own[1].parameters()])
+    for got, wanted in zip(*reversed(runs), strict=True):
+        assert torch.isfinite(wanted).all()
+        assert torch.equal(got, wanted)
 
 
 def test_noted_kernels_are_not_launched_and_blocks_end():

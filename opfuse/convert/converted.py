@@ -31,7 +31,7 @@ from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.compiled import follow, hindrance, moment
 from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.recompute import repeated
-from opfuse.runtime.segment import listed_saves
+from opfuse.runtime.segment import unlisted_saves
 
 
 class Converted:
@@ -146,7 +146,7 @@ class Converted:
         """What ``run()`` returns. A recomputation is kept from recorders, which have seen the first run."""
         if not is_recomputing():
             return run()
-        with listed_plans(), listed_saves():
+        with listed_plans(), unlisted_saves():
             return run()
 
     def _run(self, args: Any, kwargs: Any) -> Any:

@@ -162,9 +162,9 @@ class Cast:
         tape = listener()
         if tape is None:
             return self._live(state, device)
-        live = _Live(self, state, device)
-        tape.call(live)
-        return live.quantizer
+        wanted = cast(Float8Quantizer, self.quantizer)
+        scale, amax = tape.call(_Live(self, state, device))
+        return Float8Quantizer(scale, amax, wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
 
     def _live(self, state: DelayedScalingState, device: torch.device) -> Float8Quantizer:
         wanted, backward = cast(Float8Quantizer, self.quantizer), self.role == GRADIENT
@@ -203,8 +203,8 @@ class _Live:
     """The scale and amax of a cast's state, which a program asks for at every call; :meth:`together` joins those of its casts.
 
     It does what :meth:`Cast._live` does, but where no checkpoint runs and the state looks as it did when last ``seen``, the call
-    is only counted. quantizer: over these tensors. tensors: scale and amax, valid while the state looks as ``seen``. use: how a
-    call is counted; None: it is not.
+    is only counted. tensors: scale and amax, valid while the state looks as ``seen``. use: how a call is counted; None: it is
+    not.
     """
 
     def __init__(self, cast: Cast, state: DelayedScalingState, device: torch.device) -> None:
@@ -213,17 +213,13 @@ class _Live:
         self.use = cast.use if cast.counts else None
         self.seen: object = None
         self.tensors: tuple[torch.Tensor, ...] = ()
-        self.quantizer = self._look()
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
-        live = self._look()
-        return live.scale, live.amax
-
-    def _look(self) -> Float8Quantizer:
         live = self._cast._live(self.state, self._device)
+        found = live.scale, live.amax
         if current_pass() is None and live.scale is self.state.scale:
-            self.tensors, self.seen = (live.scale, live.amax), self.state.look
-        return live
+            self.tensors, self.seen = found, self.state.look
+        return found
 
     def together(self, others: Sequence[_Live]) -> _LiveTogether:
         """This one and ``others`` as one call."""

@@ -244,8 +244,8 @@ class Tape(TorchDispatchMode):
             parameter = launch.layout.pack(*blank)
             self.steps.append(LaunchStep(launch.variant, launch.entry, launch.grid, launch.device, parameter, tuple(holes)))
 
-    def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Call a host function whose tensors are then read; a program will call it at the same place."""
+    def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """The tensors of a host function, which are then read; what it does is not seen, and a program calls it at its place."""
         paused, self._paused = self._paused, True
         try:
             tensors = function()
@@ -255,6 +255,7 @@ class Tape(TorchDispatchMode):
             with self._refusing():
                 numbers = tuple(self._looks[look] if (look := _look(t)) in self._looks else self._new(t) for t in tensors)
                 self.steps.append(CallStep(function, numbers))
+        return tensors
 
 
 def _look(tensor: torch.Tensor) -> Look:

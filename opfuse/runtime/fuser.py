@@ -49,7 +49,7 @@ from opfuse.runtime.misses import check_miss
 from opfuse.runtime.named import Facts, told_key
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.run import outlined
-from opfuse.runtime.segment import listed_saves, run_plan
+from opfuse.runtime.segment import run_plan, unlisted_saves
 from opfuse.runtime.thrash import Thrash
 from opfuse.runtime.told import Told
 from opfuse.runtime.trace import Made, note, since_start
@@ -324,7 +324,7 @@ class OperationFuser:
         if not is_recomputing():
             return run()
         first = current_list()  # a look at ops one by one has them so again
-        with listed_plans(trial=first is not None and first.alone, alone=first is not None and first.alone), listed_saves():
+        with listed_plans(trial=first is not None and first.alone, alone=first is not None and first.alone), unlisted_saves():
             return run()
 
     # -- in a graph of torch.compile -------------------------------------------------------------------------------------------

@@ -43,6 +43,16 @@ def listed_saves() -> Iterator[list[NamedSave]]:
         _saves.reset(reset)
 
 
+@contextmanager
+def unlisted_saves() -> Iterator[None]:
+    """Inside the block no list is kept of what is saved."""
+    reset = _saves.set(None)
+    try:
+        yield
+    finally:
+        _saves.reset(reset)
+
+
 class _SegmentFunction(torch.autograd.Function):
     """The autograd node of one segment: inputs and parameters in, outputs out."""
 

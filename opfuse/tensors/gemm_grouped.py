@@ -46,21 +46,17 @@ class Groups(NamedTuple):
         """int32 (G,) on ``device``: where each group ends."""
         if self.sizes is None:
             return grouped.ends_of(copied_to(cast(torch.Tensor, self.splits), device), rows)
-        sizes, made = self.sizes, list[torch.Tensor]()
+        sizes = self.sizes
 
         def ends() -> Sequence[torch.Tensor]:
             if is_capturing():  # a graph would copy from where the host had them, and has them no more
-                made[:] = [written(sizes, torch.int32, device).cumsum(0, dtype=torch.int32)]
-            else:
-                counted = [*itertools.accumulate(sizes)]
-                made[:] = [torch.tensor(counted, dtype=torch.int32, device="cpu").to(device, non_blocking=True)]
-            return made
+                return [written(sizes, torch.int32, device).cumsum(0, dtype=torch.int32)]
+            counted = [*itertools.accumulate(sizes)]
+            return [torch.tensor(counted, dtype=torch.int32, device="cpu").to(device, non_blocking=True)]
 
         tape = listener()
-        if tape is None:
-            return ends()[0]
-        tape.call(ends)  # a repeated call makes them anew: they are numbers of the host
-        return made[0]
+        (made,) = ends() if tape is None else tape.call(ends)  # a repeated call makes them anew: they are numbers of the host
+        return made
 
 
 def takes_device_splits(x: Operand, weights: Weights) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import cProfile
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops
 from opfuse.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, pending
 from opfuse.recipes.recipe import Recipe
+from opfuse.runtime.programs import interpreted
+from opfuse.runtime.run import Runner
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import gradient, randn, to
 from tests.program.fake import fake_device, launches_told
@@ -111,3 +115,29 @@ def test_calls_of_a_step_do_not_grow_with_the_experts_whose_weights_are_kept(mon
     few, many = (calls_of_kept_experts(experts, monkeypatch) for experts in (16, 128))
     assert few <= many <= few + 12
     assert many <= 780
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=lambda recipe: recipe.kind)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_repeat_both_runs(recipe: Recipe, reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run, the recomputation and the backward pass are programs, whose bits are those of the interpreter."""
+    model = model_of(ops.Linear(SIZE, SIZE), ops.GELU(), ops.Linear(SIZE, SIZE))
+    other = copy.deepcopy(model)
+
+    def step(of: ops.Sequential, number: int) -> list[torch.Tensor]:
+        x = randn(32, SIZE, seed=number).requires_grad_()
+        with opfuse.autocast(recipe=recipe):
+            y = checkpoint(of, x, use_reentrant=reentrant)
+        of.zero_grad()
+        y.backward(gradient(y, number))
+        return [y.detach(), *(t.grad for t in (x, *of.parameters()) if t.grad is not None)]
+
+    for number in range(6):
+        with interpreted():
+            wanted = step(other, number)
+        with monkeypatch.context() as patch:
+            if number == 5:  # by when looks were seen and recorded in both passes
+                patch.setattr(Runner, "forward", None)
+                patch.setattr(Runner, "backward", None)
+            found = step(model, number)
+        assert all(map(torch.equal, found, wanted)), number

@@ -121,8 +121,8 @@ class Listener(Protocol):
     def launched(self, launch: Launch) -> None:
         """A kernel is about to be queued."""
 
-    def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> None:
-        """Call a function of the host, whose tensors kernels then read; a repetition has to call it again."""
+    def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """What a function of the host returns, which kernels then read; a repetition has to call it again."""
 
     def refuse(self, reason: str) -> None:
         """What runs now cannot be repeated from ops and launches alone, for this reason."""

@@ -104,7 +104,7 @@ class Plan:
     remade: Remade = field(default_factory=dict, compare=False)
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     own_code: dict[int, OwnCode] = field(default_factory=dict, compare=False, repr=False)
-    keepable: dict[int, tuple[tuple[Node, int], ...]] = field(default_factory=dict, compare=False, repr=False)
+    keepable: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
     grouped: dict[int, tuple[tuple[Node, Grouping, Sequence[Cast]], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property

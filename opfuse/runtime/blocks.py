@@ -5,14 +5,14 @@ A weight of 128 experts has 512 planes and scales. Views of a block count their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate as running_sums
 from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.formats import USAGES
+from opfuse.formats import USAGES, Usage
 from opfuse.program.slab import aligned
 from opfuse.program.tape import PLAIN
 from opfuse.tensors.storage import QuantizedStorage
@@ -39,24 +39,32 @@ PlaceInBlock = tuple[int, BlockPart] | None
 """Of a tensor: the position of its block among blocks, and where in it; None: it lies in none."""
 
 
-def in_blocks(storage: QuantizedStorage, weight: torch.Tensor) -> tuple[QuantizedStorage, tuple[torch.Tensor, ...]]:
-    """``storage``, with the tensors of each direction copied into a block; and the blocks.
+def in_block(
+    storages: Sequence[QuantizedStorage], usage: Usage, weights: Sequence[torch.Tensor]
+) -> tuple[Sequence[QuantizedStorage], list[torch.Tensor]]:
+    """``storages``, casts of ``weights``, with the tensors of direction ``usage`` copied into one block; and the block, if any.
 
-    One for each direction, since a backward pass holds only what it reads. What shares memory with ``weight`` or with the other
-    direction stays where it is, as does a direction of one tensor.
+    One for each direction, since a backward pass holds only what it reads. What shares memory with its weight or with the other
+    direction stays where it is, as does a single tensor.
     """
-    blocks: list[torch.Tensor] = []
-    for usage in storage.usages:
-        plane = storage.plane(usage)
-        elsewhere = {_memory(weight), *(_memory(t) for other in USAGES if other != usage for t in _tensors(storage, other))}
-        moved = {id(t): t for t in plane.tensors() if _memory(t) not in elsewhere and t.is_contiguous()}
-        if len(moved) > 1:
-            block, pieces = _block_of([*moved.values()])
-            blocks.append(block)
-            views = dict(zip(moved, pieces))
-            there: dict[str, Any] = {usage: plane.with_tensors([views.get(id(t), t) for t in plane.tensors()])}
-            storage = replace(storage, **there)
-    return storage, tuple(blocks)
+    moved: dict[int, torch.Tensor] = {}
+    for storage, weight in zip(storages, weights):
+        others = [tensor for other in USAGES if other != usage for tensor in _tensors(storage, other)]
+        elsewhere = {*map(_memory, (weight, *others))}
+        moved |= {id(t): t for t in _tensors(storage, usage) if _memory(t) not in elsewhere and t.is_contiguous()}
+    if len(moved) < 2:
+        return storages, []
+    block, parts = _block_of([*moved.values()])
+    views = dict(zip(moved, parts))
+    return [_with_views(storage, usage, views) for storage in storages], [block]
+
+
+def _with_views(storage: QuantizedStorage, usage: Usage, views: Mapping[int, torch.Tensor]) -> QuantizedStorage:
+    if usage not in storage.usages:
+        return storage
+    plane = storage.plane(usage)
+    there: dict[str, Any] = {usage: plane.with_tensors([views.get(id(tensor), tensor) for tensor in plane.tensors()])}
+    return replace(storage, **there)
 
 
 def gathered(

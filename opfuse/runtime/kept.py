@@ -1,9 +1,9 @@
 """Casts of weights that are kept from call to call, inside a scope that the user opens.
 
-A cast is found by the parameter, the quantizer and the stream. It is valid while the parameter lies in the memory that was cast
-and autograd has counted no write to it; under delayed scaling also while its scale stays and its amax counts for the same update.
-Otherwise a call casts anew, so every call has the bits that it has without the scope. Casts with code that is not the library's,
-with random numbers or with other ranks are not kept.
+A cast is found by the parameter, the quantizer and the stream, once for each plan; later calls compare. It is valid while the
+parameter lies in the memory that was cast and autograd has counted no write to it; under delayed scaling also while its scale
+stays and its amax counts for the same update. Otherwise a call casts anew, so every call has the bits that it has without the
+scope. Casts with code that is not the library's, with random numbers or with other ranks are not kept.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from opfuse.compiler.graph import Node
 from opfuse.compiler.plan import Plan, Segment
@@ -27,16 +25,14 @@ from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, UnsupportedError, describe
 from opfuse.program.tape import PLAIN
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.blocks import gathered, in_blocks, made_again
+from opfuse.runtime.blocks import made_again
+from opfuse.runtime.cached import CachedCast, KeptLook, Unchanged, interned, settle
 from opfuse.runtime.own import has_own_methods
 from opfuse.tensors.quantizers.own import draws, is_own_quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
 CASTS = 4
 """Casts of one weight that a scope keeps, by recipe, planes and stream. Of more, the oldest is dropped."""
-
-PLANS = 64
-"""Casts of plans that an entry finds by identity; beyond that number, by comparison."""
 
 VAIN, REST = 3, 32
 """After VAIN kept casts of a weight in a row that served no second call, only every REST-th call keeps its cast."""
@@ -45,14 +41,14 @@ VAIN, REST = 3, 32
 class Held(NamedTuple):
     """A cast that a segment finds made. node: the quantize node that need not run.
 
-    tensors: the memory of the storage without the weight's own: blocks first, then what lies in none. look: how both lie, or the
-    structure of the storage.
+    tensors: the memory of the storage without the weight's own, ``blocks`` first. look: the structure of the storage, of a cast
+    that is not kept.
     """
 
     node: int
     storage: QuantizedStorage
     tensors: tuple[torch.Tensor, ...]
-    look: object | None
+    look: tuple[Any, ...] | None = None
     blocks: tuple[torch.Tensor, ...] = ()
 
     def made_again(self) -> QuantizedStorage:
@@ -60,72 +56,33 @@ class Held(NamedTuple):
         return made_again(self.storage, self.blocks) if self.blocks else self.storage
 
 
-class _CachedCast:
-    """A cast of a weight, and everything that its validity depends on."""
+class KeptCasts(NamedTuple):
+    """Those that a segment finds, in the order of its nodes; their memory; how that lies, to be compared."""
 
-    def __init__(self, cast: Cast, parameter: torch.Tensor, stream: int) -> None:
-        # Neither inference mode nor a graph may mark what later calls save for their backward passes.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            memory = parameter.untyped_storage()
-            self._memory = StorageWeakRef(memory)  # type: ignore[no-untyped-call]  # while it is here, no other has the number
-            self._storage, self._address, self._writes = memory._cdata, parameter.data_ptr(), parameter._version
-            self._lies = parameter.shape, parameter.stride(), parameter.dtype
-            self.storage, self.blocks = in_blocks(cast(parameter), parameter)
-        self.parameter, self.stream, self.casts, self.served = parameter, stream, {cast}, False
-        self._cast, self._dtype = cast, _dtype(cast, parameter)
-        self._states = [(state, state.look, state.turn, state.scale._version) for state in cast.live_states]
-        lying, places = gathered(self.storage.tensors(), self.blocks)
-        apart = {id(t): t for t in lying if t.untyped_storage()._cdata != self._storage}
-        self.tensors = tuple(apart.values())
-        self.look = _interned((places, *((t.shape, t.stride(), t.dtype) for t in self.tensors)))
-        self._written = [(t, t._version) for t in self.tensors]
+    casts: tuple[Held, ...] = ()
+    tensors: tuple[torch.Tensor, ...] = ()
+    look: KeptLook | None = None
 
-    def stands(self) -> bool:
-        """Whether the cast is still valid."""
-        parameter = self.parameter
-        if (
-            parameter._version != self._writes
-            or parameter.data_ptr() != self._address
-            or parameter.untyped_storage()._cdata != self._storage
-            or (parameter.shape, parameter.stride(), parameter.dtype) != self._lies
-        ):
-            return False
-        for tensor, writes in self._written:  # no generator: its calls cost as much as what is compared
-            if tensor._version != writes:
-                return False
-        return not self._states or all(
-            (s.look, s.turn, s.scale._version) == (look, turn, version) for s, look, turn, version in self._states
-        )
-
-    def serves(self, cast: Cast) -> bool:
-        """Whether ``cast``, of the same weight, would make the same bytes and count the same amaxes."""
-        mine = self._cast
-        return (
-            mine.quantizer == cast.quantizer
-            and mine.counts == cast.counts
-            and len(mine.live_states) == len(cast.live_states)
-            and all(one is other for one, other in zip(mine.live_states, cast.live_states))
-            and (not cast.live_states or mine.rule == cast.rule)
-            and self._dtype == _dtype(cast, self.parameter)
-        )
+    @classmethod
+    def of(cls, found: Mapping[int, CachedCast]) -> KeptCasts:
+        """Of casts by node."""
+        tensors = {id(tensor): tensor for cast in found.values() for tensor in cast.tensors}
+        at = {key: i for i, key in enumerate(tensors)}
+        look = interned(tuple((node, cast.look, *(at[id(tensor)] for tensor in cast.tensors)) for node, cast in found.items()))
+        casts = (Held(node, cast.storage, cast.tensors, blocks=cast.blocks) for node, cast in found.items())
+        return cls(tuple(casts), tuple(tensors.values()), look)
 
 
-class KeptLook:
-    """How a kept cast lies in memory, as one object for all that lie alike: looks of calls are compared by it."""
-
-    def __init__(self, what: tuple[Any, ...]) -> None:
-        self.what = what
+_NOTHING = KeptCasts()
 
 
-_LOOKS: WeakValueDictionary[tuple[Any, ...], KeptLook] = WeakValueDictionary()
+class _Wanted(NamedTuple):
+    """A cast that a call needs."""
 
-
-def _interned(what: tuple[Any, ...]) -> KeptLook:
-    return _LOOKS.setdefault(what, KeptLook(what))
-
-
-def _dtype(cast: Cast, parameter: torch.Tensor) -> torch.dtype:
-    return cast.op.compute_dtype(cast.env, parameter)
+    node: Node
+    cast: Cast
+    parameter: torch.Tensor
+    stream: int
 
 
 class KeptWeights:
@@ -133,8 +90,7 @@ class KeptWeights:
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         self._parameters = {id(parameter): parameter for parameter in parameters if type(parameter) in PLAIN}
-        self._entries: dict[int, list[_CachedCast]] = {}
-        self._known: dict[tuple[Cast, int], _CachedCast] = {}
+        self._entries: dict[int, list[CachedCast]] = {}
         self._vain: dict[int, int] = {}
         self._lock = threading.RLock()
         self._open = True
@@ -161,7 +117,8 @@ class KeptWeights:
     def drop(self) -> None:
         """Forget all casts: the next call of each makes it anew. For writes that autograd does not count."""
         with self._lock:
-            self._entries, self._known, self._vain = {}, {}, {}
+            entries, self._entries, self._vain = self._entries, {}, {}
+            _end(entry for each in entries.values() for entry in each)
 
     def _close(self) -> None:
         self._open = False
@@ -171,60 +128,71 @@ class KeptWeights:
         """Whether casts of it are kept."""
         return self._open and self._parameters.get(id(parameter)) is parameter
 
-    def find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _CachedCast | None:
-        """The kept cast of a parameter; if there is none and ``make`` is set, one is made and kept.
+    def find(self, wanted: Sequence[_Wanted], *, make: bool) -> list[CachedCast | None]:
+        """The kept casts of parameters that the scope owns; missing ones are made and kept if ``make`` is set.
 
-        None for a parameter that the scope does not own, and if keeping has been in vain: the weight changes before every call.
+        None also where keeping has been in vain: the weight changes before every call. Casts that are made together, for one op,
+        lie in the same blocks.
         """
-        found = self._known.get((cast, stream))
-        if found is not None and found.parameter is parameter and found.stands():
-            found.served = True
-            return found
-        if not self.owns(parameter) or parameter.is_inference():
-            return None
         with self._lock:
-            return self._find(cast, parameter, stream, make=make)
+            there = {id(each.parameter): self._entries.get(id(each.parameter), []) for each in wanted}
+            served = {key: [entry.served for entry in entries] for key, entries in there.items()}
+            stale = [entry for entries in there.values() for entry in entries if not entry.unchanged]
+            there = {key: [entry for entry in entries if entry not in stale] for key, entries in there.items()}
+            if make:
+                _end(stale)  # what is stale goes before its successor is made
+                stale.clear()
+                self._entries |= there
+                there = self._with_missing(wanted, there, served)
+            return [_serving(there[id(each.parameter)], each) for each in wanted]
 
-    def _find(self, cast: Cast, parameter: torch.Tensor, stream: int, *, make: bool) -> _CachedCast | None:
-        before = self._entries.get(id(parameter), [])
-        there = [entry for entry in before if entry.stands()]
-        found = next((entry for entry in there if entry.stream == stream and entry.serves(cast)), None)
-        if not make:
-            return found
-        if found is None:
-            self._forget(entry for entry in before if entry not in there)  # what is stale goes before its successor is made
-            self._entries[id(parameter)] = there
-            if self._is_vain(parameter, before):
-                return None
-            found = _CachedCast(cast, parameter, stream)
-            self._forget(there[: -(CASTS - 1)])
-            there = [*there[-(CASTS - 1) :], found]
-        else:
-            found.served = True
-        if len(found.casts) >= PLANS:
-            self._forget([found])
-        found.casts.add(cast)
+    def _with_missing(
+        self, wanted: Sequence[_Wanted], there: Mapping[int, list[CachedCast]], served: Mapping[int, list[bool]]
+    ) -> dict[int, list[CachedCast]]:
+        """The casts ``there``, and new ones. served: of each cast of a parameter before this call, whether one has found it."""
+        every = {key: [*entries] for key, entries in there.items()}
+        new: dict[tuple[int, torch.device], list[CachedCast]] = {}
+        for each in wanted:
+            key = id(each.parameter)
+            if (found := _serving(every[key], each)) is not None:
+                found.served = True
+            elif not self._is_vain(key, served[key]):
+                entry = CachedCast(each.cast, each.parameter, each.stream)
+                every[key].append(entry)
+                new.setdefault((each.node.op, each.parameter.device), []).append(entry)
+        for made in new.values():
+            settle(made)
         if self._open:
-            self._entries[id(parameter)] = there
-            self._known[cast, stream] = found
-        return found
+            _end(entry for entries in every.values() for entry in entries[:-CASTS])
+            self._entries |= {key: entries[-CASTS:] for key, entries in every.items()}
+        return every
 
-    def _is_vain(self, parameter: torch.Tensor, before: list[_CachedCast]) -> bool:
+    def bound(self, owners: Mapping[int, KeptWeights], found: Mapping[int, CachedCast]) -> _Bound | None:
+        """The casts that a segment has found, by node; None if one has gone since."""
+        with self._lock:
+            kept = all(cast in self._entries.get(id(cast.parameter), ()) for cast in found.values())
+            return _Bound(owners, found) if kept else None
+
+    def _is_vain(self, key: int, served: Sequence[bool]) -> bool:
         """Whether the weight changes before every call, so that this call should cast without keeping."""
-        count = self._vain.get(id(parameter), 0)
-        if any(entry.served for entry in before):
+        count = self._vain.get(key, 0)
+        if any(served):
             count = 0
-        elif before or count >= VAIN:
+        elif served or count >= VAIN:
             count += 1
-        self._vain[id(parameter)] = count
+        self._vain[key] = count
         return count >= VAIN and count % REST != 0
 
-    def _forget(self, entries: Iterable[_CachedCast]) -> None:
-        """No longer find these by identity."""
-        for entry in entries:
-            for cast in entry.casts:
-                self._known.pop((cast, entry.stream), None)
-            entry.casts.clear()
+
+def _serving(entries: Sequence[CachedCast], wanted: _Wanted) -> CachedCast | None:
+    return next((entry for entry in entries if entry.serves(wanted.cast, wanted.stream)), None)
+
+
+def _end(entries: Iterable[CachedCast]) -> None:
+    """No call shall find these, and nothing hold them."""
+    for entry in entries:
+        for bound in entry.users:
+            bound.end()
 
 
 _owners: ContextVar[Mapping[int, KeptWeights]] = ContextVar("opfuse_kept_weights", default={})  # noqa: B039
@@ -239,9 +207,9 @@ def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
     optimizer's, if it lies in other memory, under another recipe, and once its delayed scale may have moved. Graphs of the block
     may be run backward after it. Casts take device memory, ``nbytes`` of what the block yields, at most :data:`CASTS` for each
     weight; all are freed at the end of the block. A block inside another one of the same weights keeps nothing. The gain is
-    time of the device: to check a kept cast costs the host about as much as to launch a cast, so small models gain nothing. A
-    weight that changes before every call, as under delayed scaling with a region for each call, is soon cast as without the
-    block, and tried again from time to time.
+    time of the device: a call compares all weights of a layer at once, for which the host takes about as long as for launching
+    their casts. A weight that changes before every call, as under delayed scaling with a region for each call, is soon cast as
+    without the block, and tried again from time to time. While casts of a layer are made, they take half as much memory again.
 
     Some writes are not counted: through ``parameter.data``, through memory shared with numpy, by collectives on such tensors, by
     the replay of a CUDA graph. After these call ``drop()`` of what the block yields. That is why casts are kept only on request.
@@ -281,30 +249,90 @@ def _check_counted(model: nn.Module) -> None:
         raise UnsupportedError(describe(f"kept_weights of {found}", wanted=wanted, got="parameters under FSDP", cure=cure))
 
 
-def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> tuple[Held, ...]:
-    """The kept casts of weights for a call of ``segment``, in the order of its nodes; missing ones are made now."""
+class _Bound:
+    """What a segment finds, while nothing has changed: compared for all of its weights at once."""
+
+    def __init__(self, owners: Mapping[int, KeptWeights], found: Mapping[int, CachedCast]) -> None:
+        entries = [*found.values()]
+        unchanged = Unchanged.together([entry.unchanged for entry in entries])
+        self._what: Any = owners, [id(entry.parameter) for entry in entries], unchanged, KeptCasts.of(found)
+        self._new = [entry for entry in entries if not entry.served]
+        for entry in entries:
+            entry.users.add(self)
+
+    def casts(self, owners: Mapping[int, KeptWeights], weights: Sequence[object], run: Pass | None) -> KeptCasts | None:
+        """They, if a call with these scopes and weights would find them; else None."""
+        if (what := self._what) is None:
+            return None
+        mine, numbers, unchanged, casts = what
+        if owners is not mine or [*map(id, weights)] != numbers or (run is not None and unchanged.is_delayed) or not unchanged:
+            return None
+        while self._new:
+            self._new.pop().served = True
+        found: KeptCasts = casts
+        return found
+
+    def end(self) -> None:
+        """Hold nothing more."""
+        self._what, self._new = None, []
+
+
+class _Keepable:
+    """The casts of a segment that may be kept. bound: what was found on a stream."""
+
+    def __init__(self, plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> None:
+        found = [*_keepable(plan, segment, ops)]
+        self._places = {node.op: [place for other, place in found if other.op == node.op] for node, _ in found}
+        self.casts = [(node, plan.casts[node.index]) for op in self._places for node, _ in found if node.op == op]
+        self.bound: dict[int | None, _Bound] = {}
+
+    def weights(self, ops: Sequence[BasicOperation]) -> list[torch.Tensor | None]:
+        """What they cast, in their order."""
+        found: list[torch.Tensor | None] = []
+        for op, places in self._places.items():
+            slots = ops[op].parameter_places()
+            found += [slot[name] for slot, name in map(slots.__getitem__, places)]
+        return found
+
+
+def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> KeptCasts:
+    """The kept casts of weights for a call of ``segment``; missing ones are made now."""
     owners = _owners.get()
     if not owners or torch._C._len_torch_dispatch_stack():
-        return ()
-    nodes = plan.keepable.get(segment.nodes.start)
-    if nodes is None:
-        nodes = plan.keepable[segment.nodes.start] = tuple(_keepable(plan, segment, ops))
-    held, run, streams = [], current_pass(), dict[torch.device, int | None]()
-    for node, place in nodes:
-        cast: Cast = plan.casts[node.index]
-        slot, name = ops[node.op].parameter_places()[place]
-        parameter = slot[name]
+        return _NOTHING
+    keepable = plan.keepable.get(segment.nodes.start)
+    if keepable is None:
+        keepable = plan.keepable[segment.nodes.start] = _Keepable(plan, segment, ops)
+    weights = keepable.weights(ops)
+    if not weights or weights[0] is None:
+        return _NOTHING
+    run, stream = current_pass(), _stream(weights[0].device)
+    bound = keepable.bound.get(stream)
+    found = None if bound is None else bound.casts(owners, weights, run)
+    return _found_casts(keepable, owners, weights, run) if found is None else found
+
+
+def _found_casts(
+    keepable: _Keepable, owners: Mapping[int, KeptWeights], weights: Sequence[torch.Tensor | None], run: Pass | None
+) -> KeptCasts:
+    """The same, looked for one by one, and bound if all are there."""
+    streams = {device: _stream(device) for device in {weight.device for weight in weights if weight is not None}}
+    wanted: dict[KeptWeights, list[_Wanted]] = {}
+    for (node, cast), parameter in zip(keepable.casts, weights):
         owner = owners.get(id(parameter))
-        if owner is None or parameter is None or (run is not None and cast.live_states):
+        if owner is None or parameter is None or not owner.owns(parameter) or parameter.is_inference():
             continue
-        if (device := parameter.device) not in streams:
-            streams[device] = _stream(device)
-        if (stream := streams[device]) is None:
-            continue
-        found = owner.find(cast, parameter, stream, make=run is not Pass.LOOK)
-        if found is not None:
-            held.append(Held(node.index, found.storage, found.tensors, found.look, found.blocks))
-    return tuple(held)
+        if (stream := streams[parameter.device]) is not None and not (run is not None and cast.live_states):
+            wanted.setdefault(owner, []).append(_Wanted(node, cast, parameter, stream))
+    found: dict[int, CachedCast] = {}
+    for owner, each in wanted.items():
+        casts = owner.find(each, make=run is not Pass.LOOK)
+        found |= {one.node.index: cast for one, cast in zip(each, casts) if cast is not None}
+    if len(found) == len(keepable.casts) and len(wanted) == len(streams) == 1:
+        ((scope, _),), ((_, stream),) = wanted.items(), streams.items()
+        if bound := scope.bound(owners, found):
+            keepable.bound[stream] = bound
+    return KeptCasts.of(found) if found else _NOTHING
 
 
 def _stream(device: torch.device) -> int | None:

@@ -27,7 +27,7 @@ from opfuse.program.tape import Tape
 from opfuse.recipes.counting import PassAround
 from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
 from opfuse.runtime.before import made_before
-from opfuse.runtime.kept import Held, held_casts
+from opfuse.runtime.kept import Held, KeptCasts, held_casts
 from opfuse.runtime.looks import firsts, given, look_of
 from opfuse.runtime.observed import ObservedRunner, current_observer
 from opfuse.runtime.own import own_code
@@ -73,19 +73,19 @@ def runner_of(
     """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
     kept = held_casts(plan, segment, ops)
     if (observer := current_observer()) is not None:
-        runner = ObservedRunner(plan, segment, ops, kwargs, kept)
+        runner = ObservedRunner(plan, segment, ops, kwargs, kept.casts)
         runner.observer = observer
         return runner
     own = _own_code(plan, segment, ops)
     before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
-    held = (*before, *kept)
+    held = (*before, *kept.casts) if before else kept.casts
     if tensors is None or not _enabled.get() or torch._C._len_torch_dispatch_stack():
         return Runner(plan, segment, ops, kwargs, held)
     look = None if FORWARD in own.why or any(kwargs) else _look(plan, segment, ops, tensors, before=before, kept=kept)
     if look is None:
         return (SteppedRunner if own.why else Runner)(plan, segment, ops, kwargs, held)
     if held:
-        tensors = [*tensors, *[tensor for each in held for tensor in each.tensors]]
+        tensors = [*tensors, *[tensor for each in before for tensor in each.tensors], *kept.tensors]
     programs = plan.programs.get(segment.nodes.start)
     if programs is None:
         programs = plan.programs.setdefault(segment.nodes.start, Programs())
@@ -105,7 +105,7 @@ def _look(
     tensors: Sequence[torch.Tensor | None],
     *,
     before: Sequence[Held],
-    kept: Sequence[Held],
+    kept: KeptCasts,
 ) -> tuple[Any, ...] | None:
     """What a program of this call depends on beside the key of its plan; None if no program may run.
 
@@ -116,11 +116,13 @@ def _look(
     look = look_of([*tensors, *[tensor for each in before for tensor in each.tensors]] if before else tensors)
     if look is None:
         return None
-    if held := (*before, *kept):
-        look += tuple([(each.node, each.look) for each in held])
-        ids = [id(each.storage) for each in held]
+    if before:
+        look += tuple([(each.node, each.look) for each in before])
+        ids = [id(each.storage) for each in before]
         if len(set(ids)) < len(ids):  # one weight of several ops
             look += tuple(firsts(ids))
+    if kept.casts:
+        look = *look, kept.look
     return (*look, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else look
 
 

@@ -56,7 +56,7 @@ class Runner:
         self.ops = ops
         self.kwargs = kwargs
         self.held = {each.node: each.storage for each in held} if held else {}
-        self.blocks = [block for each in held for block in each.blocks] if held else []
+        self.blocks = [*{id(block): block for each in held for block in each.blocks}.values()] if held else []
         self.places: tuple[PlaceInBlock, ...] = ()
         self.contexts: dict[int, Context] = {}
         self.dirty: list[tuple[int, torch.Tensor]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import gc
 import itertools
 import sys
@@ -24,7 +25,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.grouped_cast import GroupedCast
-from opfuse.errors import PipelineError, UnsupportedError
+from opfuse.errors import PipelineError, SavedTensorError, UnsupportedError
 from opfuse.runtime import kept
 from opfuse.runtime.kept import CASTS, KeptWeights, kept_weights
 from opfuse.runtime.recorded import Recorded
@@ -223,6 +224,65 @@ def test_a_change_of_a_weight_is_seen_by_the_next_call(change: Callable[[nn.Modu
     both(script)
 
 
+def _begins_elsewhere(weight: nn.Parameter) -> None:
+    """In the same memory."""
+    shift = int(weight.storage_offset() == 0)
+    weight.data = weight.data.as_strided(weight.shape, weight.stride(), 64 * 64 * shift)
+
+
+def _comes_to_lie_where_it_lay(weight: nn.Parameter) -> None:
+    """In memory that was freed and allocated again: another storage with the same address."""
+    there = (ctypes.c_uint8 * weight.untyped_storage().nbytes()).from_address(weight.untyped_storage().data_ptr())
+    weight.data.mul_(2)
+    _holders.append(weight.data)
+    weight.data = torch.frombuffer(there, dtype=BF16)[: 64 * 64].view(64, 64)
+
+
+def _turned(weight: nn.Parameter) -> None:
+    """In the same place."""
+    weight.data = weight.data.t()
+
+
+def _read_as_another_dtype(weight: nn.Parameter) -> None:
+    """In the same place, which plans for torch.autocast do not notice in their own casts."""
+    weight.data = weight.data.view(torch.float16 if weight.dtype == BF16 else BF16)
+
+
+_holders: list[torch.Tensor] = []
+
+SWAPS = [_begins_elsewhere, _comes_to_lie_where_it_lay, _turned, _read_as_another_dtype]
+
+
+@pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
+def test_data_that_is_swapped_without_a_count_is_seen_by_the_next_call(swap: Callable[[nn.Parameter], None]):
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        weight = run.model[0].weight
+        weight.data = torch.cat((weight.data, 3 * weight.data))[:64]
+        with torch.autocast("cpu", dtype=BF16):
+            for _ in range(3):
+                for _ in range(3):
+                    run.call(train=False)
+                writes = weight._version
+                swap(weight)
+                assert weight._version == writes
+                run.call(train=False)
+
+    both(script, model=lambda: to(ops.Sequential(ops.Linear(64, 64, bias=False)), BF16))
+    _holders.clear()
+
+
+def test_two_scopes_of_one_model_in_two_contexts_know_nothing_of_each_other():
+    run, contexts = Run(mlp(), RECIPE), (copy_context(), copy_context())
+    blocks = [kept_weights(run.model) for _ in contexts]
+    scopes = [context.run(block.__enter__) for context, block in zip(contexts, blocks)]
+    for context, scope in zip(contexts, scopes):
+        for _ in range(3):
+            context.run(run.call, train=False)
+        assert scope.casts == 2
+    for context, block in zip(contexts, blocks):
+        context.run(block.__exit__, None, None, None)
+
+
 def test_a_write_through_data_is_no_write_that_counts_until_the_casts_are_dropped():
     run = Run(mlp(), RECIPE)
     x = randn(32, 64)
@@ -239,12 +299,83 @@ def test_a_write_through_data_is_no_write_that_counts_until_the_casts_are_droppe
 
 def test_a_kept_plane_that_somebody_writes_is_made_anew():
     def script(run: Run, scope: KeptWeights | None) -> None:
-        run.call(train=False)
-        for plane in () if scope is None else scope.tensors():
-            plane.zero_()
+        for calls in (1, 3):
+            for _ in range(calls):
+                run.call(train=False)
+            for plane in () if scope is None else scope.tensors():
+                plane.zero_()
         run.call(train=False)
 
     both(script)
+
+
+@pytest.mark.parametrize("calls", [0, 4])
+def test_a_kept_plane_that_is_written_between_the_passes_is_an_error(calls: int):
+    """As of any saved tensor, for the interpreter and for a program."""
+    run = Run(mlp(), RECIPE)
+    with kept_weights(run.model) as scope, opfuse.autocast(recipe=RECIPE):
+        for _ in range(calls):
+            run.call()
+        y = run.model(randn(32, 64).requires_grad_())
+        for block in scope.tensors():
+            block[:1] += 1
+    with pytest.raises(SavedTensorError, match="changed in place"):
+        y.backward(gradient(y, 0))
+
+
+def test_a_weight_that_is_written_between_the_passes_changes_no_gradient_of_its_kept_cast():
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for call in range(6):
+            x = randn(32, 64, seed=call).requires_grad_()
+            with opfuse.autocast(recipe=RECIPE):
+                y = run.model(x)
+            with torch.no_grad():
+                run.model[2].weight.mul_(1.5)
+            y.backward(gradient(y, call))
+            run.seen += [y.detach(), x.grad]
+
+    both(script)
+
+
+def test_freezing_a_weight_plans_anew_and_keeps_its_cast(casts: list[str]):
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for wanted in (True, False, True):
+            run.model[0].weight.requires_grad_(wanted)
+            for _ in range(3):
+                run.call()
+        assert scope is None or casts.count("weight") == 2
+
+    both(script)
+
+
+def test_what_is_stale_goes_before_its_successor_comes():
+    """Also where a call found it bound to its segment."""
+    run = Run(mlp(), RECIPE)
+    with kept_weights(run.model) as scope:
+        for _ in range(4):
+            run.call()
+        stale = [weakref.ref(block) for block in scope.tensors()]
+        bytes_of_one = scope.nbytes
+        assert len(stale) == 4  # a weight has a block for each direction
+        run.step()
+        run.call()
+        assert not any(block() is not None for block in stale)
+        assert scope.nbytes == bytes_of_one
+
+
+def test_a_graph_holds_the_direction_that_its_backward_pass_reads():
+    """Not the other one, once the scope is over."""
+    model = to(ops.Sequential(ops.Linear(64, 128, bias=False)), BF16)
+    saved: list[int] = []
+    for call in range(4):
+        with kept_weights(model) as scope, opfuse.autocast(recipe=RECIPE):
+            y = model(randn(32, 64, seed=call).requires_grad_())
+            rowwise, columnwise = scope.tensors()
+        held = {t.untyped_storage().data_ptr() for t in y.grad_fn.saved_tensors}
+        assert columnwise.data_ptr() in held
+        assert rowwise.data_ptr() not in held
+        saved.append(len(y.grad_fn.saved_tensors))
+    assert len(set(saved)) == 1
 
 
 # -- recipes, regions, delayed scaling ------------------------------------------------------------------------------------------
@@ -379,10 +510,22 @@ def test_a_checkpoint_repeats_its_call(name: str):
             with opfuse.autocast(recipe=recipe):
                 y = opfuse.checkpoint(run.model, x)
                 run.call()
+                again = opfuse.checkpoint(run.model, x)
+                run.call()
+            again.backward(gradient(y, call))
             y.backward(gradient(y, 0))
             run.seen += [y.detach(), x.grad]
 
     both(script, recipe)
+
+
+def test_saved_tensors_that_hooks_move_have_the_same_bits():
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for _ in range(5):
+            with torch.autograd.graph.save_on_cpu():
+                run.call()
+
+    both(script)
 
 
 @pytest.mark.parametrize("calls", [1, 2, 4])
@@ -455,6 +598,37 @@ def test_experts_keep_theirs(casts: list[str]):
             for _ in range(3):
                 assert torch.equal(model(x, splits), wanted)
             assert (len(casts), scope.casts) == (3, 3)
+
+
+def test_experts_lie_together_and_each_is_cast_anew_alone(casts: list[str]):
+    """Their block goes with the last of them."""
+    model, splits = to(ops.GroupedLinear(3, 64, 64, bias=False), BF16), torch.tensor([32, 0, 64], device="cpu")
+
+    def call(seed: int) -> list[torch.Tensor]:
+        x = randn(96, 64, seed=seed).requires_grad_()
+        with opfuse.autocast(recipe=RECIPE):
+            y = model(x, splits)
+        return [y, *torch.autograd.grad(y, [x, *model.parameters()], gradient(y, seed))]
+
+    def write(name: str) -> None:
+        with torch.no_grad():
+            model.get_parameter(name).mul_(2)
+
+    with kept_weights(model) as scope:
+        for seed in range(4):
+            got = call(seed)
+        block, other = ({id(t): t for t in scope.tensors()}).values()
+        first, alone = weakref.ref(block), scope.nbytes // 3
+        del block, other
+        for i, name in enumerate(("weight1", "weight0", "weight2")):
+            casts.clear()
+            write(name)
+            for seed in range(4):
+                got = call(seed)
+            assert casts == [name]
+            assert scope.nbytes == (4 + i) * alone if i < 2 else 3 * alone
+            assert (first() is None) == (i == 2)
+    assert all(map(torch.equal, got, call(3)))
 
 
 # -- the scope ------------------------------------------------------------------------------------------------------------------

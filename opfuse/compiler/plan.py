@@ -69,12 +69,14 @@ class Stretch(NamedTuple):
 
 
 class OwnCode(NamedTuple):
-    """What of the user's own runs in a segment. why: in which passes, and what. before: casts that run before it does.
+    """What of the user's own runs in a segment. why: in which passes, and what; of ``users`` it is the user's code, in others the
+    library's, which does more than return results. before: casts that run before the segment does.
 
     backward: the backward pass, cut around such code; empty if it has none.
     """
 
     why: Mapping[str, str]
+    users: frozenset[str]
     before: tuple[Node, ...]
     backward: tuple[Stretch, ...]
 

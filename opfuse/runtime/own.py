@@ -27,12 +27,16 @@ BEFORE_FORWARD = "before forward"
 
 
 class _Reason(NamedTuple):
-    """Why a program cannot repeat a pass, and the nodes in whose groups the code is. cast: the quantize node that alone is it."""
+    """Why a program cannot repeat a pass, and the nodes in whose groups the code is. cast: the quantize node that alone is it.
+
+    is_users: whether the code is the user's; else it does something beside computing results.
+    """
 
     side: str
     why: str
     nodes: tuple[int, ...]
     cast: Node | None = None
+    is_users: bool = True
 
 
 def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
@@ -47,7 +51,8 @@ def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Own
     casting = {i: plan.casts[i] for i in segment.nodes if plan.graph.nodes[i].is_cast}
     # A cast in groups leaves the gradient itself in the context of its reader, which may be in another stretch.
     theirs |= {i for i, cast in casting.items() if isinstance(cast, GroupedCast) or not is_own_cast(cast)}
-    return OwnCode(why, before, tuple(_stretches(plan, segment.backward, theirs)) if BACKWARD in why else ())
+    users = frozenset(each.side for each in found if each.is_users)
+    return OwnCode(why, users, before, tuple(_stretches(plan, segment.backward, theirs)) if BACKWARD in why else ())
 
 
 def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[_Reason]:
@@ -62,7 +67,7 @@ def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
         op, runs = ops[i], tuple(node.index for node in nodes if node.op == i and not node.is_cast)
         if not has_own_methods(op):
             yield from (_Reason(side, f"{op.label} has code of the user's own", runs) for side in passes)
-        yield from (_Reason(BACKWARD, f"{op.label} {what}", runs) for what in beyond_gradients(op.spec))
+        yield from (_Reason(BACKWARD, f"{op.label} {what}", runs, is_users=False) for what in beyond_gradients(op.spec))
     for node in nodes:
         for cast in (plan.casts[node.index],) if node.is_cast else plan.own_casts.get(node.index, {}).values():
             if not is_own_quantizer(cast.quantizer):

@@ -4,7 +4,7 @@ Otherwise each kernel is compiled at its first launch, one after another, those 
 rehearsal takes place only if a kernel is missing on disk. It computes with whatever is in memory. So it writes to no memory but
 its own: an op that would write in place to its inputs, or to a ``main_grad``, is left out. It must not use values as indices,
 change states or random generators, or wait for other ranks, which may have their kernels; an op that would ends it, with the
-kernels found so far.
+kernels found so far. No code of the user's own runs in it: a backward pass that has some is not rehearsed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opfuse.compiler.graph import BACKWARD
 from opfuse.core.context import Value, plain
 from opfuse.kernels.casts.delayed import updating
 from opfuse.kernels.engine.compiling import Variant
@@ -94,6 +95,7 @@ class RehearsedRunner(Runner):
         if not all(type(each) in PLAIN for each in given):
             return []
         twin = Runner(self.plan, self.segment, self.ops, ({},) * len(self.ops))
+        twin.held = dict(self.held)
         with noting() as noted, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
             try:
                 with _Harmless():
@@ -106,7 +108,7 @@ class RehearsedRunner(Runner):
 
     def _run(self, twin: Runner, tensors: Sequence[torch.Tensor]) -> None:
         values = twin.forward(tensors)
-        if self.segment.requires_grad:
+        if self.segment.requires_grad and BACKWARD not in self.plan.own_code[self.segment.nodes.start].users:
             saved = twin.released()
             outputs = zip(self.segment.outputs, values)
             grads: dict[int, torch.Tensor | None] = {number: torch.empty_like(plain(value)) for number, value in outputs}

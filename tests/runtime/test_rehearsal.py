@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import opfuse
-from opfuse import ops
+from opfuse import ops, recipes
 from opfuse.kernels.casts.delayed import updating
 from opfuse.kernels.engine import ahead, compiling, cubins
 from opfuse.kernels.engine import launch as launching
@@ -22,6 +22,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import joined_variant
 from opfuse.kernels.engine.launch import noting
 from opfuse.kernels.engine.registry import Kernel
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import delayed_state, gradient, randn, recipe_for, to
 
 pytestmark = pytest.mark.cpu
@@ -150,6 +151,33 @@ def test_gradients_of_weights_are_added_once_and_not_from_memory_of_a_rehearsal(
     for got, wanted in zip(*reversed(runs), strict=True):
         assert torch.isfinite(wanted).all()
         assert torch.equal(got, wanted)
+
+
+class Counted(Float8CurrentScalingQuantizer):
+    """Of the user's own."""
+
+    calls = 0
+
+    def quantize(self, x, **options):
+        type(self).calls += 1
+        return super().quantize(x, **options)
+
+
+@pytest.mark.parametrize("own", ["input", "weight", "grad_output"])
+def test_a_rehearsal_runs_no_code_of_the_users_own(own, found):
+    def factory(role):
+        return (Counted if role.tensor_type == own else Float8CurrentScalingQuantizer)(torch.float8_e4m3fn)
+
+    model = to(ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64)), BF16)
+    called = []
+    for call in range(3):
+        Counted.calls = 0
+        with opfuse.autocast(recipe=recipes.CustomRecipe(qfactory=factory)):
+            y = model(randn(32, 64, seed=call).requires_grad_())
+        y.backward(gradient(y, call))
+        called.append(Counted.calls)
+    assert called == [2, 2, 2]
+    assert found
 
 
 def test_noted_kernels_are_not_launched_and_blocks_end():

@@ -7,29 +7,26 @@ device only emulates are measured at the first size. Of some layers it is also m
 waits: also of the 128 experts of Qwen3-30B-A3B, to eight of which each of 16384 tokens goes.
 
 Of whole mixtures (gate, experts with SwiGLU, sums of their rows) steps are measured; how long rows take from the tokens to FP8,
-read through their index by the cast, or copied and then cast; and how long the SwiGLU takes to FP8, in one launch or in two.
+read through their index by the cast, or copied and then cast; and how long what lies between layers takes (between_experts.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from typing import cast as cast_to
 
 import torch
 import torch.nn.functional as F
 
 import opfuse
+from benchmarks.between_experts import BETWEEN, Between
 from benchmarks.calls import KEPT, with_kept_weights
 from benchmarks.timing import Call, Compared, compared, device_time, host_time, wall_time
 from opfuse import ops, recipes
 from opfuse.compiler.registry import use_rules
 from opfuse.fusions import RULES
-from opfuse.kernels.chains.cast import forward_chain_encoded
-from opfuse.kernels.chains.chain import forward_chain
-from opfuse.numerics.activations import POINTWISE
-from opfuse.numerics.chain import Stage
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -38,7 +35,7 @@ from opfuse.tensors.quantizers import (
     Float8RowQuantizer,
     Quantizer,
 )
-from opfuse.tensors.ragged import EncodingInGroups, cast_in_groups, encoding_in_groups
+from opfuse.tensors.ragged import cast_in_groups
 
 ROWS = (16384, 32768, 65536, 98304)
 GROUPS = (4, 8)
@@ -277,7 +274,7 @@ def steps(problem: Mixture, device: str) -> dict[str, Call]:
     for name, (recipe, _) in READ.items():
         made |= {name: step(recipe), f"{name}, {COPIED}": step(recipe, "dispatch_cast")}
         if name in CHAINED:
-            made[f"{name}, {TWO}"] = step(recipe, "epilogue_groups")
+            made[f"{name}, {TWO}"] = step(recipe, "epilogue_groups", "backward_groups")
     return made
 
 
@@ -302,21 +299,11 @@ def dispatches(problem: Mixture, quantizer: Callable[[str], Quantizer], device: 
     )
 
 
-def activations(problem: Mixture, quantizer: Callable[[str], Quantizer], device: str) -> tuple[Call, Call]:
-    """Both planes of the scaled SwiGLU of the rows of all experts: of a stored result, and in the launch that computes it."""
-    rows, shape = problem.tokens * problem.top_k, torch.Size((problem.tokens * problem.top_k, problem.inner))
-    x = torch.randn(rows, 2 * problem.inner, device=device, dtype=BF16)
-    stages = [Stage(POINTWISE["scaled_swiglu"], {"scale": torch.rand(rows, device=device).to(BF16)})]
+def between(problem: Mixture, device: str) -> Between:
+    """The rows of all experts between their layers."""
     with torch.no_grad():
         _, splits, *_ = problem.gate(device)(torch.randn(problem.tokens, problem.features, device=device, dtype=BF16))
-    cast = quantizer(device)
-
-    def together() -> object:
-        made = encoding_in_groups(cast, shape, BF16, splits, x.device)
-        encoded, _ = forward_chain_encoded(x, stages, cast_to(EncodingInGroups, made).encoding)
-        return cast_to(EncodingInGroups, made).storage(encoded)
-
-    return lambda: cast_in_groups(cast, forward_chain(x, stages)[0], splits), together
+    return Between.drawn(problem.tokens * problem.top_k, problem.inner, splits)
 
 
 def mixtures(
@@ -332,17 +319,17 @@ def mixtures(
         for name, (_, quantizer) in READ.items():
             apart, fused, speed = turns(*dispatches(problem, quantizer, device))
             cast |= {f"{name}, {COPIED}": (apart, {}), f"{name}, rows read": (fused, {APART: speed})}
-        chained: dict[str, tuple[float, dict[str, float]]] = {}
-        for name in CHAINED:
-            apart, fused, speed = turns(*activations(problem, READ[name].quantizer, device))
-            chained |= {f"{name}, {TWO}": (apart, {}), f"{name}, {ONE}": (fused, {TWO_LAUNCHES: speed})}
+        chained: dict[str, dict[str, tuple[float, dict[str, float]]]] = {what: {} for what in BETWEEN}
+        for what, name in itertools.product(BETWEEN, CHAINED):
+            apart, fused, speed = turns(*BETWEEN[what](between(problem, device), READ[name].quantizer(device)))
+            chained[what] |= {f"{name}, {TWO}": (apart, {}), f"{name}, {ONE}": (fused, {TWO_LAUNCHES: speed})}
         took = {name: timed(call) for name, call in steps(problem, device).items()}
         named = {name: (us, {SPEEDS[GROUPED]: took["bf16"] / us}) for name, us in took.items()}
         for name in READ:
             named[name][1][APART] = took[f"{name}, {COPIED}"] / took[name]
         for name in CHAINED:
             named[name][1][TWO_LAUNCHES] = took[f"{name}, {TWO}"] / took[name]
-        measured = {"dispatch and cast": cast, "activation and cast": chained, "mixture forward + backward": named}
+        measured = {"dispatch and cast": cast, **chained, "mixture forward + backward": named}
         for what, figures in measured.items():
             for name, (us, speeds) in figures.items():
                 for unit, value in {"ms": us / 1e3, **speeds}.items():

@@ -420,7 +420,7 @@ def test_mixtures_are_measured_with_what_they_fuse_and_without() -> None:
         return timing.Compared(2.0, 1.0, 2.0)
 
     found = [*grouped.mixtures(timed, turns, problems=[grouped.Mixture(64, 128, 4, 2, 128)], device="cpu")]
-    first = len(grouped.READ) + len(grouped.CHAINED)
+    first = len(grouped.READ) + len(grouped.CHAINED) * len(grouped.BETWEEN)
     casts, (_, *steps) = ran[:first], ran[first:]
     for apart, together in casts:
         assert all(map(torch.equal, apart.tensors(), together.tensors()))

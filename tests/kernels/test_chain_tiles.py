@@ -92,7 +92,7 @@ QUOTIENT = Pointwise(
 
 
 def test_an_activation_of_the_users_own_finds_its_rung():
-    chain = ChainCase(("bias", "gelu", "add"), (256, 512))
+    chain = ChainCase(("bias", "gelu", "add", "add"), (256, 512))
     (x, stages), kwargs = chain.forward(CPU)
     encode = Blocks([Layout(fp8_block(E4M3, 1), usage, (256, 512)) for usage in USAGES])
     variant = variant_of(forward_chain_cast, (x, [*stages, Stage(QUOTIENT)], encode), kwargs)

@@ -35,8 +35,8 @@ def cast_block(
     if not are_known(layouts):
         return definition.cast_block(x, layouts, eps=eps, pow2=pow2)
     x = x.contiguous()
-    variant, grid = _work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR))
-    planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
+    variant, grid = _work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), pow2=bool(pow2))
+    planes, fields = new_blocks(layouts, x.dtype, x.device, eps=eps)
     launch(
         variant,
         "cast_block",
@@ -49,7 +49,9 @@ def cast_block(
 
 
 @functools.lru_cache(maxsize=4096)
-def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool) -> tuple[Variant, Grid]:
+def _work(
+    layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, *, pow2: bool
+) -> tuple[Variant, Grid]:
     """The variant and grid that cast a contiguous matrix of ``shape`` and ``dtype`` to these planes."""
     check_cast(shape, dtype, layouts, family="block", where="cast_block")
     rows, columns = shape
@@ -64,6 +66,7 @@ def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtyp
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         SQUARE=layouts[0].block[0] != 1,
+        POW2=pow2,
         ROWWISE=ROWWISE in usages,
         COLUMNWISE=COLUMNWISE in usages,
         ALIGNED=on_vectors and columns % PACK == 0 and not (rows % VECTOR and COLUMNWISE in usages),
@@ -72,7 +75,7 @@ def _work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtyp
 
 
 def new_blocks(
-    layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device, *, eps: float, pow2: bool
+    layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device, *, eps: float
 ) -> tuple[list[definition.Encoded], dict[str, Any]]:
     """Memory for planes of a matrix of ``dtype``, and the fields of the struct Blocks in block_scale.cuh."""
     planes = {layout.usage: _new_plane(layout, device) for layout in layouts}
@@ -80,7 +83,7 @@ def new_blocks(
     rows, columns = layouts[0].shape
     addresses = {"rowwise": row_data, "columnwise": column_data, "row_scale": row_scale, "column_scale": column_scale}
     sizes = {"rows": rows, "columns": columns, "row_pitch": row_pitch, "column_pitch": column_pitch}
-    fields = {**addresses, **sizes, "eps": eps, "inf_value": min(torch.finfo(dtype).max, FLT_MAX), "pow2": pow2}
+    fields = {**addresses, **sizes, "eps": eps, "inf_value": min(torch.finfo(dtype).max, FLT_MAX)}
     return [planes[layout.usage] for layout in layouts], fields
 
 

@@ -106,8 +106,8 @@ def cast_block_groups(
     if index is None and all(layout.usage == ROWWISE for layout in layouts):
         return cast_block.run(launch, x, layouts, eps=eps, pow2=pow2)
     read = reading(x, index)
-    variant = _variant(tuple(layouts), read.shape, x.dtype, on_bytes(read.x, VECTOR), read.is_indexed)
-    planes, blocks = new_blocks(layouts, x.dtype, x.device, eps=eps, pow2=pow2)
+    variant = _variant(tuple(layouts), read.shape, x.dtype, on_bytes(read.x, VECTOR), read.is_indexed, pow2=bool(pow2))
+    planes, blocks = new_blocks(layouts, x.dtype, x.device, eps=eps)
     made = BLOCKS(**{**blocks, "rows": groups.rows})
     fields = _CAST(**read.addresses, tiles=tiles_of(groups), blocks=made, down=groups.tiles)
     grid = Grid(groups.tiles * ceil_div(x.shape[1], TILE), _THREADS)
@@ -116,7 +116,9 @@ def cast_block_groups(
 
 
 @functools.lru_cache(maxsize=4096)
-def _variant(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, indexed: bool) -> Variant:
+def _variant(
+    layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype, on_vectors: bool, indexed: bool, *, pow2: bool
+) -> Variant:
     """The variant that casts a contiguous matrix of ``shape`` and ``dtype``; in columnwise planes each group begins on a tile."""
     rowwise, columnwise = ([layout for layout in layouts if layout.usage == usage] for usage in USAGES)
     for each in (*rowwise, *(layout.replace(shape=tuple(shape)) for layout in columnwise)):
@@ -132,6 +134,7 @@ def _variant(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
         OUT=layouts[0].element.name.upper(),
         ROWWISE=bool(rowwise),
         COLUMNWISE=bool(columnwise),
+        POW2=pow2,
         INDEXED=indexed,
         ALIGNED=on_vectors and columns % PACK == 0,
     )

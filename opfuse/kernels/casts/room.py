@@ -59,12 +59,12 @@ def _rows(encode: RowScaled, x: Tensor, dtype: torch.dtype) -> Room:
 
 
 def _blocks(encode: Blocks, x: Tensor, dtype: torch.dtype) -> Room:
-    planes, fields = new_blocks(encode.layouts, dtype, x.device, eps=encode.eps, pow2=encode.pow2)
+    planes, fields = new_blocks(encode.layouts, dtype, x.device, eps=encode.eps)
     return [*planes], fields
 
 
 def _blocks_of_groups(encode: BlocksOfGroups, x: Tensor, dtype: torch.dtype) -> Room:
-    planes, fields = new_blocks(encode.layouts, dtype, x.device, eps=encode.eps, pow2=encode.pow2)
+    planes, fields = new_blocks(encode.layouts, dtype, x.device, eps=encode.eps)
     groups = encode.groups
     return [*planes], {**fields, "rows": groups.rows, "tiles": tiles_of(groups), "down": groups.tiles}
 

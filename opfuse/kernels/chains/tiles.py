@@ -188,7 +188,7 @@ def _defines_of(
 class TileCast(NamedTuple):
     """A cast of tiles, in the header of ``name``.
 
-    family: of its formats. encode: its Encode. defines: its own definitions, beside those that every cast has.
+    family: of its formats. encode: its Encode. defines: an encoding's own definitions, beside those that every cast has.
     table: the tiles for an encoding; None for one that the kernel does not know. padded: how many rows an encoding's columnwise
     planes are of, if groups of rows begin on tiles; else 0.
     """
@@ -196,7 +196,7 @@ class TileCast(NamedTuple):
     name: str
     family: str
     encode: CStruct
-    defines: tuple[str, ...]
+    defines: Callable[[Any], tuple[str, ...]]
     table: Callable[[Any], str | None]
     padded: Callable[[Any], int] = lambda _: 0
 
@@ -212,22 +212,33 @@ class TileCast(NamedTuple):
         takes = are_known(encode.layouts) and not (padded and call.code.row_sums)
         table = self.table(encode) if takes else None
         tile = _fitting(table, call.code, columns, call.is_aligned(columns)) if table else None
-        return None if tile is None else (tile.cut(call, padded), (*tile.defines, *self.defines, *defines))
+        return None if tile is None else (tile.cut(call, padded), (*tile.defines, *self.defines(encode), *defines))
 
 
 _MX_TABLES = {(1, False): "MX", (1, True): "MX swizzled"}
 
+
+def _pow2(encode: Blocks | BlocksOfGroups) -> tuple[str, ...]:
+    return (f"POW2={int(encode.pow2)}",)
+
+
 _ENCODE_TENSOR = parameter_of("tensor_scale.cuh", "TensorCodes")
 
 CASTS: Mapping[type, TileCast] = {
-    RecordingScale: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=1",), lambda _: "TENSOR"),
-    Current: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, ("RECORD=0",), lambda _: "TENSOR"),
-    Blocks: TileCast("BLOCKS", "block", BLOCKS, (), lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES"),
+    RecordingScale: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, lambda _: ("RECORD=1",), lambda _: "TENSOR"),
+    Current: TileCast("TENSOR", "tensor", _ENCODE_TENSOR, lambda _: ("RECORD=0",), lambda _: "TENSOR"),
+    Blocks: TileCast(
+        "BLOCKS",
+        "block",
+        BLOCKS,
+        _pow2,
+        lambda encode: "BLOCKS" if encode.layouts[0].block[0] == 1 else "SQUARES",
+    ),
     BlocksOfGroups: TileCast(
         "BLOCKS",
         "block",
         parameter_of("block_groups.cuh", "BlockGroups"),
-        ("GROUPED=1", "HERE=0"),
+        lambda encode: ("GROUPED=1", "HERE=0", *_pow2(encode)),
         lambda encode: "GROUPS" if encode.layouts[0].block == (1, TILE) else None,
         lambda encode: encode.groups.padded_rows,
     ),
@@ -235,7 +246,7 @@ CASTS: Mapping[type, TileCast] = {
         "MX",
         "mx",
         MX_PLANES,
-        (),
+        lambda _: (),
         lambda encode: _MX_TABLES.get((encode.rows, encode.layouts[0].swizzled)),
     ),
 }

@@ -7,7 +7,7 @@
 //                column_scale [blocks, columns]
 // SQUARE = 1     blocks are 128 x 128, and the planes hold the same bytes; row_scale is [row blocks, column blocks], column_scale its
 //                transpose
-// Scales         decode scales: the inverses of those of scale_from_amax with eps and inf_value, rounded down to powers of two if pow2.
+// Scales         decode scales: the inverses of those of scale_from_amax with eps and inf_value, rounded down to powers of two if POW2.
 //                Rows of scales are row_pitch and column_pitch long, up to 3 longer than needed; the rest becomes 0
 // Non-finite     a block that holds one is cast under the scale 1, and its stored scale is NaN
 // Grid           a block of 256 threads for each 128 x 128 tile; at the edges, blocks with one scale are smaller

@@ -79,17 +79,38 @@ OPFUSE_FN void take_results(const Parameters& p, const Tile& tile, const Thread&
     if constexpr (STRAND + 1 < STRANDS) take_results<STRAND + 1>(p, tile, at, i, in, out, count, held, shared, running);
 }
 
+// Strands that go TOGETHER: copies of the text, among which the compiler finds work for the time that loads and stores take.
 template <int STRAND = 0>
-OPFUSE_FN void complete_strands(const Parameters& p, const Tile& tile, const Thread& at, const Held (&held)[STRANDS], u8* shared) {
+OPFUSE_FN void complete_together(const Parameters& p, const Tile& tile, const Thread& at, const Held (&held)[STRANDS], u8* shared) {
     constexpr bool LAST = STRAND + 1 == STRANDS;
     const Cut& cut = p.chain.cut;
     Tile own = tile_of_strand<STRAND>(cut, tile);
     shared += STRAND * STRAND_BYTES;
     prepare(p.encode, own, thread_of_strand<STRAND>(cut, at), held[STRAND], shared);
-    if constexpr (!TOGETHER || LAST) __syncthreads();
-    if constexpr (!TOGETHER) store_prepared(p.encode, own, shared);
-    if constexpr (!LAST) complete_strands<STRAND + 1>(p, tile, at, held, shared - STRAND * STRAND_BYTES);
-    if constexpr (TOGETHER) store_prepared(p.encode, own, shared);
+    if constexpr (LAST) __syncthreads();
+    if constexpr (!LAST) complete_together<STRAND + 1>(p, tile, at, held, shared - STRAND * STRAND_BYTES);
+    store_prepared(p.encode, own, shared);
+}
+
+// The columns of a strand; `strand` may be known at run time alone.
+OPFUSE_FN long long column_of_strand(const Cut& cut, int strand, long long column) {
+    return strand == 0 ? result_column<0>(cut, column) : result_column<STRANDS - 1>(cut, column);
+}
+
+// Strands between barriers: one text, which compiles in half of the time. Each strand in its turn is where the first one was.
+OPFUSE_FN void complete_in_turn(const Parameters& p, const Tile& tile, const Thread& at, Held (&held)[STRANDS], u8* shared) {
+    static_assert(STRANDS <= 2, "the second strand is the last");
+    const Cut& cut = p.chain.cut;
+    Tile own = tile;
+    Thread thread = at;
+#pragma unroll 1
+    for (int strand = 0; strand < STRANDS; ++strand) {
+        own.column = column_of_strand(cut, strand, tile.column), thread.column = column_of_strand(cut, strand, at.column);
+        prepare(p.encode, own, thread, held[0], shared + strand * STRAND_BYTES);
+        held[0] = held[STRANDS - 1];
+        __syncthreads();
+        store_prepared(p.encode, own, shared + strand * STRAND_BYTES);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_tile(const __grid_constant__ Parameters parameters) {
@@ -119,7 +140,10 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS, RESIDENT) chain_tile(
         take_results(parameters, tile, at, i, in[i % AHEAD], out, place.count, held, shared, running);
     }
     leave(running, shared);
-    complete_strands(parameters, tile, at, held, shared);
+    if constexpr (TOGETHER)
+        complete_together(parameters, tile, at, held, shared);
+    else
+        complete_in_turn(parameters, tile, at, held, shared);
 #pragma unroll
     for (int k = 0; k < ROW_SUMS; ++k) store_row_part(p, at, k, of_sixteens + k * OF_SIXTEENS);
     finish(parameters.encode, running, shared);

@@ -29,7 +29,7 @@ OPFUSE_FN bool holds_nonfinite(u32 best) {
     if constexpr (sizeof(IN) == 4)
         return best >= INF_BITS;
     else
-        return (best + (SAME<IN, bf16> ? 0x00800080 : 0x04000400)) & 0x80008000;
+        return (best + BEYOND_FINITE<IN>) & 0x80008000;
 }
 
 OPFUSE_FN Running begin(const Encode& p) { return {encode_scale(p.scale, blockIdx.x), 0}; }

@@ -293,14 +293,47 @@ OPFUSE_FN uint2 encode_eight(const Eight<T>& v, Scale scale) {
     return make_uint2(two[0] | two[1] << 16, two[2] | two[3] << 16);
 }
 
+// All ones in the byte of each of four 16-bit numbers, two in a word, whose highest bit is set; else zeros.
+OPFUSE_FN u32 bytes_of_signs(u32 a, u32 b) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(bytes) : "r"(a), "r"(b));
+    return bytes;
+}
+
+// Added to two 16-bit magnitudes, it sets the sign's bits of those that are not finite; less one of each, of NaN alone.
+template <class T>
+constexpr u32 BEYOND_FINITE = 0;
+template <>
+constexpr u32 BEYOND_FINITE<bf16> = 0x00800080;
+template <>
+constexpr u32 BEYOND_FINITE<fp16> = 0x04000400;
+
+// Four codes, but those of non-finite values, which are in two words, show them.
+template <class E, class T>
+OPFUSE_FN u32 show_nonfinite_of_four(u32 a, u32 b, u32 codes) {
+    constexpr u32 ONES = 0x00010001, EACH = 0x01010101, MAGNITUDES = 0x7fff7fff;
+    u32 large_a = (a & MAGNITUDES) + BEYOND_FINITE<T>, large_b = (b & MAGNITUDES) + BEYOND_FINITE<T>;
+    u32 nonfinite = bytes_of_signs(large_a, large_b), shown = EACH * E::NAN_CODE;
+    if constexpr (E::INF != 0) {
+        u32 nan = bytes_of_signs(large_a - ONES, large_b - ONES);
+        shown = (shown & nan) | ((EACH * E::INF | (bytes_of_signs(a, b) & EACH * E::SIGN)) & ~nan);
+    }
+    return (codes & ~nonfinite) | (shown & nonfinite);
+}
+
 // `codes`, but non-finite values have the codes that show them.
 template <class E, class T>
 OPFUSE_FN uint2 show_nonfinite(const Eight<T>& v, uint2 codes) {
+    if constexpr (sizeof(T) == 2) {
+        codes.x = show_nonfinite_of_four<E, T>(v.word[0], v.word[1], codes.x);
+        codes.y = show_nonfinite_of_four<E, T>(v.word[2], v.word[3], codes.y);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        u32& word = i < 4 ? codes.x : codes.y;
-        int shift = i % 4 * 8;
-        if (!is_finite(value(v, i))) word = (word & ~(0xffu << shift)) | encode_nonfinite<E>(value(v, i)) << shift;
+        for (int i = 0; i < 8; ++i) {
+            u32& word = i < 4 ? codes.x : codes.y;
+            int shift = i % 4 * 8;
+            if (!is_finite(value(v, i))) word = (word & ~(0xffu << shift)) | encode_nonfinite<E>(value(v, i)) << shift;
+        }
     }
     return codes;
 }

@@ -174,6 +174,7 @@ class _End(NamedTuple):
     element: str = ""
     rowwise: bool = False
     turned: bool = False
+    pow2: bool = False
 
 
 def multiply_then_chain(
@@ -265,7 +266,8 @@ def _end_of(encode: Encoding | None, stages: Sequence[Stage], left: Stored, righ
         return None
     kind = CASTS[type(encode)]
     check_cast((lines, columns), dtype, encode.layouts, family=kind.family, where="cast of a chain")
-    return _End(kind.name, kind.encode, encode.layouts[0].element.name.upper(), ROWWISE in layouts, turned)
+    element, pow2 = encode.layouts[0].element.name.upper(), isinstance(encode, Blocks) and bool(encode.pow2)
+    return _End(kind.name, kind.encode, element, ROWWISE in layouts, turned, pow2)
 
 
 def _crowded(stages: Sequence[Stage], encode: Encoding | None, end: _End, keep: Collection[int]) -> str:
@@ -302,7 +304,7 @@ def _program(form: Form, code: ChainCode, end: _End) -> tuple[Variant, CStruct]:
     """The variant, and its parameter."""
     text = fragments_of(code)
     parameter = parameter_of("product_chain.cu", generated=text, types=(("Encode", end.encode),), GROUPS=1, MAPS=1)
-    cast_defines = {"OUT": end.element, "RECORD": 1} if end.element else {}
+    cast_defines = {"OUT": end.element, "RECORD": 1, "POW2": end.pow2} if end.element else {}
     ends = {"CAST": end.cast, "ROWWISE": end.rowwise, "TURNED": end.turned, **cast_defines}
     plain = variant_of("product_chain.cu", parameter.layout, **form.defines, GROUPS=1, MAPS=1, **ends)
     return plain._replace(generated=text), parameter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import islice
 from typing import Any, SupportsIndex, cast
 
@@ -26,6 +27,10 @@ from opfuse.tensors.groups import listed_splits
 
 NamedOps = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
+
+
+_counted: ContextVar[Mapping[int, int]] = ContextVar("opfuse_extra_inputs", default={})  # noqa: B039
+"""Inside a Sequential, how many extra inputs it and those inside of it take, by identity: a call asks each once."""
 
 
 class _MadeRuns:
@@ -283,12 +288,12 @@ class Sequential(Enrolled):
             if self.__dict__["_made"].unquantized and current_recipe() is not None:
                 self._tell_unquantized()
         kwargs = self._kwargs({} if op_kwargs is None else op_kwargs)
-        given = self._given(extra_inputs)
+        given, counted = self._given(extra_inputs)
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
         for run in runs:
             if isinstance(run, Sequential):
-                result = run(x, *islice(given, run._wanted()))
+                result = _inside(run, x, islice(given, counted[id(run)]), counted)
                 x, *more = result if isinstance(result, tuple) else (result,)
                 outputs += more
                 continue
@@ -313,14 +318,15 @@ class Sequential(Enrolled):
         message = describe(where, wanted="an op that a recipe quantizes", got=f"{got}, which stays as it is", cure=cure)
         warnings.warn(message, OpfuseWarning, stacklevel=5)
 
-    def _wanted(self) -> int:
-        """Extra inputs of a call, with those of each Sequential inside."""
+    def _count(self, counted: dict[int, int]) -> int:
+        """Extra inputs of a call, with those of each Sequential inside; all are entered in ``counted``, by identity."""
         count = 0
         for run in self.runs():
             if isinstance(run, OperationFuser):
                 count += run.extra_inputs.count(None)
             elif isinstance(run, Sequential):
-                count += run._wanted()
+                count += run._count(counted)
+        counted[id(self)] = count
         return count
 
     def _basic_ops(self) -> Iterator[BasicOperation]:
@@ -328,13 +334,18 @@ class Sequential(Enrolled):
             if isinstance(run, (OperationFuser, Sequential)):
                 yield from run.ops if isinstance(run, OperationFuser) else run._basic_ops()
 
-    def _given(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        wanted = self._wanted()
+    def _given(self, extra_inputs: Sequence[torch.Tensor]) -> tuple[Iterator[torch.Tensor], Mapping[int, int]]:
+        """The extra inputs, and how many this Sequential and those inside take."""
+        counted = {} if torch.compiler.is_compiling() else _counted.get()
+        if id(self) not in counted:
+            self._count(counted := {})
+        wanted = counted[id(self)]
         if len(extra_inputs) != wanted:
             cure = cure_of_extras(self._basic_ops())
             told = number_of(wanted, "extra input")
             raise PipelineError(describe("Sequential", wanted=told, got=len(extra_inputs), cure=cure))
-        return iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
+        given = [listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs]
+        return iter(given), counted
 
     def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
         """The keyword arguments of each op of a run, by the run's identity; an op stands for all its places, an index for one."""
@@ -369,6 +380,17 @@ class Sequential(Enrolled):
         pipelines = [run for inner in lists for run in inner.runs() if isinstance(run, OperationFuser)]
         last = max(pipelines, key=lambda run: run.last_missed, default=None)
         return info_of([run.cache for run in pipelines], None if last is None else last.cache_info().last_miss)
+
+
+def _inside(run: Sequential, x: torch.Tensor, extra_inputs: Iterable[torch.Tensor], counted: Mapping[int, int]) -> Any:
+    """What a Sequential inside of another one returns."""
+    if torch.compiler.is_compiling():
+        return run(x, *extra_inputs)
+    reset = _counted.set(counted)
+    try:
+        return run(x, *extra_inputs)
+    finally:
+        _counted.reset(reset)
 
 
 def _channels(run: NamedOps, side: str) -> Iterator[str]:

@@ -262,6 +262,25 @@ def test_a_wrong_number_of_extra_inputs_stops_before_anything_runs(count):
     assert not seen
 
 
+def test_a_call_asks_each_sequential_inside_twice_however_deep_it_is(monkeypatch):
+    """Once for its extra inputs, once to run it; what was counted ends with the call."""
+    asked, runs = [], ops.Sequential.runs
+    monkeypatch.setattr(ops.Sequential, "runs", lambda self: asked.append(self) or runs(self))
+    for depth in (1, 2, 8):
+        model = ops.Sequential(ops.AddExtraInput())
+        for _ in range(depth):
+            model = ops.Sequential(model, ops.AddExtraInput())
+        for extras in (depth + 1, depth):
+            asked.clear()
+            x = torch.ones(2, 4)
+            if extras <= depth:
+                with pytest.raises(PipelineError, match=f"wants {depth + 1} extra inputs, got {depth}"):
+                    model(x, *[x] * extras)
+                continue
+            assert torch.equal(model(x, *[x] * extras), (depth + 2) * x)
+            assert len(asked) == 2 * (depth + 1)
+
+
 def test_a_sequential_inside_takes_and_gives_its_extra_tensors_in_order():
     x, a, s, b, c = x_of(3, 8), x_of(3, 8), x_of(3), x_of(3, 8), x_of(3, 8)
     outer = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), nn.Tanh(), extras_model(), ops.AddExtraInput())

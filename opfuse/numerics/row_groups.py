@@ -60,7 +60,7 @@ class RowGroups(NamedTuple):
     def places(self) -> torch.Tensor:
         """int64 (rows,): where each row lies in the padded matrix. Nothing waits for the device."""
         first, _, tile, _ = self.entries.long().unbind(1)
-        return torch.arange(self.rows, device=self.table.device) + (tile * TILE - first)[self.of_rows()]
+        return torch.arange(self.rows, device=self.table.device) + (tile * TILE - first).index_select(0, self.of_rows())
 
     def ranges(self) -> list[tuple[int, int, int]]:
         """First row, end and first tile of each group, for which the host waits."""

@@ -45,6 +45,7 @@ from opfuse.tensors.ragged import (
 )
 from tests.compiler.harness import gradient, randn, same
 from tests.program.fake import fake_device, launches_told
+from tests.program.test_program import refusal_of
 
 BF16 = torch.bfloat16
 RECIPE = recipes.Float8BlockScaling()
@@ -146,6 +147,7 @@ def test_a_cast_in_groups_is_that_of_each_group(kind, sizes, usages):
             at = tile * TILE if usage == COLUMNWISE else first
             codes = plane.data.t() if usage == COLUMNWISE else plane.data
             assert same(codes[at : at + end - first], member.data.t() if usage == COLUMNWISE else member.data)
+        assert refusal_of(lambda *tensors: [plane.with_tensors(tensors).dequantize(BF16)], *plane.tensors()) == ""  # noqa: B023
     again = made.with_tensors(made.tensors())
     assert [type(again.plane(usage)) for usage in usages] == [type(made.plane(usage)) for usage in usages]
     assert all(same(one, other) for one, other in zip(again.tensors(), made.tensors(), strict=True))

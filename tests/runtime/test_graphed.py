@@ -12,9 +12,11 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
 from opfuse.runtime import graphs
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import randn
 
 pytestmark = pytest.mark.cpu
+UNWAITED = graphs._unwaited
 DELAYED, SHORTER = (recipes.DelayedScaling(amax_history_len=length, margin=margin) for length, margin in ((4, 0), (2, 1)))
 
 
@@ -151,6 +153,37 @@ def test_gradients_are_added_up_as_without_graphs(to_none, on_cpu):
             other(x * step).backward(torch.ones(32, 64))
             assert equal([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
     assert len({p.grad.data_ptr() for p in model.parameters()}) == 4
+
+
+class Waits(ops.BasicOperation):
+    def op_forward(self, ctx, x, **_):
+        wait()
+        return x.clone()
+
+    def op_backward(self, ctx, dy):
+        return dy, ()
+
+
+def wait(*_, **__):
+    raise RuntimeError("called a synchronizing CUDA operation")
+
+
+@pytest.mark.row("R12")
+@pytest.mark.parametrize("where", ["op", "cast", "module"])
+def test_the_op_in_which_the_host_waits_is_named(where, on_cpu, monkeypatch):
+    """It is found among the frames of the error: a method of the op, or a cast that is made for it."""
+    name, part = {"op": ("Waits", Waits()), "cast": ("BasicLinear", plain()), "module": ("a module of torch", nn.Identity())}[
+        where
+    ]
+    monkeypatch.setattr(graphs, "_unwaited", UNWAITED)
+    monkeypatch.setattr(graphs, "CALLS", 0)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(nn.Identity, "forward", wait)
+    if where == "cast":
+        monkeypatch.setattr(Float8CurrentScalingQuantizer, "quantize", wait)
+    with pytest.raises(UnsupportedError, match=rf"^opfuse\.graphed, .*{name}.*: wants a call that the host does not wait for"):
+        opfuse.graphed(nn.Sequential(part), (randn(32, 64).float(),), recipe=recipes.Float8CurrentScaling())
 
 
 class Scaled(nn.Module):

@@ -101,6 +101,18 @@ def test_an_activation_of_the_users_own_finds_its_rung():
     assert made.text != compiling.assemble(variant)  # the first rung, which is left because it spills
 
 
+@pytest.mark.parametrize("chain", [("reglu", "bias", "reglu"), ("bias", "reglu", "relu", "reglu", "bias")], ids=" ".join)
+def test_chains_of_two_gated_units_compile_without_spills(chain):
+    """A gradient in four parts."""
+    args, kwargs = ChainCase(chain, (70, 48)).backward(CPU)
+    variants = []
+    backward_chain.run(lambda variant, *_, **__: variants.append(variant), *args, **kwargs)
+    (variant,) = {each for each in variants if each.source == "chain_tile.cu"}
+    assert "STRANDS = 4;" in variant.generated
+    used = compiling.compile_text(compiling.assemble(variant), "sm_90a", variant.source).entries
+    assert not any(each.spills for each in used.values())
+
+
 MOST = {None: 12, "delayed": 12, "1x128": 3, "MX": 4}
 """The most biases, of those tried, whose sums a kernel makes."""
 

@@ -92,14 +92,17 @@ OPFUSE_FN void complete_together(const Parameters& p, const Tile& tile, const Th
     store_prepared(p.encode, own, shared);
 }
 
-// The columns of a strand; `strand` may be known at run time alone.
+// The columns of a strand, from STRAND on; `strand` may be known at run time alone.
+template <int STRAND = 0>
 OPFUSE_FN long long column_of_strand(const Cut& cut, int strand, long long column) {
-    return strand == 0 ? result_column<0>(cut, column) : result_column<STRANDS - 1>(cut, column);
+    if constexpr (STRAND + 1 < STRANDS) {
+        if (strand > STRAND) return column_of_strand<STRAND + 1>(cut, strand, column);
+    }
+    return result_column<STRAND>(cut, column);
 }
 
 // Strands between barriers: one text, which compiles in half of the time. Each strand in its turn is where the first one was.
 OPFUSE_FN void complete_in_turn(const Parameters& p, const Tile& tile, const Thread& at, Held (&held)[STRANDS], u8* shared) {
-    static_assert(STRANDS <= 2, "the second strand is the last");
     const Cut& cut = p.chain.cut;
     Tile own = tile;
     Thread thread = at;
@@ -107,7 +110,8 @@ OPFUSE_FN void complete_in_turn(const Parameters& p, const Tile& tile, const Thr
     for (int strand = 0; strand < STRANDS; ++strand) {
         own.column = column_of_strand(cut, strand, tile.column), thread.column = column_of_strand(cut, strand, at.column);
         prepare(p.encode, own, thread, held[0], shared + strand * STRAND_BYTES);
-        held[0] = held[STRANDS - 1];
+#pragma unroll
+        for (int next = 1; next < STRANDS; ++next) held[next - 1] = held[next];
         __syncthreads();
         store_prepared(p.encode, own, shared + strand * STRAND_BYTES);
     }

@@ -94,4 +94,14 @@ def experts(record: Mapping[str, Any]) -> str:
         many_bf16=bf16,
         many_speed=bf16 / fp8,
         many_speed_kept=bf16 / (fp8 - weights),
+        read=spread(waited, "mixture forward + backward", grouped.APART),
+        together=spread(waited, "mixture forward + backward", grouped.TWO_LAUNCHES),
+        activation=spread(waited, "activation and cast", grouped.TWO_LAUNCHES),
+        derivative=spread(waited, "derivative and cast", grouped.TWO_LAUNCHES),
     )
+
+
+def spread(figures: Mapping[str, Any], what: str, unit: str) -> str:
+    """The least and the most of the figures in ``unit`` whose names end so."""
+    found = [float(units[unit]["value"]) for name, units in figures.items() if name.endswith(f", {what}") and unit in units]
+    return " to ".join(dict.fromkeys((f"{min(found):.2f}", f"{max(found):.2f}")))

@@ -29,8 +29,11 @@ NamedOps = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
 
 
-_counted: ContextVar[Mapping[int, int]] = ContextVar("opfuse_extra_inputs", default={})  # noqa: B039
-"""Inside a Sequential, how many extra inputs it and those inside of it take, by identity: a call asks each once."""
+_Counted = dict[int, tuple[tuple[Any, ...], int]]
+"""The runs of Sequentials when their extra inputs were counted, and how many these are, by the identity of the Sequential."""
+
+_counted: ContextVar[_Counted] = ContextVar("opfuse_extra_inputs", default={})  # noqa: B039
+"""Of a Sequential whose call runs, and of those inside: a call asks each once, and again if its list was changed meanwhile."""
 
 
 class _MadeRuns:
@@ -288,12 +291,12 @@ class Sequential(Enrolled):
             if self.__dict__["_made"].unquantized and current_recipe() is not None:
                 self._tell_unquantized()
         kwargs = self._kwargs({} if op_kwargs is None else op_kwargs)
-        given, counted = self._given(extra_inputs)
+        given, counted = self._given(runs, extra_inputs)
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
         for run in runs:
             if isinstance(run, Sequential):
-                result = _inside(run, x, islice(given, counted[id(run)]), counted)
+                result = _inside(run, x, islice(given, counted[id(run)][1]), counted)
                 x, *more = result if isinstance(result, tuple) else (result,)
                 outputs += more
                 continue
@@ -318,15 +321,15 @@ class Sequential(Enrolled):
         message = describe(where, wanted="an op that a recipe quantizes", got=f"{got}, which stays as it is", cure=cure)
         warnings.warn(message, OpfuseWarning, stacklevel=5)
 
-    def _count(self, counted: dict[int, int]) -> int:
-        """Extra inputs of a call, with those of each Sequential inside; all are entered in ``counted``, by identity."""
-        count = 0
-        for run in self.runs():
+    def _count(self, counted: _Counted) -> int:
+        """Extra inputs of a call, with those of each Sequential inside; all are entered in ``counted``."""
+        count, runs = 0, self.runs()
+        for run in runs:
             if isinstance(run, OperationFuser):
                 count += run.extra_inputs.count(None)
             elif isinstance(run, Sequential):
                 count += run._count(counted)
-        counted[id(self)] = count
+        counted[id(self)] = runs, count
         return count
 
     def _basic_ops(self) -> Iterator[BasicOperation]:
@@ -334,12 +337,14 @@ class Sequential(Enrolled):
             if isinstance(run, (OperationFuser, Sequential)):
                 yield from run.ops if isinstance(run, OperationFuser) else run._basic_ops()
 
-    def _given(self, extra_inputs: Sequence[torch.Tensor]) -> tuple[Iterator[torch.Tensor], Mapping[int, int]]:
-        """The extra inputs, and how many this Sequential and those inside take."""
+    def _given(
+        self, runs: tuple[nn.Module | OperationFuser, ...], extra_inputs: Sequence[torch.Tensor]
+    ) -> tuple[Iterator[torch.Tensor], _Counted]:
+        """The extra inputs, and how many this Sequential, with these runs, and those inside take."""
         counted = {} if torch.compiler.is_compiling() else _counted.get()
-        if id(self) not in counted:
+        if id(self) not in counted or counted[id(self)][0] is not runs:
             self._count(counted := {})
-        wanted = counted[id(self)]
+        wanted = counted[id(self)][1]
         if len(extra_inputs) != wanted:
             cure = cure_of_extras(self._basic_ops())
             told = number_of(wanted, "extra input")
@@ -382,7 +387,7 @@ class Sequential(Enrolled):
         return info_of([run.cache for run in pipelines], None if last is None else last.cache_info().last_miss)
 
 
-def _inside(run: Sequential, x: torch.Tensor, extra_inputs: Iterable[torch.Tensor], counted: Mapping[int, int]) -> Any:
+def _inside(run: Sequential, x: torch.Tensor, extra_inputs: Iterable[torch.Tensor], counted: _Counted) -> Any:
     """What a Sequential inside of another one returns."""
     if torch.compiler.is_compiling():
         return run(x, *extra_inputs)

@@ -281,6 +281,34 @@ def test_a_call_asks_each_sequential_inside_twice_however_deep_it_is(monkeypatch
             assert len(asked) == 2 * (depth + 1)
 
 
+class Changes(nn.Module):
+    """Changes another module's list, once, in the middle of a call."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.changes = [change]
+
+    def forward(self, x):
+        if self.changes:
+            self.changes.pop()()
+        return x
+
+
+def test_a_list_that_is_changed_in_a_call_is_counted_again():
+    x, later = torch.ones(2, 4), ops.Sequential(nn.Identity())
+    model = ops.Sequential(Changes(lambda: later.append(ops.Sequential(ops.ConstantScale(2.0)))), later)
+    for _ in range(2):
+        assert torch.equal(model(x), 2 * x)
+    model[0].changes.append(lambda: later.append(ops.AddExtraInput()))
+    with pytest.raises(PipelineError, match="wants 1 extra input, got 0"):
+        model(x)
+    assert torch.equal(model(x, x), 3 * x)
+    model[0].changes.append(later.pop)
+    with pytest.raises(PipelineError, match="wants 0 extra inputs, got 1"):
+        model(x, x)
+    assert torch.equal(model(x), 2 * x)
+
+
 def test_a_sequential_inside_takes_and_gives_its_extra_tensors_in_order():
     x, a, s, b, c = x_of(3, 8), x_of(3, 8), x_of(3), x_of(3, 8), x_of(3, 8)
     outer = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), nn.Tanh(), extras_model(), ops.AddExtraInput())

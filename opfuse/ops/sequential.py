@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from itertools import islice
 from typing import Any, SupportsIndex, cast
 
@@ -27,13 +26,6 @@ from opfuse.tensors.groups import listed_splits
 
 NamedOps = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
-
-
-_Counted = dict[int, tuple[tuple[Any, ...], int]]
-"""The runs of Sequentials when their extra inputs were counted, and how many these are, by the identity of the Sequential."""
-
-_counted: ContextVar[_Counted] = ContextVar("opfuse_extra_inputs", default={})  # noqa: B039
-"""Of a Sequential whose call runs, and of those inside: a call asks each once, and again if its list was changed meanwhile."""
 
 
 class _MadeRuns:
@@ -291,12 +283,12 @@ class Sequential(Enrolled):
             if self.__dict__["_made"].unquantized and current_recipe() is not None:
                 self._tell_unquantized()
         kwargs = self._kwargs({} if op_kwargs is None else op_kwargs)
-        given, counted = self._given(runs, extra_inputs)
+        given = self._given(extra_inputs)
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
         for run in runs:
             if isinstance(run, Sequential):
-                result = _inside(run, x, islice(given, counted[id(run)][1]), counted)
+                result = run(x, *islice(given, run._wanted()))
                 x, *more = result if isinstance(result, tuple) else (result,)
                 outputs += more
                 continue
@@ -311,6 +303,8 @@ class Sequential(Enrolled):
                     channels[channel.name] = tensor
                 if channel.to_caller:
                     outputs.append(tensor)
+        if left := [*given]:  # a module has changed the list since they were counted
+            raise self._another_number(len(extra_inputs) - len(left), len(extra_inputs))
         return (x, *outputs) if outputs else x
 
     def _tell_unquantized(self) -> None:
@@ -321,15 +315,14 @@ class Sequential(Enrolled):
         message = describe(where, wanted="an op that a recipe quantizes", got=f"{got}, which stays as it is", cure=cure)
         warnings.warn(message, OpfuseWarning, stacklevel=5)
 
-    def _count(self, counted: _Counted) -> int:
-        """Extra inputs of a call, with those of each Sequential inside; all are entered in ``counted``."""
-        count, runs = 0, self.runs()
-        for run in runs:
+    def _wanted(self) -> int:
+        """Extra inputs of a call, with those of each Sequential inside."""
+        count = 0
+        for run in self.runs():
             if isinstance(run, OperationFuser):
                 count += run.extra_inputs.count(None)
             elif isinstance(run, Sequential):
-                count += run._count(counted)
-        counted[id(self)] = runs, count
+                count += run._wanted()
         return count
 
     def _basic_ops(self) -> Iterator[BasicOperation]:
@@ -337,20 +330,14 @@ class Sequential(Enrolled):
             if isinstance(run, (OperationFuser, Sequential)):
                 yield from run.ops if isinstance(run, OperationFuser) else run._basic_ops()
 
-    def _given(
-        self, runs: tuple[nn.Module | OperationFuser, ...], extra_inputs: Sequence[torch.Tensor]
-    ) -> tuple[Iterator[torch.Tensor], _Counted]:
-        """The extra inputs, and how many this Sequential, with these runs, and those inside take."""
-        counted = {} if torch.compiler.is_compiling() else _counted.get()
-        if id(self) not in counted or counted[id(self)][0] is not runs:
-            self._count(counted := {})
-        wanted = counted[id(self)][1]
-        if len(extra_inputs) != wanted:
-            cure = cure_of_extras(self._basic_ops())
-            told = number_of(wanted, "extra input")
-            raise PipelineError(describe("Sequential", wanted=told, got=len(extra_inputs), cure=cure))
-        given = [listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs]
-        return iter(given), counted
+    def _given(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        if len(extra_inputs) != (wanted := self._wanted()):
+            raise self._another_number(wanted, len(extra_inputs))
+        return iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
+
+    def _another_number(self, wanted: int, got: int) -> PipelineError:
+        cure = cure_of_extras(self._basic_ops())
+        return PipelineError(describe("Sequential", wanted=number_of(wanted, "extra input"), got=got, cure=cure))
 
     def _kwargs(self, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
         """The keyword arguments of each op of a run, by the run's identity; an op stands for all its places, an index for one."""
@@ -385,17 +372,6 @@ class Sequential(Enrolled):
         pipelines = [run for inner in lists for run in inner.runs() if isinstance(run, OperationFuser)]
         last = max(pipelines, key=lambda run: run.last_missed, default=None)
         return info_of([run.cache for run in pipelines], None if last is None else last.cache_info().last_miss)
-
-
-def _inside(run: Sequential, x: torch.Tensor, extra_inputs: Iterable[torch.Tensor], counted: _Counted) -> Any:
-    """What a Sequential inside of another one returns."""
-    if torch.compiler.is_compiling():
-        return run(x, *extra_inputs)
-    reset = _counted.set(counted)
-    try:
-        return run(x, *extra_inputs)
-    finally:
-        _counted.reset(reset)
 
 
 def _channels(run: NamedOps, side: str) -> Iterator[str]:

@@ -168,8 +168,13 @@ def test_plans_tell_them_apart_and_no_program_is_made_of_what_adds():
     assert beyond_gradients(main[0].basic_ops[0].spec) == ["adds gradients to tensors of the caller"]
     assert beyond_gradients(plain[0].basic_ops[0].spec) == []
     ((_, plan),) = one.cache.items()
+    (op,) = (i for i, node in enumerate(plan.graph.nodes) if node.op == 0)
     recorded = [made for looks in plan.programs.values() for made in looks.values()]
-    assert [(type(each), len(each.backward)) for each in recorded] == [(Recorded, 0)]
+    (forward,) = (each for each in recorded if isinstance(each, Recorded))
+    assert not forward.backward  # what follows is the pass in stretches, of which none has the op that adds
+    (own,) = plan.own_code.values()
+    assert [stretch.repeats for stretch in own.backward if op in stretch.nodes] == [False]
+    assert len(recorded) == 1 + sum(stretch.repeats for stretch in own.backward)
 
 
 @pytest.mark.parametrize("form", FORMS)

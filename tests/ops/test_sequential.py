@@ -262,25 +262,6 @@ def test_a_wrong_number_of_extra_inputs_stops_before_anything_runs(count):
     assert not seen
 
 
-def test_a_call_asks_each_sequential_inside_twice_however_deep_it_is(monkeypatch):
-    """Once for its extra inputs, once to run it; what was counted ends with the call."""
-    asked, runs = [], ops.Sequential.runs
-    monkeypatch.setattr(ops.Sequential, "runs", lambda self: asked.append(self) or runs(self))
-    for depth in (1, 2, 8):
-        model = ops.Sequential(ops.AddExtraInput())
-        for _ in range(depth):
-            model = ops.Sequential(model, ops.AddExtraInput())
-        for extras in (depth + 1, depth):
-            asked.clear()
-            x = torch.ones(2, 4)
-            if extras <= depth:
-                with pytest.raises(PipelineError, match=f"wants {depth + 1} extra inputs, got {depth}"):
-                    model(x, *[x] * extras)
-                continue
-            assert torch.equal(model(x, *[x] * extras), (depth + 2) * x)
-            assert len(asked) == 2 * (depth + 1)
-
-
 class Changes(nn.Module):
     """Changes another module's list, once, in the middle of a call."""
 

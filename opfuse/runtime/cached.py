@@ -44,6 +44,10 @@ class Unchanged:
         self._made = {id(tensor): (tensor, tensor._version) for tensor in made}
         self._states = [(state, state.look, state.turn, state.scale._version) for state in states]
 
+    def changed(self) -> None:
+        """Note a write that nobody has counted."""
+        self._lying = []
+
     @classmethod
     def together(cls, many: Sequence[Unchanged]) -> Unchanged:
         """Whether all of ``many`` are."""

@@ -3,7 +3,8 @@
 A cast is found by the parameter, the quantizer and the stream, once for each plan; later calls compare. It is valid while the
 parameter lies in the memory that was cast and autograd has counted no write to it; under delayed scaling also while its scale
 stays and its amax counts for the same update. Otherwise a call casts anew, so every call has the bits that it has without the
-scope. Casts with code that is not the library's, with random numbers or with other ranks are not kept.
+scope. Fused optimizers write without a count, so whatever an optimizer that steps has is taken as written. Casts with code that
+is not the library's, with random numbers or with other ranks are not kept.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from opfuse.compiler.graph import Node
 from opfuse.compiler.plan import Plan, Segment
@@ -120,6 +122,15 @@ class KeptWeights:
             entries, self._entries, self._vain = self._entries, {}, {}
             _end(entry for each in entries.values() for entry in each)
 
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer has stepped: a fused one has written its parameters without a count."""
+        with self._lock:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if self.owns(p)):
+                entries = self._entries.get(id(parameter), [])
+                _end(entries)
+                for entry in entries:
+                    entry.unchanged.changed()
+
     def _close(self) -> None:
         self._open = False
         self.drop()
@@ -203,16 +214,18 @@ _owners: ContextVar[Mapping[int, KeptWeights]] = ContextVar("opfuse_kept_weights
 def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
     """Inside the block, casts of the weights of ``model`` are kept from call to call: over microbatches of a step, in serving.
 
-    Every call has the bits that it has without the block: a weight is cast anew after a write that autograd counts, such as an
-    optimizer's, if it lies in other memory, under another recipe, and once its delayed scale may have moved. Graphs of the block
-    may be run backward after it. Casts take device memory, ``nbytes`` of what the block yields, at most :data:`CASTS` for each
-    weight; all are freed at the end of the block. A block inside another one of the same weights keeps nothing. The gain is
-    time of the device: a call compares all weights of a layer at once, for which the host takes about as long as for launching
-    their casts. A weight that changes before every call, as under delayed scaling with a region for each call, is soon cast as
-    without the block, and tried again from time to time. While casts of a layer are made, they take half as much memory again.
+    Every call has the bits that it has without the block: a weight is cast anew after a write that autograd counts, after a step
+    of an optimizer that has it, if it lies in other memory, under another recipe, and once its delayed scale may have moved.
+    Graphs of the block may be run backward after it. Casts take device memory, ``nbytes`` of what the block yields, at most
+    :data:`CASTS` for each weight; all are freed at the end of the block. A block inside another one of the same weights keeps
+    nothing. The gain is time of the device: a call compares all weights of a layer at once, for which the host takes about as
+    long as for launching their casts. A weight that changes before every call, as under delayed scaling with a region for each
+    call, is soon cast as without the block, and tried again from time to time. While casts of a layer are made, they take half as
+    much memory again.
 
     Some writes are not counted: through ``parameter.data``, through memory shared with numpy, by collectives on such tensors, by
-    the replay of a CUDA graph. After these call ``drop()`` of what the block yields. That is why casts are kept only on request.
+    kernels that torch does not know, by the replay of a CUDA graph. After these call ``drop()`` of what the block yields. That is
+    why casts are kept only on request.
 
     Not kept are casts of weights that live quantized, of ops, quantizers and fused ops with code of your own, of weights that a
     converted module joins from several parameters, of DTensors, and in the capture of a CUDA graph. The block holds for its own
@@ -227,9 +240,11 @@ def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
     outer = _owners.get()
     kept = KeptWeights(p for p in model.parameters() if not (id(p) in outer and outer[id(p)].owns(p)))
     reset = _owners.set({**outer, **dict.fromkeys(kept._parameters, kept)})
+    steps = register_optimizer_step_post_hook(kept.stepped)
     try:
         yield kept
     finally:
+        steps.remove()
         kept._close()
         with suppress(ValueError):  # in another context than it began in, whose value is not this one's
             _owners.reset(reset)

@@ -224,6 +224,50 @@ def test_a_change_of_a_weight_is_seen_by_the_next_call(change: Callable[[nn.Modu
     both(script)
 
 
+class WritesUncounted(torch.optim.SGD):
+    """As optimizers of other libraries do, whose kernels torch does not know."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=group["lr"])
+
+
+UNCOUNTED = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-1, fused=True),
+    "another library's": WritesUncounted,
+}
+
+
+@pytest.mark.parametrize("optimizer", UNCOUNTED)
+def test_a_step_that_writes_without_a_count_is_seen_by_the_next_call(optimizer: str, casts: list[str]):
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        run.optimizer = UNCOUNTED[optimizer](run.model.parameters())
+        for _ in range(3):
+            for _ in range(4):
+                run.call()
+            writes = run.model[0].weight._version
+            run.step()
+            assert run.model[0].weight._version == writes
+            run.call(train=False)
+        assert scope is None or casts.count("weight") == 3 * 4  # each step is followed by calls of two plans
+
+    both(script)
+
+
+def test_a_step_on_other_parameters_leaves_the_casts(casts: list[str]):
+    other = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([other], fused=True)
+    run = Run(mlp(), RECIPE)
+    with kept_weights(run.model):
+        for _ in range(4):
+            run.call()
+            other.grad = torch.ones(4)
+            optimizer.step()
+    assert casts.count("weight") == 2
+
+
 def _begins_elsewhere(weight: nn.Parameter) -> None:
     """In the same memory."""
     shift = int(weight.storage_offset() == 0)

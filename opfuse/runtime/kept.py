@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from opfuse.compiler.graph import Node
 from opfuse.compiler.plan import Plan, Segment
@@ -123,7 +123,7 @@ class KeptWeights:
             _end(entry for each in entries.values() for entry in each)
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer has stepped: a fused one has written its parameters without a count."""
+        """An optimizer steps, or has stepped: a fused one writes its parameters without a count."""
         with self._lock:
             for parameter in (p for group in optimizer.param_groups for p in group["params"] if self.owns(p)):
                 entries = self._entries.get(id(parameter), [])
@@ -240,11 +240,13 @@ def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
     outer = _owners.get()
     kept = KeptWeights(p for p in model.parameters() if not (id(p) in outer and outer[id(p)].owns(p)))
     reset = _owners.set({**outer, **dict.fromkeys(kept._parameters, kept)})
-    steps = register_optimizer_step_post_hook(kept.stepped)
+    # Before a step, which may fail halfway, and after it, since its closure may have made casts.
+    steps = [register(kept.stepped) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)]
     try:
         yield kept
     finally:
-        steps.remove()
+        for each in steps:
+            each.remove()
         kept._close()
         with suppress(ValueError):  # in another context than it began in, whose value is not this one's
             _owners.reset(reset)

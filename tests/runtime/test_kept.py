@@ -227,7 +227,9 @@ def test_a_change_of_a_weight_is_seen_by_the_next_call(change: Callable[[nn.Modu
 class WritesUncounted(torch.optim.SGD):
     """As optimizers of other libraries do, whose kernels torch does not know."""
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        if closure is not None:
+            closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data.sub_(parameter.grad, alpha=group["lr"])
@@ -252,6 +254,25 @@ def test_a_step_that_writes_without_a_count_is_seen_by_the_next_call(optimizer: 
             assert run.model[0].weight._version == writes
             run.call(train=False)
         assert scope is None or casts.count("weight") == 3 * 4  # each step is followed by calls of two plans
+
+    both(script)
+
+
+class FailsAfterWriting(WritesUncounted):
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        super().step(closure)
+        raise ZeroDivisionError
+
+
+def test_a_step_that_fails_or_calls_the_model_is_seen_by_the_next_call():
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for _ in range(3):
+            for kind, closure in ((FailsAfterWriting, None), (WritesUncounted, run.call)):
+                run.call()
+                run.call()
+                with contextlib.suppress(ZeroDivisionError):
+                    kind(run.model.parameters(), lr=1e-1).step(closure)
+                run.call()
 
     both(script)
 

@@ -48,8 +48,7 @@ from opfuse.runtime.listed import ListedPlans, current_list, listed_plans
 from opfuse.runtime.misses import check_miss
 from opfuse.runtime.named import Facts, told_key
 from opfuse.runtime.recompute import repeated
-from opfuse.runtime.run import outlined
-from opfuse.runtime.segment import run_plan, unlisted_saves
+from opfuse.runtime.segment import outlined, run_plan, unlisted_saves
 from opfuse.runtime.thrash import Thrash
 from opfuse.runtime.told import Told
 from opfuse.runtime.trace import Made, note, since_start

@@ -41,9 +41,8 @@ class NamedSave(NamedTuple):
 class Runner:
     """One segment of a plan over live ops, in one call. held: casts of weights that are made already.
 
-    places: where in blocks of kept casts the saved tensors lie.
-
-    outer: the backward pass that recomputes the call, of which that of the segment is to be a part; None if none does.
+    places: where in blocks of kept casts the saved tensors lie. outer: the backward pass that recomputes the call, of which that
+    of the segment is to be a part; None if none does.
     """
 
     outer: PassAround = None
@@ -399,12 +398,3 @@ def _bind(rule: Fusion, group: Group, contexts: Mapping[int, Context]) -> dict[s
 
 def _implementation(function: Callable[..., Any] | None) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
-
-
-def outlined(plan: Plan, ops: Sequence[BasicOperation], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs of a plan without gradients for its inputs."""
-    values: dict[int, Value] = dict(zip((0, *plan.graph.extra_inputs), given))
-    for segment in plan.segments:
-        inputs = [plain(values[value]) for value in segment.inputs]
-        values.update(zip(segment.outputs, Runner(plan, segment, ops, ({},) * len(ops)).forward(inputs)))
-    return [plain(values[value]) for value in plan.graph.outputs]

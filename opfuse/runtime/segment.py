@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from opfuse.compiler.plan import Plan
-from opfuse.core.context import Value
+from opfuse.core.context import Value, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import check_backward, check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
@@ -257,3 +257,12 @@ def _run_segments(
             outputs = _published(runner.forward(inputs), inputs)
         values.update(zip(segment.outputs, outputs))
     return [values[value] for value in graph.outputs]
+
+
+def outlined(plan: Plan, ops: Sequence[BasicOperation], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of a plan without gradients for its inputs."""
+    values: dict[int, Value] = dict(zip((0, *plan.graph.extra_inputs), given))
+    for segment in plan.segments:
+        inputs = [plain(values[value]) for value in segment.inputs]
+        values.update(zip(segment.outputs, Runner(plan, segment, ops, ({},) * len(ops)).forward(inputs)))
+    return [plain(values[value]) for value in plan.graph.outputs]

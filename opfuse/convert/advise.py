@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from opfuse.convert.gains import RECORD
 from opfuse.convert.policy import HEADS, OUTPUT_HEAD, heads_of
 from opfuse.core.operation import BasicOperation
 from opfuse.domains import SIZE, checked_arguments
@@ -22,6 +21,9 @@ from opfuse.inspect.alike import alike, counted, starred
 BF16 = 800e12
 RATES: Mapping[str, float] = {"fp8_current": 1440e12, "fp8_block": 1155e12, "mxfp8": 670e12, "nvfp4": 685e12}
 """FLOP/s of products in bf16 and by kind of recipe: means over the three products and both sizes of the record."""
+
+RECORD = "benchmarks/results/h200.json"
+"""Where the rates were measured."""
 
 BANDWIDTH = 4.1e12
 """Bytes/s that a copy moves, which casts reach to about nine tenths."""

@@ -1,19 +1,20 @@
-"""From the chain of a module to the parts that run it: ops over its parameters, and submodules that stay as they are."""
+"""From the chain of a module to the pipeline that runs it, of ops over the module's parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, arguments_of, chain_of
-from opfuse.convert.converted import Converted
+from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, chain_of
+from opfuse.convert.converted import Converted, Proven
 from opfuse.convert.fits import unfit
-from opfuse.convert.leaves import GATED, obstacle, op_of, weight_of
-from opfuse.convert.parts import Opaque, PipelineRun
+from opfuse.convert.leaves import GATED, UNGATED, Leaf, leaf_of, obstacle, weight_of
+from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.policy import Choice, Policies
-from opfuse.convert.probe import UNGATED, activation_of_module
+from opfuse.convert.record import LEADING, required_arguments
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import BasicOperation
 from opfuse.ops.pointwise import AddExtraInput, Dropout
@@ -23,26 +24,29 @@ from opfuse.recipes import Recipe
 
 @dataclass(eq=False)
 class Build:
-    """The parts of one module, as they are made.
+    """The pipeline of one module, as it is made.
 
-    weights: the modules whose matrices its runs multiply with. members: the submodules that its runs replace, by path. inlined:
-    members whose own chain became a part of this one. told: words for each part, for the report.
+    weights: the modules whose matrices it multiplies with. members: the submodules that it replaces, by path. inlined: members
+    whose own chain became a part of this one. names: the ops, for the report. keeps_dtype: behind the first product, which
+    begins the chain, all has the dtype that torch.autocast gives that product. dtypes: those in which each leaf was read.
     """
 
     module: nn.Module
     path: str
     policies: Policies
-    parts: list[PipelineRun | Opaque] = field(default_factory=list)
+    run: PipelineRun
     weights: list[Weight] = field(default_factory=list)
     members: dict[str, nn.Module] = field(default_factory=dict)
     inlined: list[nn.Module] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     recipe: Recipe | None = None
+    keeps_dtype: bool = True
+    dtypes: list[tuple[torch.dtype, ...]] = field(default_factory=list)
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
     def add(self, steps: Sequence[ChainStep]) -> None:
-        """Make the parts of all ``steps``. NoChain for what is no op and no submodule."""
+        """Add the ops of all ``steps``. NoChain for a submodule that is none."""
         for step in steps:
             match step:
                 case CallModule():
@@ -51,7 +55,7 @@ class Build:
                     self._op(UNGATED[step.name](), step.name)
                 case Add():
                     self._op(AddExtraInput(), f"add{step.index}")
-                    self._run().extras.append(step.index)
+                    self.run.extras.append(step.index)
                 case GatedUnit():
                     self._gate(step)
 
@@ -59,85 +63,84 @@ class Build:
         child = self.module.get_submodule(path)
         weight = weight_of(child)
         if weight is not None:
-            if self._takes(weight, path):
-                self._product([path], [weight])
-                return
-        elif obstacle(child) is None:
-            op = op_of(child)
-            if op is not None:
-                self.members[path] = child
-                self._op(op, path, child if isinstance(op, Dropout) else None)
-                return
-            inner = _inlined(child)
-            if inner is not None and self.policies.allows(child, self._named(path)):
-                self.members[path] = child
-                self.inlined.append(child)
-                self.add(inner.within(path))
-                return
-        self.parts.append(Opaque(child))
-        self.told.append(f"({type(child).__name__})")
+            self._product([path], [self._taken(weight, path)])
+            return
+        leaf = self._leaf(child, path)
+        if leaf is not None:
+            self._op(leaf.op, path, leaf)
+            return
+        if not self.policies.allows(child, self._named(path)):
+            raise NoChain(f"{path}, which the filter leaves alone", "submodules that may be converted")
+        inner = chain_of(child)
+        if len(inner.arguments) != 1:
+            raise NoChain(f"{path}, which takes {len(inner.arguments)} arguments", "submodules of one argument")
+        self.members[path] = child
+        self.inlined.append(child)
+        self.add(inner.within(path))
+
+    def _leaf(self, child: nn.Module, path: str) -> Leaf | None:
+        if (hindered := obstacle(child)) is not None:
+            raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
+        leaf = leaf_of(child)
+        if leaf is not None:
+            self.members[path] = child
+            self.dtypes.append(leaf.dtypes)
+            if isinstance(leaf.op, Dropout):
+                self.run.modes.append((leaf.op, child))
+            if leaf.made is not None:
+                self.run.made.append(leaf.made)
+        return leaf
 
     def _gate(self, step: GatedUnit) -> None:
-        act = step.act
-        name = act.name if isinstance(act, Apply) else self._activation(act.path)
+        if isinstance(step.act, Apply):
+            name = step.act.name
+        else:
+            leaf = self._leaf(self.module.get_submodule(step.act.path), step.act.path)
+            name = leaf.name if leaf is not None else ""
+            self.keeps_dtype &= leaf is not None and leaf.keeps_dtype
         if name not in GATED:
-            raise NoChain(f"a gate of {act}", f"a gate that is one of {', '.join(GATED)}")
+            raise NoChain(f"a gate of {step.act}", f"a gate that is one of {', '.join(GATED)}")
         paths = [path for path in (step.gate, step.up) if path]
         if paths:
             found = [weight_of(self.module.get_submodule(path)) for path in paths]
-            weights = [w for w, path in zip(found, paths) if w is not None and self._takes(w, path)]
-            if len(weights) < len(paths) or not weights[0].agrees(weights[1]):
-                got = f"{' and '.join(paths)}, of which one is none, or differs"
-                raise NoChain(got, "two products of one input, dtype and recipe")
-            if weights[0].out_features != weights[1].out_features:
-                got = f"{weights[0].out_features} and {weights[1].out_features} columns"
-                raise NoChain(got, "a gate as wide as what it gates")
+            if None in found:
+                raise NoChain(f"{' and '.join(paths)}, of which one is no product", "two products of one input")
+            weights = [self._taken(weight, path) for weight, path in zip(found, paths) if weight is not None]
+            if not weights[0].agrees(weights[1]) or weights[0].out_features != weights[1].out_features:
+                raise NoChain(f"{' and '.join(paths)}, which differ", "two products of one size, dtype and bias or none")
             self._product(paths, weights)
         self._op(GATED[name](), f"{'+'.join(paths) or 'halves'}.{name}")
 
-    def _activation(self, path: str) -> str:
-        child = self.module.get_submodule(path)
-        if obstacle(child) is not None:
-            return ""
-        self.members[path] = child
-        return activation_of_module(child) or ""
+    # -- ops ---------------------------------------------------------------------------------------------------------------
 
-    # -- parts -------------------------------------------------------------------------------------------------------------
-
-    def _run(self) -> PipelineRun:
-        """The run at the end of the parts, begun if there is none."""
-        if self.parts and isinstance(last := self.parts[-1], PipelineRun):
-            return last
-        run = PipelineRun(path=self.path)
-        self.parts.append(run)
-        return run
-
-    def _op(self, op: BasicOperation, name: str, follows: nn.Module | None = None) -> None:
+    def _op(self, op: BasicOperation, name: str, leaf: Leaf | None = None) -> None:
+        self.keeps_dtype &= bool(self.weights) and (leaf is None or leaf.keeps_dtype)
         if isinstance(op, Identity):
             return
-        run = self._run()
-        run.ops.append(op)
-        run.names.append(name)
-        if follows is not None:
-            run.modes.append((op, follows))
-        self.told.append(type(op).__name__)
+        self.run.ops.append(op)
+        self.run.names.append(name)
+        self.names.append(type(op).__name__)
 
     def _product(self, paths: Sequence[str], weights: Sequence[Weight]) -> None:
         name = "+".join(paths)
-        self._run().multiply(weights, "+".join(map(self._named, paths)), (name, f"{name}.bias"))
+        self.run.multiply(weights, "+".join(map(self._named, paths)), (name, f"{name}.bias"))
         self.weights += weights
         self.members.update(zip(paths, [weight.module for weight in weights]))
-        self.told.append("Linear" + (f"×{len(weights)}" if len(weights) > 1 else ""))
+        self.names.append("Linear" + (f"×{len(weights)}" if len(weights) > 1 else ""))
 
-    def _takes(self, weight: Weight, path: str) -> bool:
-        """Whether a product joins this module. NoChain where its recipe is another one than that of those before."""
-        choice = self.policies.of(weight.module, self._named(path))
-        if not choice.convert or obstacle(weight.module) is not None or refusal(weight, choice) is not None:
-            return False
+    def _taken(self, weight: Weight, path: str) -> Weight:
+        """The weight, as a part of the pipeline. NoChain if it may not be converted, or not under the recipe of those before."""
+        choice = self.policies.of(weight.module, self._named(path), in_chain=True)
+        if not choice.convert:
+            raise NoChain(f"{path}: {choice.got}", "products that are converted")
+        if (hindered := obstacle(weight.module)) is not None:
+            raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
+        if (why := refusal(weight, choice)) is not None:
+            raise NoChain(f"{path} of {why[1]}", why[0])
         if self.weights and choice.recipe != self.recipe:
             raise NoChain(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
         self.recipe = choice.recipe
-        return True
+        return weight
 
     def _named(self, path: str) -> str:
         return f"{self.path}.{path}".lstrip(".")
@@ -146,8 +149,27 @@ class Build:
         """The forward of the module. NoChain where it multiplies nothing."""
         if not self.weights:
             raise NoChain("no product that may be converted", "a product")
-        recipe, members = self.recipe, {path: member for path, member in self.members.items() if path}
-        return Converted(self.module, self.path, arguments=chain.arguments, parts=self.parts, members=members, recipe=recipe)
+        proven = Proven(
+            ranks=tuple(len(leading) + 1 for leading in LEADING),
+            dtypes=self._dtypes(chain),
+            in_autocast=chain.in_autocast and self.keeps_dtype,
+            columns=chain.widths[1:],
+        )
+        members = {path: member for path, member in self.members.items() if path}
+        return Converted(
+            self.module,
+            self.path,
+            arguments=chain.arguments,
+            run=self.run,
+            members=members,
+            recipe=self.recipe,
+            proven=proven,
+        )
+
+    def _dtypes(self, chain: TracedChain) -> tuple[torch.dtype, ...]:
+        """The dtypes in which the forward and all its leaves were read; empty: any."""
+        found = [dtypes for dtypes in (*self.dtypes, () if chain.dtype is None else (chain.dtype,)) if dtypes]
+        return tuple(dtype for dtype in found[0] if all(dtype in each for each in found)) if found else ()
 
 
 def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, Build]:
@@ -155,26 +177,21 @@ def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, 
     if "forward" in vars(module):
         raise NoChain("a forward of this very object", "the forward of its class")
     chain = chain_of(module)
-    made = Build(module, path, policies)
+    made = Build(module, path, policies, PipelineRun(path=path))
     made.add(chain.steps)
     return made.result(chain), made
 
 
-def build_alone(weight: Weight, path: str, choice: Choice) -> Converted:
-    """A product that is converted by itself."""
+def build_alone(weight: Weight, path: str, recipe: Recipe | None, shared: Sequence[BasicOperation] = ()) -> Converted:
+    """A product that is converted by itself. shared: its ops, if those of a chain stand for it alone, whose scales it shares."""
     run = PipelineRun(path=path)
-    run.multiply([weight], path, ("weight", "bias"))
-    names = arguments_of(weight.module)[:1]
-    return Converted(weight.module, path, arguments=names, parts=(run,), members={}, recipe=choice.recipe)
-
-
-def _inlined(module: nn.Module) -> TracedChain | None:
-    """The chain of a submodule that may run as a part of the chain around it."""
-    try:
-        chain = chain_of(module)
-    except NoChain:
-        return None
-    return chain if len(chain.arguments) == 1 else None
+    if shared:
+        run.ops, run.names = [*shared], ["weight", "bias"][: len(shared)]
+    else:
+        run.multiply([weight], path, ("weight", "bias"))
+    argument = required_arguments(weight.module)[:1]
+    proven = Proven(linear=True)
+    return Converted(weight.module, path, arguments=argument, run=run, members={}, recipe=recipe, proven=proven)
 
 
 def refusal(weight: Weight, choice: Choice) -> tuple[str, str] | None:

@@ -1,46 +1,81 @@
 """The forward that a converted module gets. Nothing else of the module is replaced.
 
-It keeps its class, its submodules and its parameters. Under a recipe the new forward runs pipelines over them; without one it
-calls the forward that the module had.
+It keeps its class, its submodules and its parameters. Under a recipe the new forward runs a pipeline over them, as long as all
+holds that the pipeline was proven on. Without a recipe, and for any other call, the forward of its class runs.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial, wraps
-from threading import RLock, get_ident
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from opfuse.convert.guards import Guard
 from opfuse.convert.in_graph import InGraph
-from opfuse.convert.members import check_place, check_settings, has_global_hooks, has_hooks, settings_of, warn_of_hooks
-from opfuse.convert.parts import Opaque, PipelineRun
+from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.weights import MadeParameters
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import break_graph, check_exported, check_partial, enroll, outside, prepared
-from opfuse.errors import ConversionError, describe
+from opfuse.errors import ConversionError, OpfuseWarning
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
-from opfuse.runtime.compiled import follow, hindrance, moment
+from opfuse.runtime.compiled import autocast_dtype, follow, hindrance
 from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.segment import unlisted_saves
 
 
+@dataclass(frozen=True)
+class Proven:
+    """The calls for which a pipeline was proven to compute what the forward does, by types, dtypes and shapes of their arguments.
+
+    linear: the pipeline is that of one linear layer, which takes what a linear layer takes. ranks: numbers of dimensions of
+    the input. dtypes: of inputs and parameters; empty: any. in_autocast: also under torch.autocast. columns: of each further
+    argument, which has the rows of the first.
+    """
+
+    linear: bool = False
+    ranks: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    in_autocast: bool = False
+    columns: tuple[int, ...] = ()
+
+    def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a call with these arguments is one of them."""
+        if type(x) is not torch.Tensor:
+            return self.linear
+        cast = autocast_dtype(x)
+        dtype = x.dtype if cast is None else cast
+        if cast is None and not all(p is None or p.dtype == dtype for p in parameters):
+            return False
+        if cast is not None and torch.float64 in (x.dtype, *[p.dtype for p in parameters if p is not None]):
+            return False  # which torch.autocast leaves alone
+        if self.linear:
+            return True
+        if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast):
+            return False
+        fits = not self.dtypes or dtype in self.dtypes
+        return fits and all(self._adds(x, dtype, *pair) for pair in zip(extras, self.columns))
+
+    def _adds(self, x: torch.Tensor, dtype: torch.dtype, extra: Any, columns: int) -> bool:
+        plain = type(extra) is torch.Tensor and extra is not x
+        return plain and extra.dtype == dtype and extra.shape == (*x.shape[:-1], columns)
+
+
 class Converted:
     """The forward of a converted module.
 
-    path: that of the module in the model. arguments: names of the arguments that its parts read. parts: runs, and submodules
-    between them. recipe: its own, which holds where no ``autocast`` region is active. members: the submodules that it was made
-    from, by path. awaited: by thread, the tensor that a norm has handed on, and a function that says whether it or the norm was
-    written since. followed: in a graph of torch.compile, the moment of a norm's result, and the norm's input.
+    path: that of the module in the model. arguments: names of the arguments that its pipeline reads. run: the pipeline.
+    recipe: its own, which holds where no ``autocast`` region is active. guard: what must be as it was. proven: the calls that
+    it is for.
     """
 
     def __init__(
@@ -49,47 +84,36 @@ class Converted:
         path: str,
         *,
         arguments: Sequence[str],
-        parts: Sequence[PipelineRun | Opaque],
+        run: PipelineRun,
         members: dict[str, nn.Module],
         recipe: Recipe | None,
+        proven: Proven,
     ) -> None:
         self.module = module
         self.kind = type(module)
         self.path = path
         self.arguments = tuple(arguments)
-        self.parts = tuple(parts)
-        self.members = members
-        self.settings = {path: settings_of(each, member=bool(path)) for path, each in {"": module, **members}.items()}
+        self.run = run
+        self.guard = Guard(module, self.label, members)
+        self.proven = proven
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)
-        self.normed: tuple[PipelineRun | Opaque, ...] = ()
         self.warned = False
-        self.awaited: dict[int, tuple[weakref.ref[torch.Tensor], Callable[[], bool]]] = {}
-        self.followed: tuple[Any, torch.Tensor] | None = None
-        self.norm: Converted | None = None
         self.ticket = enroll(self)
-        self.in_graph: tuple[InGraph, ...] = ()
+        self.in_graph: InGraph | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The module that a copy belongs to has its ``forward``, and may need it before the copy has its state.
         own = {name: value for name, value in self.__dict__.items() if name != "ticket"}
-        return _blank, (type(self), type(self.module)), {**own, "awaited": {}, "followed": None, "in_graph": ()}
+        return _blank, (type(self), type(self.module)), {**own, "in_graph": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, ticket=enroll(self))
 
-    def begin_with(self, op: BasicOperation, name: str, norm: Converted) -> None:
-        """Put a norm, ``op``, before the parts, for calls to which its module hands its input on: see ``feeds.py``."""
-        self.norm = norm
-        first = self.parts[0]
-        if isinstance(first, PipelineRun):
-            run = replace(first, ops=[op, *first.ops], names=[name, *first.names], fuser=None, spare={}, lock=RLock())
-            self.normed = (run, *self.parts[1:])
-
     @property
     def made(self) -> list[MadeParameters]:
-        """The parameters that its pipelines make for each call."""
-        return [made for part in self.parts if isinstance(part, PipelineRun) for made in part.made]
+        """The parameters that its pipeline makes for each call."""
+        return self.run.made
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -104,7 +128,7 @@ class Converted:
     @property
     def products(self) -> dict[str, BasicOperation]:
         """Its ops that cast, by name."""
-        return casting(part for part in self.parts if isinstance(part, PipelineRun))
+        return casting([self.run])
 
     # What a checkpoint compares, to find the first run of a call that it repeats.
 
@@ -128,7 +152,6 @@ class Converted:
             check_exported("a converted module")
             prepared(self.ticket)
             return self._followed(args, kwargs)
-        self.followed = None  # of a graph that broke behind the norm: its result is what this call is given
         if self.region is None or in_region():
             return self._checkpointed(args, kwargs)
         with self.region:
@@ -150,19 +173,40 @@ class Converted:
             return run()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._recipe() is None and get_ident() not in self.awaited:  # what a norm has handed on is not normed yet
+        if self._recipe() is None:
             return self.plain(*args, **kwargs)
-        self.check_members()
-        given = dict(zip(self.arguments, args)) | kwargs
-        if given.keys() != set(self.arguments) or len(args) + len(kwargs) != len(given):
-            return self.plain(*args, **kwargs)  # which says what it takes
-        x, *arguments = (given[name] for name in self.arguments)
+        given = self._given(args, kwargs)
+        if given is None or not self._is_proven(given) or self.is_changed():
+            return self.plain(*args, **kwargs)
+        x, *arguments = given
         return self.compute(x, arguments)
+
+    def _given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The arguments of the pipeline in order; None if the call has others."""
+        given = [*args, *[kwargs[name] for name in self.arguments[len(args) :] if name in kwargs]]
+        return given if len(given) == len(self.arguments) == len(args) + len(kwargs) else None
+
+    def _is_proven(self, given: Sequence[Any]) -> bool:
+        x, *extras = given
+        return self.proven.covers(x, extras, self._parameters())
+
+    def _parameters(self) -> list[torch.Tensor | None]:
+        """The parameters of the modules that the pipeline stands for."""
+        modules = self.guard.members.values() or (self.module,)
+        return [p for module in modules for p in module._parameters.values()]
+
+    def is_changed(self) -> bool:
+        """Whether the module is not what it was when it was converted, of which an OpfuseWarning tells once."""
+        change = self.guard.change()
+        if change is not None and not self.warned:
+            self.warned = True
+            warnings.warn(change, OpfuseWarning, stacklevel=5)
+        return change is not None
 
     @property
     def runs(self) -> tuple[PipelineRun, ...]:
         """The pipelines that it may run."""
-        return tuple(each for each in (*self.parts, *self.normed) if isinstance(each, PipelineRun))
+        return (self.run,)
 
     def named_ops(self) -> Iterator[tuple[str, BasicOperation]]:
         """Its ops, each with a path in the model; the product of a linear layer has that of the layer."""
@@ -173,43 +217,18 @@ class Converted:
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         """The result under a recipe."""
-        return self.through(self.normed if self._is_awaited(x) else self.parts, x, arguments)
-
-    def through(self, parts: Sequence[PipelineRun | Opaque], x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
-        """``x``, through one part after the other."""
-        for part in parts:
-            x = part(x, arguments)
-        return x
-
-    def _is_awaited(self, x: torch.Tensor) -> bool:
-        """Whether a norm has handed ``x`` on. ConversionError if it has handed on another tensor, also if that is gone by now:
-        ``x`` may have been made of it.
-        """
-        awaited = self.awaited.pop(get_ident(), None)
-        if awaited is not None:
-            handed, changed = awaited
-            self._check_handed(handed(), x, changed=changed())
-        return awaited is not None
-
-    def _check_handed(self, handed: torch.Tensor | None, x: Any, *, changed: bool = False) -> None:
-        if handed is not x or changed:
-            got = "another tensor, made of that or not" if handed is not x else "it after a write to that norm or to its input"
-            where, wanted = f"{self.label} input", "the very result of the norm before it, which it computes itself"
-            cure = "pass filter_fn=lambda module, path: False for the norm, and fuse_ again"
-            raise ConversionError(describe(where, wanted=wanted, got=got, cure=cure))
+        return self.run(x, arguments)
 
     # In a graph of torch.compile.
 
     def get_ready(self) -> None:
-        """Make what dynamo reads: the call by itself and, if a norm hands its input on, the call with the norm."""
-        if not self.in_graph:
-            self.in_graph = (InGraph(self), *([] if self.norm is None else [InGraph(self, norm=self.norm)]))
+        """Make what dynamo reads."""
+        if self.in_graph is None:
+            self.in_graph = InGraph(self)
 
-    def pipeline(self, *, normed: bool, shared: bool) -> PipelineRun | None:
-        """The pipeline of a call that runs nothing else, with its norm or without; None if it runs more."""
-        parts = self.normed if normed else self.parts
-        only = parts[0] if len(parts) == 1 and type(self).compute is Converted.compute else None
-        return only if isinstance(only, PipelineRun) else None
+    def pipeline(self, *, shared: bool) -> PipelineRun | None:
+        """The pipeline of a call that runs nothing else; None if it runs more."""
+        return self.run if type(self).compute is Converted.compute else None
 
     def resembles(self, other: Converted) -> bool:
         """Whether a graph that was made for ``other``, of the same class, can serve this one."""
@@ -224,24 +243,24 @@ class Converted:
         """Stand-ins of the outputs for ``given``, if its own forward cannot run on tensors without values."""
         return ()
 
-    def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The call as an op of a graph, or after a graph break."""
-        if self.awaited:
-            break_graph("a norm that ran before its graph. Cure: compile the module around both")
-            return outside(_call_outside)(self, *args, **kwargs)
-        given = [*args, *[kwargs[name] for name in self.arguments[len(args) :] if name in kwargs]]
-        if len(given) != len(self.arguments) or len(given) != len(args) + len(kwargs):
-            break_graph("other arguments of a converted module than its forward takes. Cure: pass these")
-            return outside(_call_outside)(self, *args, **kwargs)
-        call, followed, self.followed = self.in_graph[0], self.followed, None
-        if followed is not None and followed[0] == moment(self.in_graph[-1], followed[1], given[0]):
-            call, given[0] = self.in_graph[-1], followed[1]
-        return self._as_op(call, given)
+    def check_unchanged(self) -> None:
+        """ConversionError in a graph that was made for what the module was when it was converted."""
+        change = self.guard.change()
+        if change is not None:
+            raise ConversionError(change)
 
-    def _as_op(self, call: InGraph, given: Sequence[Any]) -> Any:
-        why = hindrance(call, given[0], given[1:], None)
+    def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The call as an op of a graph, or after a graph break; the forward of its class, where a pipeline would not run."""
+        given = self._given(args, kwargs)
+        if given is None or not self._is_proven(given):
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self._as_op(self.in_graph, given)
+
+    def _as_op(self, call: InGraph | None, given: Sequence[Any]) -> Any:
+        assert_made: Any = call
+        why = hindrance(assert_made, given[0], given[1:], None)
         if not why:
-            return follow(call, given[0], given[1:])
+            return follow(assert_made, given[0], given[1:])
         break_graph(why)
         made = outside(_call_outside)(call, *given)
         return made[0] if len(made) == 1 else made
@@ -249,21 +268,6 @@ class Converted:
     def _recipe(self) -> Recipe | None:
         """The recipe of this call."""
         return current_recipe()
-
-    def check_members(self) -> None:
-        """ConversionError if a submodule was replaced, or an attribute that a forward reads was changed, since fuse_; an
-        OpfuseWarning for the first submodule that got hooks, also hooks of all modules.
-        """
-        check_settings(self.module, self.label, self.settings[""])
-        if not self.warned and self.members and has_global_hooks():
-            self.warned = True
-            warn_of_hooks(f"{self.label}.{next(iter(self.members))}", self.label, of_all=True)
-        for path, member in self.members.items():
-            check_place(self.module, path, member, self.label)
-            check_settings(member, f"{self.label}.{path}", self.settings[path])
-            if not self.warned and has_hooks(member):
-                self.warned = True
-                warn_of_hooks(f"{self.label}.{path}", self.label)
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -299,10 +303,10 @@ def _blank(made: type[Converted], kind: type[nn.Module]) -> Converted:
     return copy
 
 
-def _call_outside(forward: Converted | InGraph, *args: Any, **kwargs: Any) -> Any:
+def _call_outside(forward: InGraph, *args: Any) -> Any:
     """The function that compiled code calls outside of its graph."""
     check_partial(forward.label)
-    return forward(*args, **kwargs)
+    return forward(*args)
 
 
 def casting(runs: Iterable[PipelineRun]) -> dict[str, BasicOperation]:

@@ -1,26 +1,37 @@
 """Converts a module that holds all experts of a mixture in two parameters: they become grouped products over sorted rows.
 
-Such a module is recognised by what it computes. With small random parameters it must return sum_k w_k W_down (act(W_gate x) *
-(W_up x)) for each token x, over the experts k that its second argument names for the token, with weights w from its third
-argument; and its gradients must be those of that sum.
+Such a module is recognised by what it computes. It does nothing to floats but what :data:`FUNCTIONS` lists, and with small random
+parameters it returns sum_k w_k W_down (act(W_gate x) * (W_up x)) for each token x, over the experts k that its second argument
+names for the token, with weights w from its third argument; and its gradients are those of that sum.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from opfuse.convert.chain import arguments_of
-from opfuse.convert.converted import Converted
-from opfuse.convert.leaves import GATED, obstacle
-from opfuse.convert.parts import PipelineRun
-from opfuse.convert.probe import UNGATED, ActivationOf, activation_of_module, found_in_both_modes, kept, with_gradients
+from opfuse.convert.converted import Converted, Proven
+from opfuse.convert.leaves import GATED, UNGATED, leaf_of, obstacle
+from opfuse.convert.pipeline import PipelineRun
+from opfuse.convert.record import (
+    ACTIVATIONS,
+    ARITHMETIC,
+    CASTS,
+    MODES,
+    NAMES,
+    NotRecorded,
+    mode,
+    random_states,
+    required_arguments,
+    restored,
+)
 from opfuse.convert.weights import MadeParameters
+from opfuse.ops.activation import Activation
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.routing import by_group, rows_of
 from opfuse.recipes import Recipe
@@ -60,22 +71,48 @@ class Experts(NamedTuple):
 def experts_of(module: nn.Module) -> Experts | None:
     """The experts of a module; None if it has none, or computes something else."""
     three = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
-    if len(three) != 2 or len(three) < len(module._parameters) or len(arguments_of(module)) != 3:
+    arguments = required_arguments(module)
+    if len(three) != 2 or len(three) < len(module._parameters) or len(arguments) != 3 or len(module._modules) != 1:
         return None
-    children = [child for child in module.children() if obstacle(child) is None]
-    acts = [name for child in children if (name := activation_of_module(child)) is not None]
-    if len(acts) != 1 or acts[0] not in GATED or len(module._modules) != 1 or getattr(module, "_is_expert_parallel", False):
+    (child,) = module.children()
+    leaf = leaf_of(child) if obstacle(child) is None else None
+    if leaf is None or leaf.name not in GATED or getattr(module, "_is_expert_parallel", False):
         return None
     for both, down in (three, three[::-1]):
-        found = Experts(module, both, down, acts[0])
+        found = Experts(module, both, down, leaf.name)
         experts, width, inner = found.sizes
         shape = module._parameters[both].shape  # type: ignore[union-attr]
-        if tuple(shape) == (experts, 2 * inner, width) and found_in_both_modes(module, partial(_computes, found)):
+        if tuple(shape) == (experts, 2 * inner, width) and all(_computes(found, each) for each in MODES):
             return found
     return None
 
 
-def _computes(found: Experts) -> bool:
+FUNCTIONS = (
+    ACTIVATIONS
+    | ARITHMETIC
+    | CASTS
+    | {"linear", "matmul", "chunk", "__getitem__", "index_add", "zeros_like", "shape", "dtype", "device"}
+)
+"""What may be done to tensors of floats. All of it but ReLU is analytic, so forwards that agree at random points agree
+everywhere. Routing is not, and is calculated with integers.
+"""
+
+
+class _OnlyFunctions(TorchFunctionMode):
+    """Ends a forward that does anything else to floats, such as a comparison or a clamp."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = getattr(func.__self__ if func.__name__ == "__get__" else func, "__name__", "")
+        name = NAMES.get(name, name)
+        given = [*args, *(kwargs or {}).values()]
+        floats = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given)
+        if floats and not FUNCTIONS & {name, name.removesuffix("_")}:
+            raise NotRecorded(f"the call of {name}", "linear functions of tokens, and an activation")
+        return func(*args, **(kwargs or {}))
+
+
+def _computes(found: Experts, each: str) -> bool:
+    """Whether the module computes the sum of this file's beginning, with its gradients, in one of the modes of a call."""
     experts, width, inner = found.sizes[0], 6, 4
     draw = torch.Generator().manual_seed(0)
 
@@ -88,26 +125,69 @@ def _computes(found: Experts) -> bool:
 
     def ours(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate, up = torch.einsum("tkiw,tw->tki", both[index], x).chunk(2, -1)
-        return torch.einsum("tkwi,tki,tk->tw", down[index], ActivationOf.apply(gate, UNGATED[found.act]) * up, weights)
+        return torch.einsum("tkwi,tki,tk->tw", down[index], _Activation.apply(gate, UNGATED[found.act]) * up, weights)
 
     def theirs(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> Any:
         vars(found.module)["_parameters"] = {found.both: both, found.down: down}
-        return inspect.unwrap(type(found.module).forward)(found.module, x, index, weights)
+        with _OnlyFunctions():
+            return inspect.unwrap(type(found.module).forward)(found.module, x, index, weights)
 
-    with kept(found.module) as assigned:
-        got = with_gradients(theirs, x, both, down, weights)
-        if set(assigned()) - {"_parameters"}:
+    states = random_states()
+    with restored(found.module) as changed, mode(each) as training:
+        for part in found.module.modules():
+            vars(part)["training"] = training
+        got = _with_gradients(theirs, x, both, down, weights)
+        if {name.rpartition(".")[2] for name in changed()} - {"_parameters", "training"} or random_states() != states:
             return False
-    wanted = with_gradients(ours, x, both, down, weights)
+        wanted = _with_gradients(ours, x, both, down, weights)
     if got is None or wanted is None or got[0].shape != wanted[0].shape:
         return False
     return all(((one - other).abs().amax(-1) <= CLOSE * other.abs().amax(-1)).all() for one, other in zip(got, wanted))
+
+
+def _with_gradients(function: Callable[..., Any], *given: torch.Tensor) -> list[torch.Tensor] | None:
+    """What ``function`` makes of the tensors ``given`` and, where gradients are on, the gradients of its sum for each of them.
+
+    None where it fails, where the result is no tensor of numbers, and where some of them get no gradient.
+    """
+    leaves = [each.clone().requires_grad_(torch.is_grad_enabled()) for each in given]
+    try:
+        y = function(*leaves)
+        if not isinstance(y, torch.Tensor) or not y.is_floating_point():
+            return None
+        return [y.detach(), *(torch.autograd.grad(y.sum(), leaves) if torch.is_grad_enabled() else ())]
+    except Exception:  # whatever a stranger's code raises, it is none of ours
+        return None
+
+
+class _Activation(torch.autograd.Function):
+    """The activation of an op, and its gradient, on fp64 values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: type[Activation]) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.math = op.math
+        return op.math.value(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (dx,) = ctx.math.grad(dy, *ctx.saved_tensors)
+        return dx, None
 
 
 class Routed(Converted):
     """The forward of a module with experts."""
 
     experts: int
+
+    def _is_proven(self, given: Sequence[Any]) -> bool:
+        """Tokens (n, width) of the dtype of the matrices, an integer (n, k) of experts, and weights (n, k)."""
+        x, index, weights = given
+        plain = all(type(each) is torch.Tensor for each in given) and x.dim() == index.dim() == weights.dim() == 2
+        if not plain or 0 in x.shape or 0 in index.shape or index.is_floating_point() or not weights.is_floating_point():
+            return False
+        cast = torch.is_autocast_enabled(x.device.type)
+        return cast or all(p is None or p.dtype == x.dtype for p in self.module._parameters.values())
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """A tensor like the tokens; which expert gets which token depends on values."""
@@ -117,8 +197,7 @@ class Routed(Converted):
         """Copy each token for each of its experts, sorted by expert; run them; weight the results and sum those of each token."""
         index, weights = arguments
         order, places, splits = by_group(index, self.experts)
-        (run,) = self.parts
-        rows = run(rows_of(x, order // index.shape[-1], places), [splits])
+        rows = self.run(rows_of(x, order // index.shape[-1], places), [splits])
         parts = rows_of(rows, places.flatten(), order.unsqueeze(1)).view(*index.shape, -1)
         return (parts * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
@@ -136,8 +215,15 @@ def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
         run.extras.append(0)
     run.ops.insert(1, GATED[found.act]())
     run.names.insert(1, found.act)
-    acts = dict(found.module.named_children())
-    routed = Routed(found.module, path, arguments=arguments_of(found.module), parts=(run,), members=acts, recipe=recipe)
+    routed = Routed(
+        found.module,
+        path,
+        arguments=required_arguments(found.module),
+        run=run,
+        members=dict(found.module.named_children()),
+        recipe=recipe,
+        proven=Proven(),
+    )
     routed.experts = experts
     return routed
 

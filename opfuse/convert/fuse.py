@@ -8,17 +8,14 @@ from typing import Any, Never, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from opfuse.convert.build import build, build_alone, refusal
-from opfuse.convert.chain import NoChain
+from opfuse.convert.build import Build, build, build_alone, refusal
 from opfuse.convert.converted import OWN, Converted, converted
 from opfuse.convert.experts import Experts, build_experts, experts_of
-from opfuse.convert.feeds import fed
 from opfuse.convert.fits import unfit
-from opfuse.convert.gains import gain_of
 from opfuse.convert.leaves import obstacle, weight_of, why_refused
 from opfuse.convert.norms import lone_norm, why_kept
-from opfuse.convert.parts import PipelineRun
 from opfuse.convert.policy import Filter, Policies, Policy
+from opfuse.convert.record import NotRecorded
 from opfuse.convert.report import NONE, Conversion, Report
 from opfuse.convert.siblings import siblings
 from opfuse.convert.states import States
@@ -80,15 +77,16 @@ def fuse_(
             walk.convert_norms()
         walk.policies.check_used(name for name, _ in model.named_modules())
         if not walk.made:
-            raise _nothing(model, walk.entries)
+            raise _nothing(model, [*walk.entries.values()])
     except BaseException:
         _install(before)
         raise
+    _carry_over(before, walk.made)
     _install(walk.made)
     if pack:
         for made in dict.fromkeys(each for forward in walk.made.values() for each in forward.made):
             made.pack()
-    return Report(tuple(walk.entries))
+    return Report(tuple(walk.entries.values()))
 
 
 @checked_arguments(ConversionError)
@@ -120,6 +118,17 @@ def _install(made: dict[nn.Module, Converted]) -> None:
     for module, forward in made.items():
         vars(module).update({"forward": forward.forward, OWN: forward})
         States(module, forward.products).install()
+    for forward in made.values():
+        forward.guard.forwards = {path: converted(member) for path, member in forward.guard.members.items()}
+
+
+def _carry_over(before: dict[nn.Module, Converted], made: dict[nn.Module, Converted]) -> None:
+    """Have ops that stand for what ops stood for before go on with their delayed scales."""
+    for module, forward in made.items():
+        earlier = before[module].products if module in before else {}
+        for name, op in forward.products.items():
+            if name in earlier and earlier[name].spec == op.spec:
+                op.__dict__["quantizer_states"] = earlier[name].quantizer_states
 
 
 def _restore(made: dict[nn.Module, Converted]) -> None:
@@ -138,21 +147,21 @@ def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:
 
 
 class _Walk:
-    """Visits each module once, from the outside in; submodules that a converted module replaces are not converted again.
+    """Visits each module once, from the outside in.
 
-    inlined: modules whose own chain is a part of another one. taken: all modules that chains replace. lone: modules whose own
-    parameters are vectors, such as norms, by path; they are converted last. untraced: why it is not known what reads a norm.
+    A module whose forward is a chain runs as one pipeline; the products in it are converted alone as well, for calls that the
+    pipeline is not for. inlined: modules whose own chain is a part of another one. taken: all modules that chains replace. lone:
+    modules whose own parameters are vectors, such as norms, by path; they are converted last.
     """
 
     def __init__(self, policies: Policies) -> None:
         self.policies = policies
-        self.entries: list[Conversion] = []
+        self.entries: dict[str, Conversion] = {}
         self.made: dict[nn.Module, Converted] = {}
         self.seen: set[nn.Module] = set()
         self.inlined: set[nn.Module] = set()
         self.taken: set[nn.Module] = set()
         self.lone: list[tuple[str, nn.Module]] = []
-        self.untraced: dict[nn.Module, str] = {}
 
     def visit(self, module: nn.Module, path: str) -> None:
         """Convert ``module``, or what is in it."""
@@ -176,110 +185,96 @@ class _Walk:
             self.visit(child, f"{path}.{name}".lstrip("."))
         if self.policies.allows(module, path):
             self._join(module)
-            self._feed(module, path)
 
     def _block(self, module: nn.Module, path: str) -> None:
         try:
             made, how = build(module, path, self.policies)
-        except NoChain as no:
+        except NotRecorded as no:
             if not _matrices(module) and any(weight_of(child) is not None for child in module.children()):
-                self._tell(module, path, "parts", wanted=no.wanted, got=no.got, cure="its submodules are converted one by one")
+                self._add(module, path, "parts", wanted=no.wanted, got=no.got, cure="its submodules are converted one by one")
             return
         self.made[module] = made
         self.inlined.update(how.inlined)
         self.taken.update(how.members.values())
         self.seen.update(self.taken - self.inlined)
+        self._convert_alone(how)
         weights = sum(_elements(weight) for weight in how.weights)
-        self._tell(
-            module, path, "fused", became=" → ".join(how.told), recipe=_told(made), weights=weights, gain=gain_of(made.recipe)
-        )
+        self._add(module, path, "fused", became=" → ".join(how.names), recipe=_recipe_name(made), weights=weights)
+
+    def _convert_alone(self, how: Build) -> None:
+        """Convert the products of a chain for calls that it is not for. One that is alone there has the same scales here."""
+        names = {member: path for path, member in how.members.items()}
+        for weight in how.weights:
+            if weight.module in self.made or weight.module is how.module:
+                continue
+            name = names[weight.module]
+            ops = [op for at, op in zip(how.run.names, how.run.ops) if at in (name, f"{name}.bias") and op.owner is weight.module]
+            self.made[weight.module] = build_alone(weight, f"{how.path}.{name}".lstrip("."), how.recipe, ops)
 
     def _join(self, module: nn.Module) -> None:
         """Join products of one tensor."""
-        for group in siblings(module, self.made):
+        for group in siblings(module, {m: made for m, made in self.made.items() if m not in self.taken}):
             first, *others = group
             names = [each.path.rpartition(".")[2] for each in group]
-            weights = sum(self._entry(each.path).weights for each in group)
-            self._retell(first.path, became=f"Linear×{len(group)}", weights=weights)
+            weights = sum(self.entries[each.path].weights for each in group)
+            self._update(first.path, became=f"Linear×{len(group)}", weights=weights)
             for other in others:
-                self._retell(other.path, status="joined", became=f"in {names[0]}", weights=0)
+                self._update(other.path, status="joined", became=f"in {names[0]}", weights=0)
             self.made.update({each.module: each for each in group})
 
-    def _entry(self, path: str) -> Conversion:
-        (entry,) = [each for each in self.entries if each.path == path]
-        return entry
-
-    def _retell(self, path: str, **fields: Any) -> None:
-        entry = self._entry(path)
-        self.entries[self.entries.index(entry)] = replace(entry, **fields)
-
-    def _feed(self, module: nn.Module, path: str) -> None:
-        """Put norms into the pipelines of submodules that alone read them."""
-        found, untraced = fed(module, path, self.made)
-        self.untraced.update(dict.fromkeys(module.children(), untraced))
-        for reader, norm, op in found:
-            if norm.module in self.taken or not self.policies.allows(norm.module, norm.path):
-                continue
-            reader.begin_with(op, norm.path.rpartition(".")[2], norm)
-            self.made[norm.module] = norm
-            self._retell(reader.path, became=f"{type(op).__name__} → {self._entry(reader.path).became}")
-            where = f"in {reader.path.rpartition('.')[2]}"
-            self._retell(norm.path, status="joined", became=where, recipe=_told(norm))
+    def _update(self, path: str, **fields: Any) -> None:
+        self.entries[path] = replace(self.entries[path], **fields)
 
     def convert_norms(self) -> None:
         """Convert the norms that no pipeline begins with, each alone."""
         for path, module in self.lone:
-            if module in self.made:
-                continue
             choice = self.policies.of(module, path)
             made = lone_norm(module, path, choice.recipe) if choice.convert else None
             if made is not None:
                 self.made[module], became = made
-                self._retell(path, status="fused", became=became, recipe=_told(made[0]))
+                self._update(path, status="fused", became=became, recipe=_recipe_name(made[0]))
             elif choice.convert:
-                wanted, got, cure = why_kept(module, self.untraced.get(module, ""))
-                self._retell(path, wanted=wanted, got=got, cure=cure or NONE)
+                wanted, got, cure = why_kept(module)
+                self._update(path, wanted=wanted, got=got, cure=cure or NONE)
             else:
-                self._retell(path, wanted="to be converted", got=choice.got, cure=choice.cure)
+                self._update(path, wanted="to be converted", got=choice.got, cure=choice.cure)
 
     def _alone(self, weight: Weight, path: str) -> None:
         module, elements = weight.module, _elements(weight)
         choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
         if not choice.convert:
             wanted = "to be converted"
-            self._tell(module, path, "kept", weights=elements, wanted=wanted, got=choice.got, cure=choice.cure)
+            self._add(module, path, "kept", weights=elements, wanted=wanted, got=choice.got, cure=choice.cure)
         elif hindered is not None:
             got, cure = hindered
-            self._tell(module, path, "refused", weights=elements, wanted="a plain product", got=got, cure=cure)
+            self._add(module, path, "refused", weights=elements, wanted="a plain product", got=got, cure=cure)
         elif (why := refusal(weight, choice)) is not None:
             wanted, got = why
-            self._tell(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=OTHER)
+            self._add(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=OTHER)
         else:
-            self.made[module] = made = build_alone(weight, path, choice)
-            self._tell(module, path, "fused", became="Linear", recipe=_told(made), weights=elements, gain=gain_of(made.recipe))
+            self.made[module] = made = build_alone(weight, path, choice.recipe)
+            self._add(module, path, "fused", became="Linear", recipe=_recipe_name(made), weights=elements)
 
     def _experts(self, experts: Experts, path: str) -> None:
         module, (_, width, inner) = experts.module, experts.sizes
         choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
         told: dict[str, Any] = {"weights": experts.elements, "wanted": "to be converted"}
         if not choice.convert:
-            self._tell(module, path, "kept", **told, got=choice.got, cure=choice.cure)
+            self._add(module, path, "kept", **told, got=choice.got, cure=choice.cure)
         elif hindered is not None:
-            self._tell(module, path, "refused", **told, got=hindered[0], cure=hindered[1])
+            self._add(module, path, "refused", **told, got=hindered[0], cure=hindered[1])
         elif choice.recipe is not None and (why := unfit(choice.recipe, width, inner)) is not None:
-            self._tell(module, path, "refused", **{**told, "wanted": why[0]}, got=why[1], cure=OTHER)
+            self._add(module, path, "refused", **{**told, "wanted": why[0]}, got=why[1], cure=OTHER)
         else:
             self.made[module] = made = build_experts(experts, path, choice.recipe)
-            names = " → ".join(type(op).__name__ for part in made.parts if isinstance(part, PipelineRun) for op in part.ops)
-            self._tell(
-                module, path, "fused", became=names, recipe=_told(made), weights=experts.elements, gain=gain_of(made.recipe)
-            )
+            names = " → ".join(type(op).__name__ for op in made.run.ops)
+            self._add(module, path, "fused", became=names, recipe=_recipe_name(made), weights=experts.elements)
 
     def _ours(self, module: FusibleOperation, path: str) -> None:
         """Tell of an op of opfuse, which a model may have as well."""
         if elements := sum(p.numel() for p in module.parameters() if p.dim() > 1):
             got, cure = "an op of opfuse already", "run it inside of opfuse.autocast(recipe=…)"
-            self._tell(module, path, "kept", weights=elements, wanted="a module of torch", got=got, cure=cure)
+            self._add(module, path, "kept", weights=elements, wanted="a module of torch", got=got, cure=cure)
 
     def _own(self, module: nn.Module, path: str) -> None:
         """Tell of a module with parameters of its own that no row knows."""
@@ -288,18 +283,23 @@ class _Walk:
             return
         elements = _matrices(module)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            self._tell(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
-        elif not elements:
+            self._add(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
+        elif not elements and not module._modules:
             self.lone.append((path, module))
-            self._tell(module, path, "kept")
-        elif not (choice := self.policies.of(module, path)).convert:
-            self._tell(module, path, "kept", weights=elements, wanted="a product to convert", got=choice.got, cure=NONE)
+            self._add(module, path, "kept")
+        elif elements and not (choice := self.policies.of(module, path)).convert:
+            self._add(module, path, "kept", weights=elements, wanted="a product to convert", got=choice.got, cure=choice.cure)
+        elif (why := why_refused(module)) is not None:
+            wanted, got, cure = why
+            self._add(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=cure)
         else:
-            wanted, got, cure = why_refused(module)
-            self._tell(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=cure)
+            names = ", ".join(name for name, p in module._parameters.items() if p is not None)
+            self._add(
+                module, path, "kept", wanted="a linear layer", got=f"{names} of its own, which its forward reads", cure=NONE
+            )
 
-    def _tell(self, module: nn.Module, path: str, status: Any, **fields: Any) -> None:
-        self.entries.append(Conversion(path, type(module).__name__, status, **fields))
+    def _add(self, module: nn.Module, path: str, status: Any, **fields: Any) -> None:
+        self.entries.setdefault(path, Conversion(path, type(module).__name__, status, **fields))
 
 
 OTHER = "give it another recipe in the policy, or other sizes"
@@ -314,5 +314,5 @@ def _elements(weight: Weight) -> int:
     return weight.in_features * weight.out_features
 
 
-def _told(made: Converted) -> str:
+def _recipe_name(made: Converted) -> str:
     return "autocast's" if made.recipe is None else type(made.recipe).__name__

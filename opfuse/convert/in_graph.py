@@ -1,8 +1,8 @@
 """A converted module in a graph of torch.compile: one op, which decides by the recipe at run time, as an eager call does.
 
-Modules that hand tensors to each other by identity are one op: a norm and its reader, or the products of one tensor, if the graph
-writes to nothing that they read in between. Autograd does not see into the op, which runs over stand-ins of its arguments. So the
-modules inside are called as shallow copies with stand-ins for parameters, and the op runs an autograd of its own.
+The products of one tensor are one op, if the graph writes to nothing that they read in between. Autograd does not see into the
+op, which runs over stand-ins of its arguments. So the modules inside are called as shallow copies with stand-ins for
+parameters, and the op runs an autograd of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opfuse.convert.members import code_of
+from opfuse.convert.guards import code_of
 from opfuse.convert.weights import replica, taking
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import enroll
@@ -42,15 +42,12 @@ class ForwardInGraph(CalledPipeline, Protocol):
     module: nn.Module
     arguments: tuple[str, ...]
     region: autocast | None
-    normed: Any
 
-    def check_members(self) -> None: ...
+    def check_unchanged(self) -> None: ...
 
-    def pipeline(self, *, normed: bool, shared: bool) -> OnePipeline | None: ...
+    def pipeline(self, *, shared: bool) -> OnePipeline | None: ...
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any: ...
-
-    def through(self, parts: Sequence[Any], x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any: ...
 
     def whole(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -62,21 +59,19 @@ class ForwardInGraph(CalledPipeline, Protocol):
 class InGraph:
     """A call of a converted module, or of several, as an op knows a pipeline.
 
-    norm: the forward of a norm that handed its input on. others: modules that share the product of ``owner``; the op returns the
-    columns of all in one tensor, of which the graph takes views, since outputs of one op may not share memory.
+    others: modules that share the product of ``owner``; the op returns the columns of all in one tensor, of which the graph takes
+    views, since outputs of one op may not share memory.
     """
 
     ops: tuple[BasicOperation, ...] = ()
     """No ops of the caller's."""
 
-    def __init__(
-        self, owner: ForwardInGraph, *, norm: ForwardInGraph | None = None, others: Sequence[ForwardInGraph] = ()
-    ) -> None:
+    def __init__(self, owner: ForwardInGraph, *, others: Sequence[ForwardInGraph] = ()) -> None:
         self.ticket = enroll(self)
-        self.owner, self.norm, self.others = owner, norm, tuple(others)
+        self.owner, self.others = owner, tuple(others)
         self.label = owner.label
-        self.modules = [each.module for each in (norm, owner, *others) if each is not None]
-        self.form = f"{type(owner).__name__} {norm is None} {owner.arguments} {self.modules!r}"
+        self.modules = [each.module for each in (owner, *others)]
+        self.form = f"{type(owner).__name__} {owner.arguments} {self.modules!r}"
         self._find()
 
     def get_ready(self) -> None:
@@ -140,7 +135,7 @@ class InGraph:
 
     def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """A single pipeline notes its backward pass in a ledger; anything else is recorded by autograd."""
-        pipeline = self.owner.pipeline(normed=self.norm is not None, shared=bool(self.others))
+        pipeline = self.owner.pipeline(shared=bool(self.others))
         if current_recipe() is None or pipeline is None or pipeline.spare_of(call.given[0]):
             return call.recorded(lambda given, instead: self._over(instead, partial(self._run, given)))
         self._check()
@@ -156,28 +151,21 @@ class InGraph:
             return run()
 
     def _check(self) -> None:
-        for each in (self.norm, self.owner, *self.others):
-            if each is not None:
-                each.check_members()
+        for each in (self.owner, *self.others):
+            each.check_unchanged()
 
     def _run(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
         if current_recipe() is None:
             return self._plain(*given)
         self._check()
         x, *arguments = given
-        if self.others:
-            return self.owner.whole(x)
-        run = self.owner.compute if self.norm is None else partial(self.owner.through, self.owner.normed)
-        result: torch.Tensor = run(x, arguments)
+        result: torch.Tensor = self.owner.whole(x) if self.others else self.owner.compute(x, arguments)
         return result
 
     def _plain(self, x: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
         """The result by the modules' original forwards."""
-        first, *rest = [replica(module, plain=True) for module in self.modules]
-        if self.norm is not None:
-            x, first, rest = first(x), rest[0], []
-        results = [module(x, *arguments) for module in (first, *rest)]
-        result: torch.Tensor = torch.cat(results, dim=-1) if rest else results[0]
+        results = [type(module).forward(replica(module, plain=True), x, *arguments) for module in self.modules]
+        result: torch.Tensor = torch.cat(results, dim=-1) if self.others else results[0]
         return result
 
 

@@ -1,31 +1,38 @@
 """Modules that have an op as their counterpart: each function of LEAVES recognises a kind of module and makes its op.
 
-A module is recognised by what it computes: by its forward if that is torch's own, by its trace, or by its values, and never by
-the name of its class.
+A module is recognised by its forward, if that is torch's own, or by the formula that its forward computes in every mode
+(``forms.py``), and never by the name of its class or by its values.
 """
 
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from opfuse.convert.chain import Tracer, changes_modes
-from opfuse.convert.members import has_hooks
-from opfuse.convert.probe import UNGATED, activation_of_module, found_in_both_modes, rms_norm_of
-from opfuse.convert.weights import Weight, borrowing
+from opfuse.convert.forms import NoForm, activations, expression, products, rms_norm_form
+from opfuse.convert.guards import has_hooks
+from opfuse.convert.record import LEADING, MODES, Recording, mode, record, required_arguments, rows
+from opfuse.convert.weights import MadeParameters, Weight, borrowing
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
-from opfuse.ops import activation
+from opfuse.ops import OPS, activation
+from opfuse.ops.activation import Activation, GatedActivation
 from opfuse.ops.norm import LayerNorm, RMSNorm
 from opfuse.ops.pointwise import Dropout
 from opfuse.ops.structure import Identity
+
+UNGATED: Mapping[str, type[Activation]] = {
+    name: cls
+    for name, cls in OPS.items()
+    if issubclass(cls, Activation) and not issubclass(cls, GatedActivation) and not cls.math.operands
+}
+"""The activations of one tensor, by name."""
 
 GATED: dict[str, type[activation.GatedActivation]] = {
     "gelu": activation.GEGLU,
@@ -38,9 +45,86 @@ GATED: dict[str, type[activation.GatedActivation]] = {
 """The unit that an activation gates, by the name of the activation."""
 
 
+class Leaf(NamedTuple):
+    """What a module is.
+
+    name: of an activation. keeps_dtype: under torch.autocast its result has the dtype of its input, on every device. dtypes:
+    of inputs and parameters in which its forward was read; empty: all are alike. made: owns the parameter if the op calls it
+    by another name than the module.
+    """
+
+    op: BasicOperation
+    name: str = ""
+    keeps_dtype: bool = False
+    dtypes: tuple[torch.dtype, ...] = ()
+    made: MadeParameters | None = None
+
+
 def runs(module: nn.Module, *classes: type[nn.Module]) -> bool:
     """Whether the forward of ``module`` is that of one of ``classes``, whatever its own class is called."""
     return any(isinstance(module, cls) and type(module).forward is cls.forward for cls in classes)
+
+
+# -- by formula ------------------------------------------------------------------------------------------------------------------
+
+
+class Formula(NamedTuple):
+    """What the forward of a module with one argument computes, and the functions that it calls."""
+
+    expression: Any
+    functions: frozenset[str]
+
+
+def formula(
+    module: nn.Module, width: int, like: torch.Tensor | None = None, dtypes: tuple[torch.dtype | None, ...] = (None,)
+) -> Formula | None:
+    """The one formula of a module in all modes and ``dtypes``, for rows of any leading dimensions; None if there is none.
+
+    The module has no submodules. like: the parameter whose device and, where none of ``dtypes`` is given, dtype inputs have.
+    """
+    names = required_arguments(module)
+    if len(names) != 1 or module._modules:
+        return None
+    found: Formula | None = None
+    for recording, in_autocast in _recordings(module, names[0], width, like, dtypes):
+        try:
+            now = expression(recording, in_autocast=in_autocast)
+        except NoForm:
+            return None
+        if found is not None and found.expression != now:
+            return None
+        if found is None:
+            called = (str(node.target) for node in recording.nodes if node.op == "call_method")
+            found = Formula(now, frozenset(called))
+    return found
+
+
+def _recordings(
+    module: nn.Module, name: str, width: int, like: torch.Tensor | None, dtypes: tuple[torch.dtype | None, ...]
+) -> Iterator[tuple[Recording, bool]]:
+    """The forward in all modes, in all dtypes and leading dimensions in one of them, and under torch.autocast."""
+    kind = "cpu" if like is None else like.device.type
+    for each in MODES:
+        with mode(each) as training:
+            first = each == next(iter(MODES))
+            for dtype in dtypes if first else dtypes[:1]:
+                for leading in LEADING if first else LEADING[:1]:
+                    x = rows(leading, width, like, dtype)
+                    yield record(_of_dtype(module, dtype), {name: x}, training=training, may_write=True), False
+            if torch.amp.is_autocast_available(kind) and torch.is_grad_enabled():
+                with torch.autocast(kind, dtype=torch.bfloat16):
+                    yield record(module, {name: rows(LEADING[0], width, like)}, training=training, may_write=True), True
+
+
+def _of_dtype(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module, or a shallow copy of it with parameters of another dtype."""
+    if dtype is None or not module._parameters:
+        return module
+    copied = module.__new__(type(module))
+    vars(copied).update(vars(module))
+    cast = {name: p if p is None else nn.Parameter(p.detach().to(dtype)) for name, p in module._parameters.items()}
+    vars(copied)["_parameters"] = cast
+    return copied
 
 
 def weight_of(module: nn.Module) -> Weight | None:
@@ -51,143 +135,112 @@ def weight_of(module: nn.Module) -> Weight | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or module._modules or not module._parameters.keys() <= {"weight", "bias"}:
         return None
-    if not found_in_both_modes(module, lambda: _is_transposed_product(module)):
+    forms = products(module._parameters.get("bias") is not None)
+    for transposed, (into, out) in ((False, weight.shape[::-1]), (True, weight.shape)):
+        found = formula(module, into, weight)
+        if found is not None and forms.get(found.expression) is transposed:
+            return Weight(module, into, out, transposed=transposed)
+    return None
+
+
+def why_refused(module: nn.Module) -> tuple[str, str, str] | None:
+    """Of a module that looks like a linear layer and that :func:`weight_of` does not know: what it would have to be, what it is,
+    and the cure. None for any other module.
+    """
+    named = {name: p.dim() for name, p in module._parameters.items() if p is not None}
+    if named.get("weight") != 2 or not named.keys() <= {"weight", "bias"} or module._modules:
         return None
-    return Weight(module, weight.shape[0], weight.shape[1], transposed=True)
+    got = f"{type(module).__name__}, whose forward is another one than that of nn.Linear"
+    return "a plain product x W^T + b or x W + b", got, "call an nn.Linear, and have a module around it do what else is done"
 
 
-def why_refused(module: nn.Module) -> tuple[str, str, str]:
-    """Of a module with matrices that :func:`weight_of` does not know: what it would have to be, what it is, and the cure."""
-    kind, named = type(module).__name__, {name: p.dim() for name, p in module._parameters.items() if p is not None}
-    if named.get("weight") == 2 and named.keys() <= {"weight", "bias"} and not module._modules:
-        got = f"{kind}, whose forward is neither that of nn.Linear nor torch.addmm(bias, x, weight)"
-        return "a plain product", got, "call an nn.Linear, and have a module around it do what else that forward does"
-    got = f"{kind}, whose own {', '.join(name for name, dim in named.items() if dim > 1)} no linear layer holds"
-    return "linear layers", got, "where it multiplies by them, write that of nn.Linear and activations, or of opfuse.ops"
+# -- ops -------------------------------------------------------------------------------------------------------------------------
 
 
-VIEWS = ("view", "reshape")
-"""What a forward may do to a tensor beside its product."""
-
-
-def _is_transposed_product(module: nn.Module) -> bool:
-    """Whether the forward is ``addmm(bias, x, weight)``, views around it, and nothing else: y = x W + b for W (in, out)."""
-    try:
-        with torch.enable_grad():
-            graph = Tracer().trace(module)
-        nodes = list(graph.nodes)
-        alone = not changes_modes(graph) and not any("stored" in node.meta for node in nodes)
-        return alone and _is_addmm(nodes) and _keeps_rows(module)
-    except Exception:  # of a stranger's code, on values that are none
-        return False
-
-
-def _is_addmm(nodes: Sequence[fx.Node]) -> bool:
-    *_, output = nodes
-    product = _source(output.args[0])
-    if product.target is not torch.addmm or product.kwargs or [str(arg) for arg in product.args[::2]] != ["bias", "weight"]:
-        return False
-    x, sizes = _source(product.args[1]), set[fx.Node]()
-    for node in nodes:
-        if _is_size(node, x, sizes):
-            sizes.add(node)
-    known = {x, product, *_views(output.args[0]), *_views(product.args[1]), *sizes, output}
-    return x.op == "placeholder" and all(node in known or node.op == "get_attr" for node in nodes)
-
-
-def _is_size(node: fx.Node, x: fx.Node, sizes: Collection[fx.Node]) -> bool:
-    """Whether a node is the size of ``x``, a part of a size, or one beside another."""
-    given = node.all_input_nodes
-    if node.target == "size" or (node.target is getattr and node.args[1] == "shape"):
-        return given == [x]
-    return node.target in (operator.getitem, operator.add) and bool(given) and all(each in sizes for each in given)
-
-
-def _views(value: Any) -> Iterator[fx.Node]:
-    """The views on the way back to what they show."""
-    while value.op == "call_method" and value.target in VIEWS:
-        yield value
-        value = value.args[0]
-
-
-def _source(value: Any) -> Any:
-    *_, last = (value, *(node.args[0] for node in _views(value)))
-    return last
-
-
-def _keeps_rows(module: nn.Module) -> bool:
-    """Whether results have the leading dimensions of the input."""
-    parameters = {name: p.to("meta") for name, p in module._parameters.items() if p is not None}
-    weight, leading = parameters["weight"], (3, 5)
-    x = weight.new_empty(*leading, weight.shape[0])
-    result: torch.Tensor = torch.func.functional_call(module, parameters, (x,))
-    return result.shape == (*leading, weight.shape[1])
-
-
-def _layer_norm(module: nn.Module) -> BasicOperation | None:
+def _layer_norm(module: nn.Module) -> Leaf | None:
     if not runs(module, nn.LayerNorm) or module._parameters.get("weight") is None or module._parameters.get("bias") is None:
         return None
     norm: nn.LayerNorm = module  # type: ignore[assignment]
-    return borrowing(LayerNorm, (norm.normalized_shape, norm.eps), module, "weight", "bias")
+    return Leaf(borrowing(LayerNorm, (norm.normalized_shape, norm.eps), module, "weight", "bias"))
 
 
-def _rms_norm(module: nn.Module) -> BasicOperation | None:
-    """One of torch, and any module with a weight that computes the same."""
-    weight = module._parameters.get("weight")
-    if weight is None:
+NORM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes in which a norm has to be the same formula; it is converted for those alone."""
+
+
+def _rms_norm(module: nn.Module) -> Leaf | None:
+    """One of torch, and any module with one vector of parameters, of whatever name, that computes the same."""
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    if len(own) != 1 or module._buffers or module._modules:
         return None
+    ((name, weight),) = own.items()
     if runs(module, nn.RMSNorm):
         norm: nn.RMSNorm = module  # type: ignore[assignment]
         computed = torch.promote_types(weight.dtype, torch.float32)  # by torch, whose default is the eps of that
         eps = torch.finfo(computed).eps if norm.eps is None else norm.eps
-        return borrowing(RMSNorm, (norm.normalized_shape, eps), module, "weight")
-    found = rms_norm_of(module)
-    return None if found is None else borrowing(RMSNorm, (tuple(weight.shape), *found), module, "weight")
+        return Leaf(borrowing(RMSNorm, (norm.normalized_shape, eps), module, "weight"))
+    if weight.dim() != 1 or not weight.is_floating_point():
+        return None
+    found = formula(module, weight.numel(), weight, NORM_DTYPES)
+    form = found and rms_norm_form(found.expression, name, weight.numel())
+    if form is None:
+        return None
+    fields = tuple(weight.shape), form.eps, form.zero_centered
+    if name == "weight":
+        return Leaf(borrowing(RMSNorm, fields, module, "weight"), dtypes=NORM_DTYPES)
+    made = MadeParameters({"weight": ((module, name, False),)})
+    return Leaf(borrowing(RMSNorm, fields, made, "weight"), dtypes=NORM_DTYPES, made=made)
 
 
-def norm_of(module: nn.Module) -> BasicOperation | None:
-    """The op that a norm is; None for a module that is none."""
+def norm_of(module: nn.Module) -> Leaf | None:
+    """What a norm is; None for a module that is none."""
     return _layer_norm(module) or _rms_norm(module)
 
 
-def _dropout(module: nn.Module) -> BasicOperation | None:
+def _dropout(module: nn.Module) -> Leaf | None:
     if not runs(module, nn.Dropout):
         return None
     p: float = module.p  # type: ignore[assignment]
-    return Identity() if p == 0 else Dropout(p) if p < 1 else None
+    return Leaf(Identity(), keeps_dtype=True) if p == 0 else Leaf(Dropout(p), keeps_dtype=True) if p < 1 else None
 
 
-def _identity(module: nn.Module) -> BasicOperation | None:
-    return Identity() if runs(module, nn.Identity) else None
+def _identity(module: nn.Module) -> Leaf | None:
+    return Leaf(Identity(), keeps_dtype=True) if runs(module, nn.Identity) else None
 
 
-def _activation(module: nn.Module) -> BasicOperation | None:
-    name = activation_of_module(module)
-    return None if name is None else UNGATED[name]()
+DTYPES = (*NORM_DTYPES, torch.float64)
+"""Dtypes in which an activation has to be the same formula."""
+
+KEEPING = {"relu", "silu", "gelu", "sigmoid", "tanh", "mul", "add"}
+"""Functions that torch.autocast casts on no device."""
 
 
-def _own(module: nn.Module) -> BasicOperation | None:
+def _activation(module: nn.Module) -> Leaf | None:
+    if any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
+        return None
+    found = formula(module, 8, None, DTYPES)
+    name = found and activations().get(found.expression)
+    if not found or not name:
+        return None
+    return Leaf(UNGATED[name](), name, keeps_dtype=found.functions <= KEEPING, dtypes=DTYPES)
+
+
+def _own(module: nn.Module) -> Leaf | None:
     """An activation of opfuse, or one that is derived from it: the op that it is, with the spec that it has."""
     known = isinstance(module, activation.Activation) and type(module).forward is activation.Activation.forward
-    return copy.deepcopy(module) if known and not module.num_extra_inputs else None  # type: ignore[return-value]
+    name = next((name for name, cls in UNGATED.items() if type(module) is cls), "")
+    return Leaf(copy.deepcopy(module), name, keeps_dtype=True) if known and not module.num_extra_inputs else None  # type: ignore[arg-type]
 
 
-LEAVES: tuple[Callable[[nn.Module], BasicOperation | None], ...] = (
-    _layer_norm,
-    _rms_norm,
-    _dropout,
-    _identity,
-    _own,
-    _activation,
-)
-"""What each makes of a module: an op with its parameters, None for one that it does not recognise. Products are not among them:
+LEAVES: tuple[Callable[[nn.Module], Leaf | None], ...] = (_layer_norm, _rms_norm, _dropout, _identity, _own, _activation)
+"""What each makes of a module: its op with its parameters, None for one that it does not recognise. Products are not among them:
 :func:`weight_of` recognises these, since several can become one.
 """
 
 
-def op_of(module: nn.Module) -> BasicOperation | None:
-    """The op that ``module`` is, by the first of :data:`LEAVES` that recognises it."""
-    return next((op for recognised in LEAVES if (op := recognised(module)) is not None), None)
+def leaf_of(module: nn.Module) -> Leaf | None:
+    """What ``module`` is, by the first of :data:`LEAVES` that recognises it."""
+    return next((leaf for recognised in LEAVES if (leaf := recognised(module)) is not None), None)
 
 
 def obstacle(module: nn.Module, *, called: bool = False) -> tuple[str, str] | None:

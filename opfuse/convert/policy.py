@@ -31,6 +31,10 @@ class Choice(NamedTuple):
 
 
 OUTPUT_HEAD = "the output head"
+ROUTER = "a router"
+ADAPTER = "a low-rank adapter"
+ADAPTERS = ("lora_A", "lora_B")
+"""Steps of paths of adapters' matrices, which are small and whose updates are smaller."""
 
 HEADS = {
     "lm_head": OUTPUT_HEAD,
@@ -39,8 +43,8 @@ HEADS = {
     "score": OUTPUT_HEAD,
     "classifier": OUTPUT_HEAD,
     "qa_outputs": OUTPUT_HEAD,
-    "router": "a router",
-    "gate": "a router",
+    "router": ROUTER,
+    "gate": ROUTER,
 }
 """Last names of modules that stay in high precision unless a policy names them: their errors are those of the loss and of
 routing.
@@ -55,6 +59,7 @@ class Policies:
             _refuse("filter_fn", "a function of module and path", got, "filter_fn=lambda module, path: 'mlp' in path")
         if policy is not None and not isinstance(policy, Mapping) and (got := uncallable(policy, model, "")):
             _refuse("policy", "a mapping, or a function of module and path", got, "policy={'lm_head': 'default'}")
+        self.model = model
         self.recipe = None if recipe is None else as_recipe(recipe)
         self.policy = policy
         self.filter_fn = filter_fn
@@ -67,8 +72,8 @@ class Policies:
                 _refuse("policy", "patterns of paths, which are texts", repr(pattern), "policy={'model.layers.3': None}")
         self.patterns = {pattern: tuple(_counted(model, pattern)) for pattern in patterns}
 
-    def of(self, module: nn.Module, path: str) -> Choice:
-        """The choice for the module at ``path``."""
+    def of(self, module: nn.Module, path: str, *, in_chain: bool = False) -> Choice:
+        """The choice for the module at ``path``. in_chain: it is a part of a chain, such as the gate of a gated unit."""
         if self.filter_fn is not None and not self.filter_fn(module, path):
             return Choice(False, got="filter_fn said no", cure="have filter_fn return True for it")
         where, said = self._said(module, path)
@@ -76,10 +81,18 @@ class Policies:
             return Choice(False, got=f"policy {where}: None", cure="give it a recipe there")
         if where and said != "default":
             return Choice(True, _recipe(said, where))
-        kind = self.heads.get(id(module)) or HEADS.get(path.rpartition(".")[2])
+        kind = self.heads.get(id(module)) or (None if in_chain else self._named(path))
         if kind is not None and not where:
             return Choice(False, got=f"{kind}, which stays in high precision", cure=f"name it: policy={{{path!r}: 'default'}}")
         return Choice(True, self.recipe)
+
+    def _named(self, path: str) -> str | None:
+        """What a module is by its name. A gate is a router if it stands beside experts."""
+        holder, _, name = path.rpartition(".")
+        kind = HEADS.get(name) or next((ADAPTER for step in path.split(".") if step in ADAPTERS), None)
+        if name == "gate" and not any("expert" in beside for beside, _ in self.model.get_submodule(holder).named_children()):
+            return None
+        return kind
 
     def allows(self, module: nn.Module, path: str) -> bool:
         """Whether the filter lets a module that holds others run as one with them."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from opfuse.convert.gains import RECORD
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
 
@@ -28,8 +27,7 @@ class Conversion:
 
     status: "fused"; "joined", its op is in the pipeline of the module that reads it; "parts", it stays as it is, and its
     submodules have entries of their own; "kept", on request or by default; "refused", it cannot be fused. became: the ops that it
-    runs as now. weights: how many elements the matrices have that it multiplies with. gain: the measured speedup of its recipe
-    (``gains.py``); None if that was not measured. wanted, got, cure: why it is not fused.
+    runs as now. weights: how many elements the matrices have that it multiplies with. wanted, got, cure: why it is not fused.
     """
 
     path: str
@@ -38,7 +36,6 @@ class Conversion:
     became: str = ""
     recipe: str = ""
     weights: int = 0
-    gain: float | None = 1.0
     wanted: str = ""
     got: str = ""
     cure: str = ""
@@ -82,16 +79,14 @@ class Report:
         total = sum(entry.weights for entry in self.entries)
         return sum(entry.weights for entry in self.of("fused")) / total if total else 0.0
 
-    @property
-    def gain(self) -> float | None:
-        """The expected speedup of a training step over ``torch.compile`` in bf16 on an H200; None if a recipe was not measured.
+    def __iter__(self) -> Iterator[Conversion]:
+        return iter(self.entries)
 
-        It holds where products of thousands of tokens and columns take the time: a fused product gains what was measured for its
-        recipe, others gain nothing.
-        """
-        multiply = [entry for entry in self.entries if entry.weights]
-        times = [entry.weights / entry.gain for entry in multiply if entry.gain is not None]
-        return sum(entry.weights for entry in multiply) / sum(times) if len(times) == len(multiply) > 0 else None
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, path: object) -> bool:
+        return any(entry.path == path for entry in self.entries)
 
     def __getitem__(self, path: str) -> Conversion:
         found = next((entry for entry in self.entries if entry.path == path), None)
@@ -119,13 +114,7 @@ class Report:
         return ", ".join(f"{len(self.of(status))} {status}" for status in STATUSES)
 
     def _summary(self) -> str:
-        share = f"{self._numbers()}; {self.share:.1%} of the weights multiply in fused modules"
-        if self.gain is None:
-            return share
-        measured = f"x {self.gain:.2f} of torch.compile in bf16 on an H200 ({RECORD})"
-        return (
-            f"{share}\nexpected of a step with thousands of tokens and columns (of others, ask opfuse.advise(model)): {measured}"
-        )
+        return f"{self._numbers()}; {self.share:.1%} of the weights multiply in fused modules"
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """The rows of the table; modules that differ only by numbers in their paths share one."""

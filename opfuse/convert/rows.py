@@ -1,11 +1,14 @@
-"""Rows of zeros that fill the last block of a format, for calls with any number of tokens."""
+"""Rows that fill the last block of a format, for calls with any number of tokens.
+
+The last row is repeated. Rows of zeros would be divided by their own size in a norm without eps, and become NaN in the sums of
+its gradients; a row that stands there already changes no largest value, so no scale either.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F
 
 from opfuse.convert.fits import fits
 from opfuse.core.operation import BasicOperation
@@ -24,5 +27,6 @@ def spare_rows(ops: Sequence[BasicOperation], recipe: Recipe, rows: int, *, trai
 
 
 def padded(x: torch.Tensor, spare: int) -> torch.Tensor:
-    """``x`` of shape (..., n) as (rows + spare, n), with zeros at its end."""
-    return F.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, spare))
+    """``x`` of shape (..., n) as (rows + spare, n), its last row repeated at the end. It has at least one row."""
+    flat = x.reshape(-1, x.shape[-1])
+    return torch.cat((flat, flat[-1:].expand(spare, -1)))

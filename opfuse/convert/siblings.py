@@ -1,26 +1,29 @@
 """Products of one tensor, such as query, key and value: one product computes all, and each module returns its columns.
 
-The forward of the module around them says which read the same tensor. When the model runs, the first of them computes all, and
-the others recognise the tensor by identity. A module that is called with another tensor, or out of order, computes its own.
+The recorded forward of the module around them shows which read the same tensor, as far as it can be followed; no result
+depends on that. When the model runs, the first of them computes all, and the others take their columns only if they get that
+very tensor, unwritten, in the same modes, with the same parameters: then these are what they would compute. Otherwise they
+compute their own.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
-from opfuse.convert.around import beginning_of, name_of, writes_before
 from opfuse.convert.converted import Converted, casting
+from opfuse.convert.guards import has_global_hooks, has_hooks
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.leaves import weight_of
-from opfuse.convert.members import has_global_hooks, has_hooks
-from opfuse.convert.parts import PipelineRun
+from opfuse.convert.pipeline import PipelineRun
+from opfuse.convert.record import LEADING, mode, record, required_arguments, rows
 from opfuse.convert.weights import MadeParameters, Weight, state_of
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
@@ -57,8 +60,14 @@ class Shared:
         return {**self.__dict__, "waiting": {}, "in_graph": None, "followed": None}
 
     def parted(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The columns of all modules."""
-        parts = whole.split(self.columns, dim=-1)
+        """The columns of all modules, each a tensor that may be written without the others."""
+        parts: Sequence[torch.Tensor] = _Columns.apply(whole, self.columns, self.run.made[0])  # type: ignore[no-untyped-call]
+        return parts if self.plain else [part.contiguous() for part in parts]
+
+    def views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same in a graph, whose compiler sees to it that views may be written."""
+        ends = accumulate(self.columns)
+        parts = [whole.narrow(-1, end - columns, columns) for end, columns in zip(ends, self.columns)]
         return parts if self.plain else [part.contiguous() for part in parts]
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,6 +99,26 @@ class Shared:
         return current_recipe(), torch.is_grad_enabled(), autocast_dtype(x), versions(x), own
 
 
+class _Columns(torch.autograd.Function):
+    """Columns of a matrix that nobody else has. They share its memory, and no count of writes: no two of them overlap.
+
+    The weights of columns that no loss depends on get no gradient, as those of a product of their own get none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, columns: Sequence[int], made: MadeParameters) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.columns, ctx.like, ctx.reached = columns, whole.detach()[..., :1], made.reached
+        return tuple(part.data for part in whole.split(tuple(columns), dim=-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        ctx.reached[:] = [grad is not None for grad in grads]
+        blank = ctx.like.new_zeros(())
+        parts = [blank.expand(*ctx.like.shape[:-1], n) if grad is None else grad for n, grad in zip(ctx.columns, grads)]
+        return torch.cat(parts, dim=-1), None, None
+
+
 class Sibling(Converted):
     """The forward of a module that shares its product with others."""
 
@@ -113,10 +142,10 @@ class Sibling(Converted):
         (product,) = casting([self.shared.run]).values()
         return alone | {"shared": product}
 
-    def check_members(self) -> None:
+    def check_unchanged(self) -> None:
         """Check this module; the first checks all, since its product reads the parameters of all."""
         for each in [self] if self.index else self.shared.members:
-            Converted.check_members(each)
+            Converted.check_unchanged(each)
 
     def get_ready(self) -> None:
         """Make what dynamo reads; the first also makes the call for all."""
@@ -125,7 +154,7 @@ class Sibling(Converted):
         if not self.index and shared.in_graph is None:
             shared.in_graph = InGraph(self, others=[each for each in shared.members if each is not self])
 
-    def _as_op(self, call: InGraph, given: Sequence[Any]) -> Any:
+    def _as_op(self, call: InGraph | None, given: Sequence[Any]) -> Any:
         """In a graph the first computes all; the others recognise the tensor as long as nothing that the product read is written.
         Across graphs that is not known.
         """
@@ -134,7 +163,7 @@ class Sibling(Converted):
         if whole is None or hindrance(whole, x, (), None):
             return super()._as_op(call, given)
         if self.index == 0:
-            first, *others = shared.parted(super()._as_op(whole, given))
+            first, *others = shared.views(super()._as_op(whole, given))
             shared.followed = moment(whole, x), others
             return first
         if followed is None or followed[0] != moment(whole, x):
@@ -143,7 +172,7 @@ class Sibling(Converted):
             shared.followed = followed
         return followed[1][self.index - 1]
 
-    def pipeline(self, *, normed: bool, shared: bool) -> PipelineRun | None:
+    def pipeline(self, *, shared: bool) -> PipelineRun | None:
         """The pipeline of all modules, if ``shared``."""
         return self.shared.run if shared else None
 
@@ -155,7 +184,8 @@ class Sibling(Converted):
         if self.shared.is_blind(x):
             return super().compute(x, arguments)
         if self.index == 0:
-            return self.shared.first(x)
+            changed = any(each.is_changed() for each in self.shared.members if each is not self)
+            return super().compute(x, arguments) if changed else self.shared.first(x)
         found = self.shared.take(self.index, x)
         if found is None:
             return super().compute(x, arguments)
@@ -165,22 +195,43 @@ class Sibling(Converted):
 
 def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator[list[Sibling]]:
     """Groups of submodules of ``module``, each converted alone so far, that can share a product, in the order of their calls."""
-    alone = {name: weight for name, child in module.named_children() if child in made and (weight := weight_of(child))}
+    alone = {name: weight for name, child in module.named_children() if (weight := _alone(child, made)) is not None}
     if len(alone) < 2:
         return
     by_value: dict[Any, list[fx.Node]] = defaultdict(list)
-    nodes = beginning_of(module)
-    written = writes_before(module, nodes)
-    calls = [name_of(node) for node in nodes if node.op == "call_module"]
-    for node in nodes:
-        if node.op == "call_module" and len(node.args) == 1 and not node.kwargs and calls.count(name_of(node)) == 1:
-            by_value[node.args[0], written[node], node.meta["modes"]].append(node)
+    calls = [node for node in _beginning(module, alone.values()) if node.op == "call_module"]
+    counts = Counter(str(node.target) for node in calls)
+    for node in calls:
+        if len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs and counts[str(node.target)] == 1:
+            by_value[node.args[0], node.meta["modes"]].append(node)
     for readers in by_value.values():
-        group = [node for node in readers if name_of(node) in alone]
-        agreeing = [node for node in group if _agree(alone[name_of(group[0])], alone[name_of(node)], made)]
+        group = [node for node in readers if str(node.target) in alone]
+        agreeing = [node for node in group if _agree(alone[str(group[0].target)], alone[str(node.target)], made)]
         if len(agreeing) > 1:
-            weights = [alone[name_of(node)] for node in agreeing]
+            weights = [alone[str(node.target)] for node in agreeing]
             yield _joined(weights, [made[weight.module] for weight in weights], plain=all(map(_is_parted, agreeing)))
+
+
+def _alone(child: nn.Module, made: Mapping[nn.Module, Converted]) -> Weight | None:
+    """The product that a submodule is, or that it begins with: adapters call the layer that they wrap, on their input."""
+    for module in (child, child._modules.get("base_layer")):
+        if module is not None and type(made.get(module)) is Converted and (weight := weight_of(module)) is not None:
+            return weight
+    return None
+
+
+def _beginning(module: nn.Module, weights: Iterable[Weight]) -> list[fx.Node]:
+    """What a forward does, as far as it can be followed: with an input for its first argument and None for the others that it
+    needs, or with inputs for all of them.
+    """
+    weight = next(iter(weights))
+    names, found = required_arguments(module), list[list[fx.Node]]([[]])
+    with mode("evaluation") as training:
+        for count in dict.fromkeys((1, len(names))) if names else ():
+            like = weight.module._parameters["weight"]
+            given = {name: rows(LEADING[0], weight.in_features, like) if n < count else None for n, name in enumerate(names)}
+            found.append(record(module, given, training=training, may_write=True).nodes)
+    return max(found, key=len)
 
 
 def _agree(one: Weight, other: Weight, made: Mapping[nn.Module, Converted]) -> bool:
@@ -189,15 +240,10 @@ def _agree(one: Weight, other: Weight, made: Mapping[nn.Module, Converted]) -> b
 
 def _is_parted(node: fx.Node) -> bool:
     """Whether the result is only reshaped, or viewed with its last dimension split: both work on columns of a wider matrix."""
-    return all(
-        user.op == "call_method" and (user.target == "reshape" or (user.target == "view" and _parts(user.args[1:])))
-        for user in node.users
+    users = [user for user in node.users if user.op == "call_method"]
+    return len(users) == len(node.users) > 0 and all(
+        user.target == "reshape" or (user.target == "view" and len(user.meta.get("shape", ())) == 4) for user in users
     )
-
-
-def _parts(shape: Sequence[Any]) -> bool:
-    (sizes,) = shape if len(shape) == 1 else (shape,)
-    return isinstance(sizes, (tuple, list)) and len(sizes) == 4
 
 
 def _joined(weights: Sequence[Weight], alone: Sequence[Converted], *, plain: bool) -> list[Sibling]:
@@ -206,7 +252,9 @@ def _joined(weights: Sequence[Weight], alone: Sequence[Converted], *, plain: boo
     run.multiply(weights, name, (name, f"{name}.bias"))
     shared, found = Shared(run, [weight.out_features for weight in weights], plain=plain), []
     for index, own in enumerate(alone):
-        sibling = Sibling(own.module, own.path, arguments=own.arguments, parts=own.parts, members=own.members, recipe=own.recipe)
+        sibling = Sibling(
+            own.module, own.path, arguments=own.arguments, run=own.run, members={}, recipe=own.recipe, proven=own.proven
+        )
         sibling.shared, sibling.index = shared, index
         found.append(sibling)
     shared.members = found

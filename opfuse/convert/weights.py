@@ -7,7 +7,7 @@ which is made of them at each call under autograd, so that gradients arrive in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -67,23 +67,27 @@ Source = tuple[nn.Module, str, bool]
 class MadeParameters(nn.Module):
     """Owns parameters of an op that are made anew for each call; between calls it holds stand-ins without their memory.
 
-    sources: the parameters that each is made of, one after another in its rows. blanks: the stand-ins.
+    sources: the parameters that each is made of, one after another in its rows. blanks: the stand-ins. reached: of this call,
+    whether a gradient reaches the rows of each; empty as long as it reaches all.
     """
 
     sources: Mapping[str, Sequence[Source]]
     blanks: dict[str, torch.Tensor]
+    reached: list[bool]
 
     def __init__(self, sources: Mapping[str, Sequence[Source]]) -> None:
         super().__init__()
-        self.__dict__.update(sources=sources, blanks={})
+        self.__dict__.update(sources=sources, blanks={}, reached=[])
         self.drop()
 
     def fill(self) -> None:
         """Make them, as autograd records it."""
         slots: dict[str, Any] = self._parameters
         ledger = stand_ins()
+        self.__dict__["reached"] = reached = list[bool]()
         for name, sources in self.sources.items():
-            slots[name] = _noted(ledger, sources) if isinstance(ledger, Ledger) else _made([_read(each) for each in sources])
+            noted = isinstance(ledger, Ledger)
+            slots[name] = _noted(ledger, sources) if noted else _made([_read(each) for each in sources], reached)  # type: ignore[arg-type]
 
     def watch(self, result: torch.Tensor) -> None:
         """Have the backward pass of ``result`` check frozen parameters in one memory for writes, as no gradient reaches them."""
@@ -115,8 +119,8 @@ class MadeParameters(nn.Module):
                     value.data = part
 
 
-def _made(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else joined(parts)
+def _made(parts: Sequence[torch.Tensor], reached: list[bool] | None = None) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else joined(parts, reached)
 
 
 def _noted(ledger: Ledger, sources: Sequence[Source]) -> torch.Tensor:
@@ -138,19 +142,25 @@ def _noted(ledger: Ledger, sources: Sequence[Source]) -> torch.Tensor:
     return whole.requires_grad_(torch.is_grad_enabled() and any(value.requires_grad for value in values))
 
 
-class _Whole(torch.autograd.Function):
-    """Parts that lie one after another in memory, as one tensor over the same memory."""
+class _Joined(torch.autograd.Function):
+    """Parts one after another in the first dimension: over their memory if they lie so, else copied."""
 
     @staticmethod
-    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.sizes, ctx.parts, ctx.versions = [len(part) for part in parts], parts, versions(*parts)
+    def forward(ctx: Any, reached: list[bool], *parts: torch.Tensor) -> torch.Tensor:
+        ctx.sizes, ctx.reached, ctx.parts = [len(part) for part in parts], reached, ()
+        if not _lie_together(parts):
+            return torch.cat(parts)
+        ctx.parts, ctx.versions = parts, versions(*parts)
         first = parts[0].detach()
         return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        _check_unwritten(ctx.parts, ctx.versions)
-        return tuple(grads[0].split(ctx.sizes))
+        if ctx.parts:
+            _check_unwritten(ctx.parts, ctx.versions)
+        parts = grads[0].split(ctx.sizes)
+        reached = ctx.reached or [True] * len(parts)
+        return None, *[part if reaches else None for part, reaches in zip(parts, reached)]
 
 
 def _check_unwritten(parts: Sequence[torch.Tensor], before: Sequence[int], *_: Any) -> None:
@@ -161,13 +171,19 @@ def _check_unwritten(parts: Sequence[torch.Tensor], before: Sequence[int], *_: A
         raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``parts`` one after another in the first dimension: as they lie, if they lie so, else copied."""
-    whole = all(
+def joined(parts: Sequence[torch.Tensor], reached: list[bool] | None = None) -> torch.Tensor:
+    """``parts`` one after another in the first dimension: as they lie, if they lie so, else copied.
+
+    reached: a list that the backward pass reads, once it has come to it: which parts a gradient reaches; empty: all.
+    """
+    return _Joined.apply([] if reached is None else reached, *parts)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _lie_together(parts: Sequence[torch.Tensor]) -> bool:
+    return all(
         one.is_contiguous() and other.is_contiguous() and one.data_ptr() + one.nbytes == other.data_ptr() and _same(one, other)
         for one, other in pairwise(parts)
     )
-    return _Whole.apply(*parts) if whole else torch.cat(tuple(parts))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -219,10 +235,12 @@ def taken(value: Any) -> Any:
     return instead.get(id(value), value) if isinstance(instead, Mapping) else value
 
 
-def replica(module: nn.Module, *, plain: bool = False) -> Callable[..., Any]:
-    """``module``, or inside of :func:`taking` a shallow copy over what stands for parameters. plain: with its class's forward."""
-    if _instead.get() is None:
-        return partial(type(module).forward, module) if plain else module
+def replica(module: nn.Module, *, plain: bool = False) -> nn.Module:
+    """``module``, or inside of :func:`taking` a shallow copy over what stands for parameters. plain: a copy whose forward,
+    and that of all modules inside, is that of its class.
+    """
+    if _instead.get() is None and not plain:
+        return module
     copy: nn.Module = module.__new__(type(module))
     own = {name: value for name, value in vars(module).items() if not (plain and name == "forward")}
     children = {name: child and replica(child, plain=plain) for name, child in module._modules.items()}

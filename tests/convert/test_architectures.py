@@ -31,7 +31,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 16}
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 QKV = {"Linear×3": 1, "Linear": 1}
-GATED = {**QKV, "RMSNorm → Linear×2 → SwiGLU → Linear": 1}
+GATED = {**QKV, "Linear×2 → SwiGLU → Linear": 1}
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ ARCHITECTURES = [
     Architecture("Llama", "ForCausalLM", HEADS, GATED),
     Architecture("Qwen3", "ForCausalLM", HEADS, GATED),
     Architecture("Mistral", "ForCausalLM", HEADS, GATED),
-    Architecture("Gemma", "ForCausalLM", HEADS, {**QKV, "RMSNorm → Linear×2 → GEGLU → Linear": 1}),
+    Architecture("Gemma", "ForCausalLM", HEADS, {**QKV, "Linear×2 → GEGLU → Linear": 1}),
     Architecture("Phi", "ForCausalLM", GROUPED, {**QKV, "Linear → GELU → Linear": 1}),
-    Architecture("Phi3", "ForCausalLM", GROUPED, {"Linear": 2, "RMSNorm → Linear → SwiGLU → Linear": 1}),
+    Architecture("Phi3", "ForCausalLM", GROUPED, {"Linear": 2, "Linear → SwiGLU → Linear": 1}),
     Architecture("GPT2", "LMHeadModel", GPT2, {"Linear": 2, "Linear → GELU → Linear → Dropout": 1}),
-    Architecture("Bert", "ForMaskedLM", SIZES, BERT, {"Linear → GELUErf → LayerNorm → (Linear)": 1}),
+    Architecture("Bert", "ForMaskedLM", SIZES, BERT, {"Linear → GELUErf → LayerNorm": 1}),
     Architecture("Mixtral", "ForCausalLM", {**HEADS, "num_local_experts": 4}, {**QKV, EXPERTS: 1}),
     Architecture("Qwen3Moe", "ForCausalLM", MIXTURE, {**QKV, EXPERTS: 1}),
 ]
@@ -157,10 +157,10 @@ T5 = {
     "decoder_start_token_id": 0,
 }
 MORE = [
-    Architecture("Qwen2", "ForCausalLM", GROUPED, {"RMSNorm → Linear×2 → SwiGLU → Linear": 1}),
-    Architecture("Gemma2", "ForCausalLM", HEADS, {"RMSNorm → Linear×2 → GEGLU → Linear": 1}),
-    Architecture("OPT", "ForCausalLM", {**SIZES, **OPT}, {"LayerNorm → Linear": 1, "Linear": 2}),
-    Architecture("GPTNeoX", "ForCausalLM", SIZES, {"LayerNorm → Linear → GELUErf → Linear": 1}),
+    Architecture("Qwen2", "ForCausalLM", GROUPED, {"Linear×2 → SwiGLU → Linear": 1}),
+    Architecture("Gemma2", "ForCausalLM", HEADS, {"Linear×2 → GEGLU → Linear": 1}),
+    Architecture("OPT", "ForCausalLM", {**SIZES, **OPT}, {"Linear": 3}),
+    Architecture("GPTNeoX", "ForCausalLM", SIZES, {"Linear → GELUErf → Linear": 1}),
     Architecture("Olmo2", "ForCausalLM", GROUPED, {**QKV, "Linear×2 → SwiGLU → Linear": 1}),
     Architecture("Cohere", "ForCausalLM", GROUPED, {**QKV, "Linear×2 → SwiGLU → Linear": 1}),
     Architecture("Granite", "ForCausalLM", GROUPED, GATED),
@@ -209,9 +209,9 @@ def test_a_model_with_dropouts_trains():
         (
             "GPT2",
             "transformer.h.0.ln_2",
-            "64 columns that nobody is known to read alone: torch.fx cannot follow all of GPT2Block",
+            "vectors of 64",
         ),
-        ("Llama", "model.layers.1.input_layernorm", "64 columns that no converted module reads alone"),
+        ("Llama", "model.layers.1.input_layernorm", "vectors of 64"),
         ("Qwen3Moe", "model.layers.0.mlp.gate", "a router, which stays in high precision"),
     ],
 )
@@ -220,11 +220,10 @@ def test_why_a_module_stays(name, path, got):
     assert got in opfuse.fuse_(architecture.make(), FP8)[path].got
 
 
-def test_what_another_one_computes_is_no_line_and_a_head_that_is_named_is_converted():
+def test_a_head_that_is_named_is_converted():
     (architecture,) = [each for each in ARCHITECTURES if each.name == "Bert"]
     model = architecture.make()
     report = opfuse.fuse_(model, FP8)
-    assert "cls.predictions" not in [entry.path for entry in report.entries]
     policy = ast.literal_eval(report["cls.predictions.decoder"].cure.partition("policy=")[2])
     assert "Linear → GELUErf → LayerNorm → Linear" in opfuse.fuse_(model, FP8, policy=policy).counts
 
@@ -252,7 +251,7 @@ def test_the_example_of_a_page_runs(page, tmp_path, monkeypatch):
         words = space["words"]
         assert torch.equal(stock(words).logits, opfuse.unfuse_(space["model"])(words).logits)
     else:
-        assert space["report"].counts == {"Linear×3": 2, "Linear": 2, "RMSNorm → Linear×2 → SwiGLU → Linear": 2}
+        assert space["report"].counts == {"Linear×3": 2, "Linear": 2, "Linear×2 → SwiGLU → Linear": 2}
         (table,) = re.findall(r"```\n(module .*?)```", text, re.DOTALL)
         assert set(table.splitlines()) <= set(str(space["report"]).splitlines())
 

@@ -11,11 +11,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from opfuse.convert.chain import Add, Apply, CallModule, GatedUnit, NoChain, TracedChain, chain_of
-from opfuse.convert.leaves import weight_of
-from opfuse.convert.probe import activation_of, activation_of_module
-from opfuse.numerics.activations import ACTIVATIONS
+from opfuse.convert.chain import Add, Apply, CallModule, GatedUnit, NoChain, chain_of
+from opfuse.convert.forms import NoForm, activations, expression_of
+from opfuse.convert.leaves import leaf_of, weight_of
 from tests.convert.blocks import GatedMLP, HalvesMLP, Residual, Transposed
+
+
+def activation_of(function):
+    """The activation that a function is written as, if it is one."""
+    try:
+        return activations().get(expression_of(function))
+    except NoForm:
+        return None
+
+
+def activation_of_module(module):
+    leaf = leaf_of(module)
+    return None if leaf is None else leaf.name
 
 
 def module(forward):
@@ -33,9 +45,16 @@ CHAINS = {
     ),
     "methods": (lambda self, x: self.b(self.a(x).relu()), [CallModule("a"), Apply("relu"), CallModule("b")]),
     "a formula": (lambda self, x: self.b(torch.sigmoid(x)), None),
+    "a type": (lambda self, x: self.b(self.a(x)) if type(x) is torch.Tensor else x, [CallModule("a"), CallModule("b")]),
+    "another type": (lambda self, x: self.b(self.a(x)) if torch.is_tensor(x) else x, [CallModule("a"), CallModule("b")]),
+    "an option": (lambda self, x, y=None, **rest: self.b(self.a(x if y is None else y)), [CallModule("a"), CallModule("b")]),
+    "written in place": (
+        lambda self, x: self.b(F.silu(self.a(x), inplace=True)),
+        [CallModule("a"), Apply("silu"), CallModule("b")],
+    ),
     "gate": (lambda self, x: self.a(x) * F.silu(self.b(x)), [GatedUnit(Apply("silu"), "b", "a")]),
     "sum": (lambda self, x, y: y + self.a(x), [CallModule("a"), Add(0)]),
-    "sum in place": (lambda self, x, y: self.a(x).add_(y), None),
+    "sum in place": (lambda self, x, y: self.a(x).add_(y), [CallModule("a"), Add(0)]),
     "an argument that nothing reads": (lambda self, x, y: self.a(x), [CallModule("a")]),
 }
 
@@ -52,9 +71,11 @@ def test_a_forward_is_read_as_a_chain(name):
 
 def test_gated_units_and_residuals_of_models():
     gated = (GatedUnit(CallModule("act_fn"), "gate_proj", "up_proj"), CallModule("down_proj"))
-    assert chain_of(GatedMLP()) == TracedChain(("x",), gated)
+    assert chain_of(GatedMLP()).steps == gated
     assert chain_of(HalvesMLP()).steps == (CallModule("gate_up"), GatedUnit(Apply("silu")), CallModule("down"))
-    assert chain_of(Residual()) == TracedChain(("hidden", "residual"), (CallModule("dense"), Add(0), CallModule("norm")))
+    residual = chain_of(Residual())
+    assert (residual.arguments, residual.widths) == (("hidden", "residual"), (32, 32))
+    assert residual.steps == (CallModule("dense"), Add(0), CallModule("norm"))
     assert chain_of(GatedMLP()).within("mlp")[0] == GatedUnit(CallModule("mlp.act_fn"), "mlp.gate_proj", "mlp.up_proj")
 
 
@@ -89,18 +110,32 @@ def listing(self, x):
 
 
 REFUSED = {
-    "an argument that may be left out": (lambda self, x, y=None: self.a(x), "forward(x, y), where y is optional"),
-    "keywords": (lambda self, x, **rest: self.a(x), "forward(x, **rest), where **rest is optional"),
-    "many": (lambda self, x, y, z: self.a(x), "forward(x, y, z)"),
-    "control flow": (lambda self, x: self.a(x) if x.sum() > 0 else x, "TraceError"),
-    "training": (noisy, "another chain in training than in evaluation"),
+    "many": (lambda self, x, y, z: self.a(x), "a forward that needs x, y, z"),
+    "control flow": (lambda self, x: self.a(x) if x.sum() > 0 else x, "the call of sum"),
+    "a comparison": (lambda self, x: self.a(x) if x[0, 0, 0] > 0 else x, "the call of gt"),
+    "a size that decides": (lambda self, x: self.a(x) if x.shape[0] == 1 else x, "a size that the forward compares"),
+    "a number of dimensions": (lambda self, x: self.a(x) if x.dim() > 2 else x, "a size that the forward compares"),
+    "a size that is calculated with": (lambda self, x: self.a(x) if x.numel() else x, "the call of numel"),
+    "a device": (lambda self, x: self.a(x) if x.is_cuda else self.b(x), "the call of is_cuda"),
+    "whether a gradient is wanted": (lambda self, x: self.a(x) if x.requires_grad else x, "the call of requires_grad"),
+    "a mode": (lambda self, x: self.a(x) if torch.is_grad_enabled() else self.b(x), "another chain in "),
+    "inference mode": (
+        lambda self, x: self.a(x) if torch.is_inference_mode_enabled() else self.b(x),
+        "another chain",
+    ),
+    "a write to its argument": (
+        lambda self, x: self.a(F.silu(x, inplace=True)),
+        "a write to a tensor that the forward did not make",
+    ),
+    "a sum in its argument": (lambda self, x, y: self.a(x.add_(y)), "a write to a tensor that"),
+    "training": (noisy, "another chain in evaluation"),
     "a dropout as a function": (dropping, "the call of dropout"),
     "read twice": (lambda self, x: self.a(x) + self.b(x), "the argument x read by the submodule a and the submodule b"),
     "read thrice": (lambda self, x: self.a(x) * self.a(x) * self.b(x), "the argument x read 3 times"),
-    "two results": (lambda self, x: (self.a(x), x), "the argument x read by"),
+    "two results": (lambda self, x: (self.a(x), x), "a tuple as its result"),
     "beside": (lambda self, x: (self.zeros(), self.a(x))[1], "AttributeError"),
     "a shape": (lambda self, x: self.a(x).reshape(-1), "the call of reshape"),
-    "its own parameter": (lambda self, x: self.a(x) * self.a.weight, "the call of mul"),
+    "its own parameter": (lambda self, x: self.a(x) * self.a.weight[0], "the call of mul"),
     "its own sum": (doubled, "the call of add"),
     "no gradients for a part": (without_gradients, "a block of other gradients or casts"),
     "autocast for a part": (under_autocast, "a block of other gradients or casts"),
@@ -161,7 +196,9 @@ def test_a_forward_that_writes_to_what_it_has_is_no_chain_and_that_is_taken_back
         holder, _, last = path.rpartition(".")
         setattr(made.get_submodule(holder), last, copy.deepcopy(value))
     before = [[*vars(part)] for part in made.modules()]
-    told = "the tensor log beside it" if name == "a buffer" else rf"self\.{path}.*, which the forward keeps"
+    told = (
+        "a write to a tensor that the forward did not make" if name == "a buffer" else rf"self\.{path}.*, which the forward keeps"
+    )
     with pytest.raises(NoChain, match=told):
         chain_of(made)
     assert [[*vars(part)] for part in made.modules()] == before
@@ -189,13 +226,16 @@ def formula(x):
     return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-def test_activations_are_known_by_their_values():
-    for name, math in ACTIVATIONS.items():
-        assert activation_of(math.value) == name
+def test_activations_are_known_by_their_formulas():
     assert activation_of(formula) == "gelu"
     assert activation_of(lambda x: x * torch.sigmoid(1.702 * x)) == "qgelu"
     assert activation_of(lambda x: F.relu(x).square()) == "srelu"
     assert activation_of(lambda x: x[:3]) is None
+    assert activation_of(lambda x: F.silu(x) + 1e-12) is None
+    assert activation_of(lambda x: torch.nan_to_num(F.silu(x))) is None
+    assert activation_of(lambda x: F.relu(x).clamp(max=65504)) is None
+    assert activation_of(lambda x: (x.sqrt() * x.sqrt()) * torch.sigmoid(x)) is None
+    assert activation_of(lambda x: x / torch.exp(-x).add_(1)) == "silu"
     assert activation_of(F.mish) is None
     assert activation_of(lambda x: 1 / 0) is None
     assert activation_of_module(nn.ReLU(inplace=True)) == "relu"
@@ -246,7 +286,7 @@ def product_of(x, self):
 
 
 ADDMM = {
-    "views by shape": (lambda self, x: product_of(x, self).view(*x.shape[:-1], 8), False),
+    "views by shape": (lambda self, x: product_of(x, self).view(*x.shape[:-1], 8), True),
     "sizes that are added": (lambda self, x: product_of(x, self).view(x.size()[:-1] + (8,)), True),
     "a factor": (lambda self, x: torch.addmm(self.bias, x.view(-1, 8), self.weight, alpha=0.5).view(x.size()), False),
     "part of the bias": (lambda self, x: torch.addmm(self.bias, x.view(-1, 8), self.weight, beta=0.5).view(x.size()), False),
@@ -258,6 +298,9 @@ ADDMM = {
     "the weight first": (lambda self, x: torch.addmm(self.bias, self.weight, x.view(8, 8)), False),
     "a part of the columns": (lambda self, x: product_of(x, self).view(x.size())[..., :4], False),
     "a matrix as it is": (lambda self, x: torch.addmm(self.bias, x, self.weight), False),
+    "a product and a sum": (lambda self, x: x @ self.weight + self.bias, True),
+    "a transposed matrix": (lambda self, x: x @ self.weight.T + self.bias, True),
+    "a matrix that is transposed back": (lambda self, x: x @ self.weight.T.T + self.bias, False),
 }
 
 

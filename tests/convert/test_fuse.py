@@ -146,17 +146,17 @@ def test_parameters_names_and_state_dict_stay():
 
 def test_the_report_tells_of_every_module_with_parameters():
     report = opfuse.fuse_(Model(), MXFP8BlockScaling())
-    assert report.counts == {"Linear×3": 2, "Linear": 2, "RMSNorm → Linear×2 → SwiGLU → Linear": 2}
+    assert report.counts == {"Linear×3": 2, "Linear": 2, "Linear×2 → SwiGLU → Linear": 2}
     assert {entry.path: entry.status for entry in report.entries if entry.status != "fused"} == {
         "": "parts",
         "embed": "kept",
         "layers.0.first": "kept",
-        "layers.0.second": "joined",
+        "layers.0.second": "kept",
         "layers.0.attention": "parts",
         "layers.0.attention.k": "joined",
         "layers.0.attention.v": "joined",
         "layers.1.first": "kept",
-        "layers.1.second": "joined",
+        "layers.1.second": "kept",
         "layers.1.attention": "parts",
         "layers.1.attention.k": "joined",
         "layers.1.attention.v": "joined",
@@ -171,7 +171,7 @@ def test_the_report_tells_of_every_module_with_parameters():
         "layers.*.mlp ×2",
         "Linear×2 → SwiGLU → Linear",
         "MXFP8BlockScaling",
-        "6 fused, 6 joined, 3 parts, 4 kept, 0 refused",
+        "6 fused, 4 joined, 3 parts, 6 kept, 0 refused",
     ):
         assert told in text
         assert told in page
@@ -346,7 +346,8 @@ def test_frozen_and_inference_calls():
 
 def test_a_filter_leaves_modules_alone():
     report = opfuse.fuse_(Model(), FP8, filter_fn=lambda module, path: not path.endswith("down_proj"))
-    assert report.fused["layers.0.mlp"] == "RMSNorm → Linear×2 → SwiGLU → (Linear)"
+    assert report["layers.0.mlp"].status == "parts"
+    assert report["layers.0.mlp.gate_proj"].became == "Linear×2"
     assert report["layers.0.mlp.down_proj"].status == "kept"
     report = opfuse.fuse_(Model(), FP8, filter_fn=lambda module, path: isinstance(module, nn.Linear))
     assert report.counts == {"Linear": 14}
@@ -389,7 +390,8 @@ def test_what_hooks_would_miss_is_called_as_it_is():
     model, seen = GatedMLP(), []
     model.up_proj.register_forward_hook(lambda *_: seen.append(1))
     report = opfuse.fuse_(model, FP8)
-    assert report.counts == {"Linear×2": 1, "Linear": 1}
+    assert report.counts == {"Linear": 3}
+    assert seen == []
     model(torch.randn(32, 32))
     assert seen == [1]
 
@@ -398,7 +400,7 @@ def test_hooks_that_come_later_are_told_once():
     model, x = GatedMLP(), torch.randn(32, 32)
     opfuse.fuse_(model, FP8)
     model.up_proj.register_forward_hook(lambda *_: None)
-    with pytest.warns(OpfuseWarning, match="up_proj hooks: wants none on a module that runs as a part of another"):
+    with pytest.warns(OpfuseWarning, match="up_proj: wants .*no hooks on a module that runs as a part of another, got some"):
         model(x)
     model(x)
 
@@ -408,20 +410,22 @@ def test_hooks_of_all_modules_that_come_later_are_told_once():
     opfuse.fuse_(model, FP8)
     hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     try:
-        with pytest.warns(OpfuseWarning, match=r"got hooks of all modules, which run for GatedMLP alone.*Cure: opfuse\.unfuse_"):
+        with pytest.warns(OpfuseWarning, match=r"GatedMLP: wants .*no hooks of all modules"):
             model(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(x)
     finally:
         hook.remove()
-    assert seen == [model, model]
+    children = [model.gate_proj, model.act_fn, model.up_proj, model.down_proj]
+    assert seen == 2 * [*children, model]
 
 
 def test_a_matrix_that_nobody_calls_is_not_said_to_be_fused():
     model = nn.Sequential(nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True))
     report = opfuse.fuse_(model, FP8)
-    assert report["1.self_attn.out_proj"].status == report["1.self_attn"].status == "refused"
+    assert report["1.self_attn.out_proj"].status == "refused"
+    assert report["1.self_attn"].status == "kept"
     assert "reads without calling" in report["1.self_attn.out_proj"].why
     assert report["1.linear1"].status == "fused"
     assert model(torch.randn(2, 16, 32)).shape == (2, 16, 32)
@@ -461,12 +465,12 @@ class Twice(nn.Linear):
 
 
 OTHERS = {
-    "a linear layer with a forward of its own": (Twice(32, 32), "refused", "Twice, whose forward is neither that of nn.Linear"),
-    "a product of its own": (Table(), "refused", "Table, whose forward is neither that of nn.Linear nor torch.addmm"),
-    "other matrices": (nn.Bilinear(4, 4, 4), "refused", "Bilinear, whose own weight no linear layer holds"),
+    "a linear layer with a forward of its own": (Twice(32, 32), "refused", "Twice, whose forward is another"),
+    "other matrices": (nn.Bilinear(4, 4, 4), "kept", "weight, bias of its own, which its forward reads"),
+    "a convolution": (nn.Conv2d(4, 4, 4), "kept", "weight, bias of its own, which its forward reads"),
     "a table": (nn.EmbeddingBag(4, 4), "kept", "an embedding, which multiplies nothing"),
-    "half a norm": (nn.LayerNorm(32, bias=False), "kept", "LayerNorm, seen as neither LayerNorm with weight and bias nor"),
-    "a factor": (nn.PReLU(4), "kept", "PReLU, seen as neither LayerNorm with weight and bias nor RMSNorm"),
+    "half a norm": (nn.LayerNorm(32, bias=False), "kept", "vectors of 32"),
+    "a factor": (nn.PReLU(4), "kept", "vectors of 4"),
 }
 
 
@@ -480,11 +484,13 @@ def test_why_a_module_is_not_converted_is_what_keeps_it(name):
 
 
 def test_what_cannot_be_converted_is_kept_where_that_is_asked_for():
-    model = nn.ModuleDict({"first": Twice(32, 32), "gate": Table(), "last": nn.Linear(32, 32)})
+    model = nn.ModuleDict({"first": Twice(32, 32), "gate": Table(), "experts": nn.Linear(32, 32)})
     assert opfuse.fuse_(model, FP8)["gate"].got == "a router, which stays in high precision"
     report = opfuse.fuse_(model, FP8, policy={"first": None, "gate": "default"})
     assert (report["first"].status, report["first"].got) == ("kept", "policy 'first': None")
-    assert (report["gate"].status, report["gate"].got[:24]) == ("refused", "Table, whose forward is ")
+    assert report.fused["gate"] == "Linear"
+    del model["experts"]
+    assert opfuse.fuse_(model, FP8).fused == {"gate": "Linear"}  # without experts beside it a gate is no router
     report = opfuse.fuse_(model, FP8, filter_fn=lambda module, path: path != "first")
     assert (report["first"].status, report["first"].got) == ("kept", "filter_fn said no")
 
@@ -506,10 +512,7 @@ def test_errors_say_what_to_do():
         ConversionError, match=r"the model itself wants to be converted, got filter_fn said no. Cure: have filter_fn"
     ):
         opfuse.fuse_(nn.Linear(4, 4), filter_fn=lambda *_: False)
-    with pytest.raises(
-        ConversionError,
-        match=r"wants linear layers, got Conv2d, whose own weight no linear layer holds\. Cure: .*of nn\.Linear [^:]*$",
-    ):
+    with pytest.raises(ConversionError, match=r"got none in a Conv2d. Cure: pass a model with linear layers"):
         opfuse.fuse_(nn.Conv2d(3, 3, 3))
     with pytest.raises(
         ConversionError, match=r"fuse_ policy '0': wants a recipe, None or 'default', got 'none'. Cure: None leaves"
@@ -564,7 +567,7 @@ def trained(calls, inputs, recipe):
 @pytest.mark.row("H26")
 @pytest.mark.parametrize("make", [GatedMLP, TransposedMLP, Residual, Layer])
 def test_converted_modules_are_ops_of_one_graph(make, dynamo):
-    """A norm and its reader are one op, and so are the products of one tensor: bit for bit what runs without a compiler.
+    """The products of one tensor are one op: bit for bit what runs without a compiler.
 
     Without a recipe a sum of gradients inside of an op comes before one outside: it may differ in its last digit.
     """
@@ -618,23 +621,8 @@ def test_a_checkpoint_around_a_compiled_module_and_then_changes_of_it(dynamo):
 
 
 @pytest.mark.cpu
-def test_a_graph_that_breaks_between_a_norm_and_its_reader(dynamo):
-    """The reader runs with what the norm handed on; without a recipe the norm's module computes."""
-    model, x = Layer(), torch.randn(2, 16, 32)
-    opfuse.fuse_(model)
-    other = copy.deepcopy(model)
-    hook = model.mlp.register_forward_pre_hook(torch._dynamo.disable(lambda module, args: None))
-    compiled = torch.compile(model, backend="eager")
-    for recipe in (FP8, None):
-        for one, two in zip(*trained([compiled, other], [x], recipe)):
-            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
-    assert dynamo["graph_break"]
-    hook.remove()
-
-
-@pytest.mark.cpu
 def test_layers_of_a_converted_model_share_a_graph_and_copies_have_their_own(dynamo):
-    """A norm is one op with its reader, and a change of either is refused."""
+    """A change of what the graph was made of is refused."""
     layers = nn.Sequential(*[Layer() for _ in range(3)])
     opfuse.fuse_(layers, FP8)
     other = copy.deepcopy(layers)
@@ -648,8 +636,8 @@ def test_layers_of_a_converted_model_share_a_graph_and_copies_have_their_own(dyn
         calls = [torch.compile(each, backend="eager", fullgraph=True) for each in (twin, other)]
         assert torch.equal(calls[0](x), twin(x))
         assert not torch.equal(calls[1](x), twin(x))
-        layers[2].second.eps = 10.0
-        with pytest.raises(ConversionError, match=r"second: wants .* got {'eps': 10.0}"):
+        layers[2].mlp.down_proj.bias = nn.Parameter(torch.ones(32))
+        with pytest.raises((ConversionError, UnsupportedError), match="parameters"):
             layers(x)
 
 

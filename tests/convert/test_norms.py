@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import opfuse
 from opfuse import ops
 from opfuse.convert import norms
+from opfuse.errors import OpfuseWarning
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.test_fuse import FP8, called, converted_exactly
 
@@ -95,6 +96,8 @@ def test_another_eps_is_that_of_the_module():
         model, x = Attention(norm=norm), torch.randn(4, 32) / 100
         opfuse.fuse_(model, FP8)
         model.norm.eps = 0.1
+        with pytest.warns(OpfuseWarning, match=r"norm: wants .*'eps': 1e-0\d.* got {'eps': 0.1}|None"):
+            model.norm(x)
         other = copy.deepcopy(model)
         assert torch.equal(model.norm(x), type(model.norm).forward(model.norm, x))
         assert torch.equal(other.norm(x), model.norm(x))

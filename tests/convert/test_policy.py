@@ -14,11 +14,9 @@ import opfuse
 from opfuse.cli import main
 from opfuse.config.load import check
 from opfuse.config.policies import loads_policy
-from opfuse.convert.gains import GAINS, RECORD
 from opfuse.errors import ConfigError, ConversionError
-from opfuse.recipes import RECIPES, CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling
+from opfuse.recipes import RECIPES, Float8CurrentScaling, MXFP8BlockScaling
 from tests.convert.blocks import Model
-from tests.convert.test_fuse import nothing_quantized
 
 ROOT = Path(__file__).resolve().parents[2]
 FP8 = Float8CurrentScaling()
@@ -152,26 +150,6 @@ def test_editors_have_a_schema_of_such_files(capsys):
     block = schema["$defs"]["Float8BlockScaling"]
     assert block["additionalProperties"] is False
     assert block["properties"]["backward_override"]["enum"] == [None, "high_precision", "dequantized"]
-
-
-def test_gains_are_those_of_the_record():
-    results = json.loads((ROOT / RECORD).read_text())["results"]
-    took = {each["name"]: each["value"] for each in results if each["unit"] == "ms"}
-    for (kind, override), gain in GAINS.items():
-        name = f"B, {kind}, training" if override is None else f"B, {kind}, {override}, training"
-        assert gain == round(took["B, torch.compile bf16, training"] / took[name], 2)
-
-
-def test_what_is_expected_follows_the_shares():
-    report = opfuse.fuse_(Model(), FP8)
-    gain = GAINS["fp8_current", None]
-    assert report.gain == pytest.approx(1 / (report.share / gain + 1 - report.share))
-    assert f"x {report.gain:.2f} of torch.compile" in str(report)
-    assert f"ask opfuse.advise(model)): x {report.gain:.2f} of torch.compile in bf16" in report._repr_html_()
-    for recipe in (None, CustomRecipe(qfactory=nothing_quantized)):
-        unknown = opfuse.fuse_(Model(), recipe)
-        assert unknown.gain is None
-        assert "expected" not in str(unknown)
 
 
 def test_the_file_of_the_page_is_read():

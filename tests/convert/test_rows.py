@@ -49,7 +49,7 @@ SPARE = {
 def run():
     model = nn.Linear(32, 64)
     opfuse.fuse_(model)
-    (pipeline,) = converted(model).parts
+    pipeline = converted(model).run
     return pipeline
 
 

@@ -1,4 +1,4 @@
-"""The parts of a converted module: ops that run as one pipeline, and submodules that are called as they are."""
+"""The pipeline that a converted module runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from opfuse.convert.rows import UNITS, padded, spare_rows
-from opfuse.convert.weights import MadeParameters, Weight, product_of, replica, stand_ins
+from opfuse.convert.weights import MadeParameters, Weight, product_of, stand_ins
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes import current_recipe
 from opfuse.runtime.fuser import OperationFuser
@@ -22,9 +22,9 @@ from opfuse.runtime.fuser import OperationFuser
 class PipelineRun:
     """Ops that run as one pipeline.
 
-    ops, names: the ops and their names. extras: indices of the further arguments that they read. made: owners of parameters that
-    are made for each call. modes: ops that follow the training flag of a module. path: of the module, for messages. spare: rows
-    of zeros to add, by recipe, rows and mode.
+    ops, names: the ops and their names. extras: indices of the further arguments that they read. made: owners of parameters
+    that are made for each call. modes: ops that follow the training flag of a module. path: of the module, for messages.
+    spare: how many copies of the last row to add, by recipe, rows and mode.
     """
 
     ops: list[BasicOperation] = field(default_factory=list)
@@ -77,7 +77,7 @@ class PipelineRun:
                     made.drop()
 
     def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result for ``x``, to which rows of zeros are added for the call if the recipe needs them."""
+        """The result for ``x``, to which copies of the last row are added for the call if the recipe needs them."""
         spare = self.spare_of(x)
         if not spare:
             whole: torch.Tensor = fuser(x, *extras, instead=stand_ins())
@@ -86,7 +86,7 @@ class PipelineRun:
         return result[: _rows(x)].view(*x.shape[:-1], -1)
 
     def spare_of(self, x: torch.Tensor) -> int:
-        """How many rows of zeros the recipe needs after those of ``x``."""
+        """How many copies of the last row the recipe needs after those of ``x``."""
         rows, recipe = _rows(x), current_recipe()
         if not rows % UNITS[-1] or recipe is None:
             return 0
@@ -99,13 +99,3 @@ class PipelineRun:
 def _rows(x: torch.Tensor) -> int:
     """None of a scalar or of rows without values, which the product refuses as they came."""
     return x.numel() // (x.shape[-1] or 1) if x.dim() else 0
-
-
-@dataclass(eq=False)
-class Opaque:
-    """A submodule that is called as it is."""
-
-    module: nn.Module
-
-    def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
-        return replica(self.module)(x)

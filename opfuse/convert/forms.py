@@ -1,0 +1,324 @@
+"""Which activation, norm or product a module is, by the formula that its forward computes.
+
+The recorded calls of a forward (``record.py``) are put together to one expression, in a normal form in which the spellings of one
+formula are equal: ``x * rsqrt(m)``, ``x / sqrt(m)`` and ``x * m ** -0.5``, sums and products in any order, casts that only widen.
+A module is known if its expression is that of a form below, in every dtype and mode; values are compared nowhere. What is in no
+table stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from opfuse.convert.record import CASTS, TRANSPOSES, VIEWS, Recording, record
+
+Expression = tuple[Any, ...]
+"""A name, then constants and expressions: ("sum", constant, terms), ("product", factor, ((base, count), …)), ("tanh", x) …"""
+
+
+class NoForm(Exception):
+    """A forward computes what no normal form is written for."""
+
+
+# -- the normal form -------------------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> float:
+    """A constant to ten digits, beyond which libraries round theirs differently."""
+    return float(f"{value:.10g}")
+
+
+def total(*terms: Any) -> Any:
+    """The sum of expressions and numbers."""
+    constant, found = 0.0, list[Expression]()
+    for term in terms:
+        if isinstance(term, tuple) and term[0] == "sum":
+            constant, found = constant + term[1], [*found, *term[2]]
+        elif isinstance(term, tuple):
+            found.append(term)
+        else:
+            constant += term
+    if not found:
+        return number(constant)
+    if not constant and len(found) == 1:
+        return found[0]
+    return "sum", number(constant), tuple(sorted(found, key=repr))
+
+
+def product(*factors: Any) -> Any:
+    """The product of expressions and numbers."""
+    constant, powers = 1.0, Counter[Expression]()
+    for factor in factors:
+        if isinstance(factor, tuple) and factor[0] == "product":
+            constant *= factor[1]
+            powers.update(dict(factor[2]))
+        elif isinstance(factor, tuple):
+            powers[factor] += 1
+        else:
+            constant *= factor
+    if not powers:
+        return number(constant)
+    found = tuple(sorted(powers.items(), key=repr))
+    return found[0][0] if constant == 1 and found[0][1] == 1 and len(found) == 1 else ("product", number(constant), found)
+
+
+def power(base: Any, exponent: float) -> Any:
+    """A power. Whole positive ones are products; others stay apart, since sqrt(x) * sqrt(x) is not x below 0."""
+    if not isinstance(base, tuple):
+        return number(base**exponent)
+    if exponent in (1, 2, 3, 4):
+        return product(*[base] * int(exponent))
+    if exponent == -1 and base[0] == "power" and base[2] == 0.5:
+        return "power", base[1], -0.5
+    return "power", base, float(exponent)
+
+
+class _Builder:
+    """The expressions of a graph's nodes. arguments: what stands for the nodes at which the expression begins."""
+
+    def __init__(self, arguments: Mapping[fx.Node, Expression]) -> None:
+        self.known: dict[fx.Node, Any] = dict(arguments)
+
+    def of(self, value: Any) -> Any:
+        """The expression of a node; numbers are themselves. NoForm for what has none."""
+        if isinstance(value, bool) or not isinstance(value, (fx.Node, int, float)):
+            raise NoForm(f"{value!r}")
+        if not isinstance(value, fx.Node):
+            return number(value)
+        if value not in self.known:
+            self.known[value] = self._made(value)
+        return self.known[value]
+
+    def _made(self, node: fx.Node) -> Any:
+        name = str(node.target)
+        if node.op == "get_attr":
+            return "parameter", name
+        if node.op != "call_method":
+            raise NoForm(name)
+        if name in READERS:
+            return READERS[name](self, node)
+        if name not in RULES or node.kwargs:
+            raise NoForm(name)
+        return RULES[name](*map(self.of, node.args))
+
+    def begins_with(self, dtype: torch.dtype) -> bool:
+        """Whether the input or a parameter has this dtype."""
+        return any(each.meta["dtype"] == dtype for each in self.known if each.op in ("placeholder", "get_attr"))
+
+
+# -- functions whose arguments say more than expressions do ---------------------------------------------------------------------
+
+
+def _cast(builder: _Builder, node: fx.Node) -> Any:
+    """A cast to the dtype of the input, or to a wide one, changes no more than a rounding."""
+    x: Any = node.args[0]
+    made = node.meta["dtype"]
+    if made not in (torch.float32, torch.float64, x.meta["dtype"]) and not builder.begins_with(made):
+        raise NoForm("a cast to fewer bits")
+    return builder.of(x)
+
+
+def _view(builder: _Builder, node: fx.Node) -> Any:
+    """A view that keeps rows, whatever their leading dimensions, is the rows themselves."""
+    x: Any = node.args[0]
+    if x.meta["shape"][-1:] != node.meta["shape"][-1:]:
+        raise NoForm("a view of other rows")
+    return builder.of(x)
+
+
+def _transposed(builder: _Builder, node: fx.Node) -> Any:
+    x: Any = node.args[0]
+    shape, dims = x.meta["shape"], [dim % 2 for dim in node.args[1:] if isinstance(dim, int)]
+    if len(shape) != 2 or node.meta["shape"] != shape[::-1] or dims not in ([], [0, 1], [1, 0]):
+        raise NoForm("another transpose than that of a matrix")
+    return "transposed", builder.of(x)
+
+
+def _mean(builder: _Builder, node: fx.Node) -> Any:
+    x, dim, keepdim = _bound(node, "input", "dim", "keepdim")
+    return "mean", builder.of(x), tuple(dim) if isinstance(dim, (tuple, list)) else (dim,), bool(keepdim)
+
+
+def _gelu(builder: _Builder, node: fx.Node) -> Any:
+    x, approximate = _bound(node, "input", "approximate")
+    return f"gelu {approximate or 'none'}", builder.of(x)
+
+
+def _rms_norm(builder: _Builder, node: fx.Node) -> Any:
+    x, shape, weight, eps = _bound(node, "input", "normalized_shape", "weight", "eps")
+    return "rms_norm", builder.of(x), tuple(shape), builder.of(weight), eps
+
+
+def _linear(builder: _Builder, node: fx.Node) -> Any:
+    x, weight, bias = _bound(node, "input", "weight", "bias")
+    whole = "matmul", builder.of(x), ("transposed", builder.of(weight))
+    return whole if bias is None else total(whole, builder.of(bias))
+
+
+READERS: Mapping[str, Callable[[_Builder, fx.Node], Any]] = {
+    **dict.fromkeys(CASTS, _cast),
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(TRANSPOSES, _transposed),
+    "mean": _mean,
+    "gelu": _gelu,
+    "rms_norm": _rms_norm,
+    "linear": _linear,
+}
+"""How the expression of a call is read."""
+
+
+def _bound(node: fx.Node, *names: str) -> list[Any]:
+    """The arguments of a call in order, None for one that is not given. NoForm for one of another name."""
+    given = dict(zip(names, node.args)) | node.kwargs
+    if given.keys() - set(names) or len(node.args) > len(names):
+        raise NoForm(f"{node.target} with {', '.join(map(str, given))}")
+    return [given.get(name) for name in names]
+
+
+RULES: Mapping[str, Callable[..., Any]] = {
+    "add": total,
+    "sub": lambda a, b: total(a, product(-1.0, b)),
+    "rsub": lambda a, b: total(b, product(-1.0, a)),
+    "neg": lambda a: product(-1.0, a),
+    "mul": product,
+    "div": lambda a, b: product(a, power(b, -1.0)),
+    "rdiv": lambda a, b: product(b, power(a, -1.0)),
+    "pow": lambda a, n: power(a, n) if not isinstance(n, tuple) else ("pow", a, n),
+    "square": lambda a: power(a, 2.0),
+    "sqrt": lambda a: power(a, 0.5),
+    "rsqrt": lambda a: power(a, -0.5),
+    "reciprocal": lambda a: power(a, -1.0),
+    "matmul": lambda a, b: ("matmul", a, b),
+    "mm": lambda a, b: ("matmul", a, b),
+    "addmm": lambda c, a, b: total(("matmul", a, b), c),
+    **{name: (lambda a, name=name: (name, a)) for name in ("exp", "erf", "tanh", "sigmoid", "relu", "silu")},
+}
+"""How a function's expression follows from those of its arguments."""
+
+X: Expression = ("x",)
+
+
+def expression(recording: Recording, *, in_autocast: bool = False) -> Any:
+    """The expression of a whole forward of one argument. NoForm if there is none.
+
+    in_autocast: the result may have another dtype than the argument, as torch.autocast gives it.
+    """
+    if recording.ended is not None:
+        raise NoForm(recording.ended.got)
+    (output,) = [node for node in recording.nodes if node.op == "output"]
+    first, *others = [node for node in recording.nodes if node.op == "placeholder"]
+    result: Any = output.args[0]
+    if others or not isinstance(result, fx.Node) or result.meta["shape"][:-1] != first.meta["shape"][:-1]:
+        raise NoForm("a result of other rows")
+    if result.meta["dtype"] != first.meta["dtype"] and not in_autocast:
+        raise NoForm("a result of another dtype")
+    return _Builder({first: X}).of(result)
+
+
+# -- activations -----------------------------------------------------------------------------------------------------------------
+
+_C = math.sqrt(2 / math.pi)
+
+ACTIVATION_FORMS: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    "gelu": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda x: 0.5 * x * (1 + torch.tanh(_C * (x + 0.044715 * x**3))),
+        lambda x: 0.5 * x * (1 + torch.tanh(_C * x * (1 + 0.044715 * x * x))),
+    ),
+    "gelu_erf": (F.gelu, lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
+    "qgelu": (lambda x: x * torch.sigmoid(1.702 * x),),
+    "relu": (F.relu,),
+    "srelu": (lambda x: F.relu(x).square(),),
+    "silu": (F.silu, lambda x: x * torch.sigmoid(x), lambda x: x / (1 + torch.exp(-x))),
+}
+"""How libraries write the activations that have an op, by the name of the op."""
+
+
+class _Formula(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, *self._parameters.values())
+
+
+def expression_of(function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> Any:
+    """The expression of a function of x and of parameters."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return expression(record(_Formula(function, **parameters), {"x": torch.zeros(3, 8, device="cpu")}, training=True))
+
+
+@cache
+def activations() -> Mapping[Expression, str]:
+    """The activations by their expressions."""
+    return {expression_of(form): name for name, forms in ACTIVATION_FORMS.items() for form in forms}
+
+
+def activation_at(node: fx.Node, value: fx.Node) -> str | None:
+    """The activation of ``value`` that one node of a graph computes."""
+    try:
+        return activations().get(_Builder({value: X}).of(node))
+    except NoForm:
+        return None
+
+
+# -- norms -----------------------------------------------------------------------------------------------------------------------
+
+
+class RMSNormForm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) if zero-centered. weight: the name of the parameter."""
+
+    weight: str
+    eps: float
+    zero_centered: bool
+
+
+def rms_norm_form(found: Any, weight: str, columns: int) -> RMSNormForm | None:
+    """Which RMS norm an expression is."""
+    for eps in dict.fromkeys((*_numbers(found), 0.0)):
+        for centered in (False, True):
+            if found in _rms_norms(weight, columns, eps, centered):
+                return RMSNormForm(weight, eps, centered)
+    return None
+
+
+@cache
+def _rms_norms(weight: str, columns: int, eps: float, centered: bool) -> tuple[Any, ...]:
+    factor = ("parameter", weight)
+    by_hand = product(
+        X, power(total(("mean", power(X, 2.0), (-1,), True), eps), -0.5), total(1.0, factor) if centered else factor
+    )
+    return (by_hand,) if centered else (by_hand, ("rms_norm", X, (columns,), factor, eps))
+
+
+def _numbers(found: Any) -> Iterator[float]:
+    """Constants of an expression that may be an eps."""
+    for each in found if isinstance(found, tuple) else ():
+        if isinstance(each, float) and 0 < each < 1:
+            yield each
+        yield from _numbers(each)
+
+
+# -- products --------------------------------------------------------------------------------------------------------------------
+
+
+def products(has_bias: bool) -> Mapping[Expression, bool]:
+    """The expressions of a product with ``weight`` and, if it has one, ``bias``; True if the weight is (in, out)."""
+    weight, bias = ("parameter", "weight"), [("parameter", "bias")] * has_bias
+    return {
+        total(("matmul", X, ("transposed", weight)), *bias): False,
+        total(("matmul", X, weight), *bias): True,
+    }

@@ -17,7 +17,7 @@ from opfuse.convert.policy import Choice, Policies
 from opfuse.convert.record import LEADING, required_arguments
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import BasicOperation
-from opfuse.ops.pointwise import AddExtraInput, Dropout
+from opfuse.ops.pointwise import AddExtraInput
 from opfuse.ops.structure import Identity
 from opfuse.recipes import Recipe
 
@@ -85,8 +85,6 @@ class Build:
         if leaf is not None:
             self.members[path] = child
             self.dtypes.append(leaf.dtypes)
-            if isinstance(leaf.op, Dropout):
-                self.run.modes.append((leaf.op, child))
             if leaf.made is not None:
                 self.run.made.append(leaf.made)
         return leaf

@@ -188,7 +188,12 @@ class Converted:
 
     def _is_proven(self, given: Sequence[Any]) -> bool:
         x, *extras = given
-        return self.proven.covers(x, extras, self._parameters())
+        return not any(each.training and each.p for each in self.dropouts) and self.proven.covers(x, extras, self._parameters())
+
+    @property
+    def dropouts(self) -> list[Any]:
+        """The dropouts in its pipeline. Where they draw, the module's own forward runs, so that they draw what they did."""
+        return [member for member in self.guard.members.values() if isinstance(member, nn.Dropout)]
 
     def _parameters(self) -> list[torch.Tensor | None]:
         """The parameters of the modules that the pipeline stands for."""

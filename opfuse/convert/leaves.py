@@ -24,7 +24,6 @@ from opfuse.core.signature import is_foreign
 from opfuse.ops import OPS, activation
 from opfuse.ops.activation import Activation, GatedActivation
 from opfuse.ops.norm import LayerNorm, RMSNorm
-from opfuse.ops.pointwise import Dropout
 from opfuse.ops.structure import Identity
 
 UNGATED: Mapping[str, type[Activation]] = {
@@ -197,15 +196,9 @@ def norm_of(module: nn.Module) -> Leaf | None:
     return _layer_norm(module) or _rms_norm(module)
 
 
-def _dropout(module: nn.Module) -> Leaf | None:
-    if not runs(module, nn.Dropout):
-        return None
-    p: float = module.p  # type: ignore[assignment]
-    return Leaf(Identity(), keeps_dtype=True) if p == 0 else Leaf(Dropout(p), keeps_dtype=True) if p < 1 else None
-
-
 def _identity(module: nn.Module) -> Leaf | None:
-    return Leaf(Identity(), keeps_dtype=True) if runs(module, nn.Identity) else None
+    """Also a dropout, which draws nothing in evaluation. In training its mask is drawn as torch draws it: by the module itself."""
+    return Leaf(Identity(), keeps_dtype=True) if runs(module, nn.Identity, nn.Dropout) else None
 
 
 DTYPES = (*NORM_DTYPES, torch.float64)
@@ -232,7 +225,7 @@ def _own(module: nn.Module) -> Leaf | None:
     return Leaf(copy.deepcopy(module), name, keeps_dtype=True) if known and not module.num_extra_inputs else None  # type: ignore[arg-type]
 
 
-LEAVES: tuple[Callable[[nn.Module], Leaf | None], ...] = (_layer_norm, _rms_norm, _dropout, _identity, _own, _activation)
+LEAVES: tuple[Callable[[nn.Module], Leaf | None], ...] = (_layer_norm, _rms_norm, _identity, _own, _activation)
 """What each makes of a module: its op with its parameters, None for one that it does not recognise. Products are not among them:
 :func:`weight_of` recognises these, since several can become one.
 """

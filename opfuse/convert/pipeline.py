@@ -9,7 +9,6 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch import nn
 
 from opfuse.convert.rows import UNITS, padded, spare_rows
 from opfuse.convert.weights import MadeParameters, Weight, product_of, stand_ins
@@ -23,15 +22,14 @@ class PipelineRun:
     """Ops that run as one pipeline.
 
     ops, names: the ops and their names. extras: indices of the further arguments that they read. made: owners of parameters
-    that are made for each call. modes: ops that follow the training flag of a module. path: of the module, for messages.
-    spare: how many copies of the last row to add, by recipe, rows and mode.
+    that are made for each call. path: of the module, for messages. spare: how many copies of the last row to add, by recipe,
+    rows and mode.
     """
 
     ops: list[BasicOperation] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     extras: list[int] = field(default_factory=list)
     made: list[MadeParameters] = field(default_factory=list)
-    modes: list[tuple[BasicOperation, nn.Module]] = field(default_factory=list)
     path: str = ""
     fuser: OperationFuser | None = None
     spare: dict[Any, int] = field(default_factory=dict)
@@ -58,9 +56,6 @@ class PipelineRun:
         fuser = self.fuser
         if fuser is None:
             fuser = self.fuser = OperationFuser(self.ops, name=self.path or "model", names=self.names)
-        for op, module in self.modes:
-            if op.training != module.training:
-                op.train(module.training)
         extras = [arguments[i] for i in self.extras]
         if not self.made:
             return self._filled(fuser, x, extras)

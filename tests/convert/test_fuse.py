@@ -234,14 +234,23 @@ def test_copies_and_pickles_are_converted_and_their_own():
         assert "forward" not in vars(opfuse.unfuse_(twin).layers[0].mlp)
 
 
-def test_dropout_follows_train_and_eval():
+def test_dropouts_draw_what_they_drew():
+    """In training the module's own forward runs around converted products; in evaluation the pipeline."""
     model, x = TransposedMLP(p=0.5), torch.randn(4, 8, 32)
-    opfuse.fuse_(model, FP8)
-    assert (model(x) == 0).float().mean() > 0.3
-    model.eval()
-    assert (model(x) == 0).sum() == 0
-    model.train()
-    assert (model(x) == 0).float().mean() > 0.3
+    plain = copy.deepcopy(model)
+    opfuse.fuse_(model, EXACT)
+    for train in (True, False, True):
+        found, states = [], []
+        for each in (model.train(train), plain.train(train)):
+            torch.manual_seed(0)
+            found.append(each(x))
+            states.append(torch.get_rng_state())
+        assert torch.equal(found[0] == 0, found[1] == 0)
+        assert torch.equal(*states)
+        torch.testing.assert_close(*found)
+    with listed_plans() as plans:
+        model(x)
+    assert len(plans) == 2
 
 
 def test_under_torch_autocast_fp32_parameters_are_multiplied_in_bf16():

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from opfuse.cli.output import echo, error
 from opfuse.config import Config
 from opfuse.errors import OutputError, describe, told_of
+from opfuse.runtime.written import OWNER_ONLY
 from opfuse.train.files import writable, write
 
 _WIDEST = 10_000
@@ -38,10 +39,10 @@ def show(table: Table) -> None:
     console.print(table)
 
 
-def written(path: Path, content: bytes, cure: str) -> None:
-    """Write ``content`` to ``path``. OutputError, which names ``cure``, if that cannot be done."""
+def written(path: Path, content: bytes, cure: str, *, mode: int = OWNER_ONLY) -> None:
+    """Write ``content`` to ``path``. OutputError, which names ``cure``, if that cannot be done. mode: of the file."""
     try:
-        write(path, content)
+        write(path, content, mode=mode)
     except OSError as failed:
         raise OutputError(describe(str(path), wanted="a file to write", got=told_of(failed), cure=cure)) from None
 

@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from opfuse.errors import OpfuseWarning, OutputError, describe, told_of
+from opfuse.runtime.written import OWNER_ONLY, owner_only
 
 REPORT, VALUES = "report.json", "values.jsonl"
 """Files of a run: what it found, and what its casts did to values."""
-
-OWNER_ONLY = 0o600
-"""The mode of files: what they tell of a machine and of its data is no one else's."""
 
 
 def writable(directory: Path) -> Path:
@@ -59,7 +57,7 @@ def sole_writer(path: Path) -> Iterator[None]:
 
     The system takes its lock back when a process ends, however it ends. OpfuseWarning where a file system has none.
     """
-    with open(path.with_name(f".{path.name}.lock"), "ab", opener=partial(os.open, mode=OWNER_ONLY)) as file:
+    with open(path.with_name(f".{path.name}.lock"), "ab", opener=owner_only) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

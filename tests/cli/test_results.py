@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -178,3 +179,30 @@ def test_doctor_tells_mistyped_variables_and_the_kernel_cache(
     (tmp_path / "open").chmod(0o777)
     monkeypatch.setenv("OPFUSE_CACHE_DIR", str(tmp_path / "open"))
     assert "left alone" in machine()["kernel cache"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_doctor_works_for_a_user_whom_nobody_knows() -> None:
+    """As in a container: a uid without a name, no HOME, and no variable at all but where Python finds its modules."""
+    script = """
+import os, sys
+from opfuse.cli import doctor, main
+os.setuid(54321)
+sys.exit(main(["doctor"]))
+"""
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd="/", check=False)
+    assert done.returncode == 0, done.stderr
+    assert "kernel cache  ~/.cache/opfuse/kernels-v2: left alone, a home directory that is not known" in done.stdout
+
+
+def test_without_a_home_the_kernel_cache_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same without being root: the package of paths knows no home."""
+    from opfuse.cli.doctor import machine
+
+    def homeless(name: str) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.delenv("OPFUSE_CACHE_DIR", raising=False)
+    monkeypatch.setattr("platformdirs.user_cache_path", homeless)
+    assert "left alone, a home directory that is not known" in machine()["kernel cache"]

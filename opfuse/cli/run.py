@@ -16,9 +16,9 @@ from rich.table import Table
 
 from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import reporter
-from opfuse.cli.results import directory_for, keep, show, tell_files
+from opfuse.cli.results import device_for, directory_for, keep, show, tell_files
 from opfuse.config import load
-from opfuse.train import Checkpoints, Comparison, Interrupted, compare, to_dict, usable, write_plot, write_report, write_values
+from opfuse.train import Checkpoints, Comparison, Interrupted, compare, to_dict, write_plot, write_report, write_values
 from opfuse.train.comparison import data_of, labels, overridden
 from opfuse.train.files import REPORT, sole_writer
 from opfuse.train.report import report_text
@@ -34,7 +34,7 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     """Train, and write the report; None: what the configuration says, or ``runs/NAME``."""
     chosen = load(config)
     data_of(chosen)  # refuses a file without data before anything is written
-    place, directory = usable(device), directory_for(chosen, out)
+    place, directory = device_for(device), directory_for(chosen, out)
     text = Path(chosen.path).read_text(encoding="utf-8")
     settings = overridden(chosen.train, steps=steps, seed=seed)
     same = {"configuration": text, "steps": str(settings.steps), "seed": str(settings.seed), "device": place.type}

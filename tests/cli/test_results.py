@@ -39,7 +39,7 @@ def tiny(tmp_path: Path, few_samples: None, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["--out", "/dev/null/x"], 1, "/dev/null/x: wants a directory to write in, got NotADirectoryError"),
         (["--device", "cuda:99"], 3, "device: wants a device that torch can use here, got 'cuda:99'"),
-        (["--device", "meta"], 3, "got 'meta', which has no data. Cure: choose one of cpu"),
+        (["--device", "meta"], 3, "got 'meta', which has no data. Cure: choose one of auto, cpu"),
     ],
 )
 def test_what_cannot_be_done_is_told_before_training(  # noqa: PLR0917

@@ -44,7 +44,7 @@ def configured(folder: Path, recipe: str) -> list[str]:
     """The command line of a run."""
     (folder / "own.txt").write_bytes(b"to be or not to be, " * 50)
     (folder / "own.yaml").write_text(CONFIG % recipe)
-    return ["run", str(folder / "own.yaml"), "--json", "--out"]
+    return ["run", str(folder / "own.yaml"), "--json", "--device", "cpu", "--out"]
 
 
 def losses(directory: Path) -> list[dict[str, object]]:

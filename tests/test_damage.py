@@ -200,3 +200,20 @@ def test_values_that_changed_are_no_page_of_a_run(folder: Path) -> None:
     finally:
         path.write_bytes(content)
     page_of(folder / "run")
+
+
+def test_a_digit_that_changed_in_the_configuration_of_a_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another valid file, which only what lies beside it knows not to be the one of the run."""
+    path = folder / "run" / "config.yaml"
+    content = path.read_text()
+    path.write_text(content.replace("steps: 2", "steps: 6"))
+    try:
+        for command, told in (
+            (["generate", str(folder / "run")], "wants line 5 to be 'train: {steps: 2, batch_size: 32,"),
+            (["report", str(folder / "run"), "--out", str(folder / "page.html")], "wants the configuration that the run had"),
+            (["diff", str(folder / "run"), str(folder / "run"), "--localize"], "wants the configuration that the run had"),
+        ):
+            assert main(command) == 1
+            assert f"{path}: {told}" in capsys.readouterr().err
+    finally:
+        path.write_text(content)

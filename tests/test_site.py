@@ -51,6 +51,4 @@ def test_the_site_builds_without_a_warning() -> None:
     assert ":func:" not in reference
     howto = re.sub(r"<[^>]+>", "", (site / "howto" / "index.html").read_text(encoding="utf-8"))
     assert "opfuse.fuse_(model, opfuse.recipes.Float8CurrentScaling())" in howto
-    assert (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[2] in (site / "index.html").read_text(
-        encoding="utf-8"
-    )
+    assert (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[2] in (site / "index.html").read_text(encoding="utf-8")

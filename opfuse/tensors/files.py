@@ -78,7 +78,7 @@ def from_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`to_planes` took apart, put together again; other entries as they are.
 
     Ops call it themselves when they load; for other modules call it first. QuantizedTensorError for planes that are incomplete,
-    that differ from what their text says, or whose bytes are not those that were saved.
+    that differ from what their text says, or whose bytes changed since :func:`to_planes`.
     """
     found = dict(state_dict)
     put_together(found)
@@ -128,7 +128,7 @@ def _checksum(said: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> st
     found = zlib.crc32(json.dumps([said["record"], said["quantizer"]]).encode())
     for _, array in sorted(arrays.items()):
         if not array.is_meta:
-            found = zlib.crc32(array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(), found)
+            found = zlib.crc32(array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
     return f"{found:08x}"
 
 

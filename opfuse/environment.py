@@ -22,9 +22,20 @@ VARIABLES = {
     "dropped; 536870912 if it is not set",
     "OPFUSE_PROGRAMS": "0: segments of plans are interpreted at every call, in place of being recorded once and repeated",
     "OPFUSE_TRACE": "a directory into which every process writes its plans, keys and misses, for opfuse cache, report and diff",
+    "OPFUSE_TRACE_ARGUMENTS": "1: traces have the arguments of the command line, which may hold secrets, in place of ***",
     "OPFUSE_REFERENCE": "1: the definitions in torch compute everything, in place of CUDA kernels",
 }
 """Every variable that is read here, and what it says."""
+
+OTHERS = (
+    *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES"),
+    *("MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND", "OMP_WAIT_POLICY"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *("TORCHDYNAMO_DISABLE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_COMPILE_DISABLE"),
+)
+"""Variables of others that may change what is computed, or how fast. Names, not their beginnings: NVIDIA_API_KEY is a secret."""
 
 
 def variable(name: str) -> str:
@@ -37,7 +48,7 @@ def variable(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
-SWITCHES = ("OPFUSE_DEBUG", "OPFUSE_PROGRAMS", "OPFUSE_REFERENCE")
+SWITCHES = ("OPFUSE_DEBUG", "OPFUSE_PROGRAMS", "OPFUSE_REFERENCE", "OPFUSE_TRACE_ARGUMENTS")
 """Those that are 0 or 1."""
 
 NUMBERS = {"OPFUSE_PROGRAM_BYTES": 1 << 29}

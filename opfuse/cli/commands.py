@@ -14,7 +14,8 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help=_CONFIG, show
 Configs = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help=_CONFIG, show_default=False)]
 StepsOption = Annotated[int | None, typer.Option(min=1, help="Number of steps; replaces the file's.", show_default=False)]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed; replaces the file's.", show_default=False)]
-Device = Annotated[str, typer.Option(help="Device to train on.")]
+_AUTO = "auto: a GPU if there is one."
+Device = Annotated[str, typer.Option(help=f"Device to train on; {_AUTO}")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -46,7 +47,7 @@ def run(
     *,
     steps: StepsOption = None,
     seed: SeedOption = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Directory for report, plot and checkpoints.", show_default="runs/NAME")
     ] = None,
@@ -66,7 +67,7 @@ def generate(
     length: Annotated[int, typer.Option(min=1, help="Bytes to write.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 always picks the likeliest byte.")] = 0.7,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
-    device: Annotated[str, typer.Option(help="Device to compute on.")] = "cpu",
+    device: Annotated[str, typer.Option(help=f"Device to compute on; {_AUTO}")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Write text with the model that a run has trained, under the run's recipe."""
@@ -82,7 +83,7 @@ def study(
     steps: StepsOption = None,
     points: Annotated[int, typer.Option(min=1, help="How many points of the run to compare gradients at.")] = 6,
     seed: SeedOption = None,
-    device: Device = "cpu",
+    device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Directory for table and plot.", show_default="runs/NAME")] = None,
     as_json: Json = False,
 ) -> None:

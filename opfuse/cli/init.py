@@ -60,7 +60,7 @@ def init(path: Path, *, force: bool, as_json: bool) -> None:
     if path.exists() and not force:
         cure = "name another path, or say --force"
         raise OutputError(describe(str(path), wanted="a path where nothing is", got="a file", cure=cure))
-    written(path, STARTER.format(name=path).encode(), "name another path")
+    written(path, STARTER.format(name=path).encode(), "name another path", mode=0o666)
     if as_json:
         echo_json({"wrote": str(path)})
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -13,12 +12,14 @@ from opfuse.cli.doctor import environment, machine
 from opfuse.cli.explain import explained
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import written
-from opfuse.config import load
+from opfuse.config import Config, load
 from opfuse.errors import OutputError, TraceError, describe
 from opfuse.inspect.page import Page, PageTable, outcome_table, product_table, value_table
 from opfuse.inspect.trace import SUFFIX, Trace, read
+from opfuse.runtime.written import unsealed
 from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.files import REPORT, VALUES
+from opfuse.train.runs import configuration_of
 
 
 def report(subject: Path, *, out: Path | None, as_json: bool) -> None:
@@ -32,12 +33,12 @@ def report(subject: Path, *, out: Path | None, as_json: bool) -> None:
 def page_of(subject: Path) -> Page:
     """The report on a directory of ``opfuse run``, a trace or a directory of traces, or a configuration."""
     if subject.is_dir() and (subject / REPORT).exists():
-        return _of_config(subject / CONFIGURATION, subject)
+        return _of_config(configuration_of(subject), subject)
     if subject.is_dir() and ((subject / CONFIGURATION).exists() or not any(subject.glob(f"*{SUFFIX}"))):
         raise _no_subject(subject)
     if subject.suffix == SUFFIX or subject.is_dir():
         return _of_traces(subject, read(subject))
-    return _of_config(subject, None)
+    return _of_config(load(subject), None)
 
 
 def _no_subject(directory: Path) -> OutputError:
@@ -51,8 +52,7 @@ def _no_subject(directory: Path) -> OutputError:
     return OutputError(describe(str(directory), wanted=wanted, got=got, cure=cure))
 
 
-def _of_config(path: Path, run: Path | None) -> Page:
-    config = load(path)
+def _of_config(config: Config, run: Path | None) -> Page:
     found = explained(config).to_dict()
     facts: dict[str, Any] = {
         "configuration": config.path,
@@ -69,9 +69,8 @@ def _of_config(path: Path, run: Path | None) -> Page:
         *(_run_tables(run) if run is not None else ()),
         _environment(),
     ]
-    return Page(
-        f"opfuse {opfuse.__version__}: {path.stem if run is None else run.resolve().name}", facts, found["pipelines"], tables
-    )
+    name = config.name if run is None else run.resolve().name
+    return Page(f"opfuse {opfuse.__version__}: {name}", facts, found["pipelines"], tables)
 
 
 def _override_table(found: Mapping[str, Any]) -> PageTable:
@@ -99,9 +98,9 @@ def _saved_table(found: Sequence[Mapping[str, Any]]) -> PageTable:
 
 def _run_tables(run: Path) -> list[PageTable]:
     try:
-        told = json.loads((run / REPORT).read_text(encoding="utf-8"))
+        told = unsealed((run / REPORT).read_text(encoding="utf-8"))
         lines = (run / VALUES).read_text(encoding="utf-8").splitlines() if (run / VALUES).exists() else []
-        records = [json.loads(line) for line in lines]
+        records = [unsealed(line) for line in lines]
         names = ("loss_first", "loss_last", "validation_loss", "baseline_loss_last", "run_seconds", "plan_cache")
         figures = [(name, told.get(name)) for name in names]
         return [PageTable("The run", ("figure", "value"), figures), value_table(records)]

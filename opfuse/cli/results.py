@@ -6,12 +6,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Column, Table
 
 from opfuse.cli.output import echo, error
 from opfuse.config import Config
 from opfuse.errors import OutputError, describe, told_of
+from opfuse.runtime.written import OWNER_ONLY
+from opfuse.train import usable
 from opfuse.train.files import writable, write
 
 _WIDEST = 10_000
@@ -38,12 +41,19 @@ def show(table: Table) -> None:
     console.print(table)
 
 
-def written(path: Path, content: bytes, cure: str) -> None:
-    """Write ``content`` to ``path``. OutputError, which names ``cure``, if that cannot be done."""
+def written(path: Path, content: bytes, cure: str, *, mode: int = OWNER_ONLY) -> None:
+    """Write ``content`` to ``path``. OutputError, which names ``cure``, if that cannot be done. mode: of the file."""
     try:
-        write(path, content)
+        write(path, content, mode=mode)
     except OSError as failed:
         raise OutputError(describe(str(path), wanted="a file to write", got=told_of(failed), cure=cure)) from None
+
+
+def device_for(device: str) -> torch.device:
+    """The device to train on, which is said on stderr. UnsupportedError if it is not here."""
+    place = usable(device)
+    error(f"trains on {place}" + (f", {torch.cuda.get_device_name(place)}" if place.type == "cuda" else ""))
+    return place
 
 
 def directory_for(config: Config, out: Path | None) -> Path:

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import reporter
-from opfuse.cli.results import directory_for, keep, show, tell_files
+from opfuse.cli.results import device_for, directory_for, keep, show, tell_files
 from opfuse.config import load
-from opfuse.train import Checkpoints, Comparison, Interrupted, compare, to_dict, usable, write_plot, write_report, write_values
+from opfuse.train import Checkpoints, Comparison, Interrupted, compare, to_dict, write_plot, write_report, write_values
 from opfuse.train.comparison import data_of, labels, overridden
+from opfuse.train.files import REPORT, sole_writer
 from opfuse.train.report import report_text
 
 WIDTH = 100
@@ -33,30 +34,28 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     """Train, and write the report; None: what the configuration says, or ``runs/NAME``."""
     chosen = load(config)
     data_of(chosen)  # refuses a file without data before anything is written
-    place, directory = usable(device), directory_for(chosen, out)
+    place, directory = device_for(device), directory_for(chosen, out)
     text = Path(chosen.path).read_text(encoding="utf-8")
     settings = overridden(chosen.train, steps=steps, seed=seed)
     same = {"configuration": text, "steps": str(settings.steps), "seed": str(settings.seed), "device": place.type}
-    problems: dict[str, None] = {}
-    checkpoints = Checkpoints(directory, same, resume, lambda problem: problems.update({str(problem): None}), told=error)
-    if not resume and any(checkpoints.path(label).exists() for label in labels(chosen)):
-        error(f"{checkpoints.path('*').parent} is of an earlier run and will be replaced; --resume would go on with it")
-    checkpoints.begin(text.encode())
-    try:
-        with reporter() as on_step, asked_to_stop() as stop:
-            result = compare(chosen, steps=steps, seed=seed, device=place, on_step=on_step, checkpoints=checkpoints, stop=stop)
-    except Interrupted as stopped:
-        for problem in problems:
-            error(problem)
-        error(f"{stopped}; what there is lies in {directory}, and --resume goes on with it")
-        raise typer.Exit(INTERRUPTED) from None
-    for problem in problems:
-        error(problem)
-    if as_json:
-        echo_json(to_dict(result))
-    else:
-        tell(result)
-    tell_files(keep(partial(write, result), directory, partial(report_text, result)), as_json=as_json)
+    checkpoints = Checkpoints(directory, same, resume, told=error)
+    with sole_writer(directory / REPORT):
+        if not resume and any(checkpoints.path(label).exists() for label in labels(chosen)):
+            error(f"{checkpoints.path('*').parent} is of an earlier run and will be replaced; --resume would go on with it")
+        checkpoints.begin(text.encode())
+        try:
+            with reporter() as on_step, asked_to_stop() as stop:
+                result = compare(
+                    chosen, steps=steps, seed=seed, device=place, on_step=on_step, checkpoints=checkpoints, stop=stop
+                )
+        except Interrupted as stopped:
+            error(f"{stopped}; what there is lies in {directory}, and --resume goes on with it")
+            raise typer.Exit(INTERRUPTED) from None
+        if as_json:
+            echo_json(to_dict(result))
+        else:
+            tell(result)
+        tell_files(keep(partial(write, result), directory, partial(report_text, result)), as_json=as_json)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ class Config:
     """A configuration that has no findings.
 
     recipe: None is high precision. dtype: of parameters and activations. rules: the active rule set with the file's changes.
-    data: None if the file names none. watch: None: nobody looks. places: where the file gives what, by path.
+    data: None if the file names none. watch: None: nobody looks. places: where the file gives what, by path. sha256: of the file.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Config:
     train: Train
     watch: Watching | None = None
     places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    sha256: str = field(default="", compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -138,7 +140,8 @@ OF_ALL_OPS: tuple[Loc, ...] = ((), ("pipeline",), ("pipeline", "ops"))
 
 
 def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
-    document = read(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"), path)
+    content = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
+    document = read(content, path)
     refuse(document.findings)
     written, told = expand(document), len(document.findings)
     if written == "not":
@@ -155,7 +158,8 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
     entries = tuple(replace(entry, source=document.source(("pipeline", "ops", i))) for i, entry in enumerate(root.pipeline.ops))
     rules = _with_places(root.fusions.apply(), root, document)
     places = _places(root, document)
-    config = Config(path, root.recipe, root.pipeline.torch_dtype, rules, entries, root.data, root.train, root.watch, places)
+    given = (root.recipe, root.pipeline.torch_dtype, rules, entries, root.data, root.train, root.watch, places)
+    config = Config(path, *given, sha256=hashlib.sha256(content).hexdigest())
     return config, root, document
 
 

@@ -114,12 +114,16 @@ class Watching(FileSection):
 class Train(FileSection):
     """How to train.
 
-    eval_every: steps between two evaluations. checkpoint_every: between two checkpoints; null: those of evaluations.
+    learning_rate: the highest one. It is risen to in equal steps within the first ``warm_up`` of all steps, one at least, and
+    schedule says what comes then: half a cosine or a line down to 0 at the end, or no change. eval_every: steps between two
+    evaluations. checkpoint_every: between two checkpoints; null: those of evaluations.
     """
 
     steps: AtLeastOne = 300
     batch_size: AtLeastOne = 128
     learning_rate: float = Field(default=3e-3, gt=0)
+    warm_up: Share = 0.05
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = Field(default=0.0, ge=0)
     optimizer: Literal["adamw", "sgd"] = "adamw"
     seed: Seed = 0

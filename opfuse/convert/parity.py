@@ -20,6 +20,7 @@ from opfuse.formats import NumberFormat, dtype_name
 from opfuse.numerics.layouts import load_scale
 from opfuse.numerics.rules import RULES
 from opfuse.numerics.scales import nvfp4_global_scale
+from opfuse.tensors.archives import unarchived
 from opfuse.tensors.files import from_planes
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -265,7 +266,7 @@ def _safetensors(file: Path) -> dict[str, torch.Tensor]:
 
 def _pickled(file: Path) -> dict[str, torch.Tensor]:
     try:
-        return cast(dict[str, torch.Tensor], torch.load(file, map_location="cpu", weights_only=True))
+        return cast(dict[str, torch.Tensor], unarchived(file))
     except Exception as error:
         got = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConversionError(describe(str(file), wanted="a state dict", got=got, cure="write one with torch.save")) from error

@@ -2,7 +2,7 @@
 
 A trace is a file of JSON lines, format version 1, written by ``runtime/trace.py``; a directory of them is one run, with a file
 for each rank. The first line describes the process, each next line a plan that was made; a process that was not killed adds a
-last line of counts.
+last line of counts. Each line has a checksum, ``crc32``: a line that differs from what was written is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from opfuse.errors import TraceError, describe, nearest
+from opfuse.runtime.written import unsealed
 
 SUFFIX = ".jsonl"
 
@@ -152,9 +153,7 @@ def _file(path: Path) -> Trace:
         cure = "name a file that OPFUSE_TRACE or opfuse.dump() wrote, or a directory of them"
         got = (error.strerror if isinstance(error, OSError) else "") or str(error)
         raise TraceError(describe(str(path), wanted="a trace", got=got, cure=cure)) from None
-    found = [
-        _line(path, number, line) for number, line in enumerate(lines[:-1], 1)
-    ]  # what no newline ends was cut while it was written
+    found = [_line(path, number, line) for number, line in enumerate(lines, 1) if number < len(lines) or _is_whole(line)]
     if not found or not isinstance(found[0], Process):
         got, cure = "another first line" if found else "an empty file", "write it anew: OPFUSE_TRACE=DIR, opfuse.dump()"
         raise TraceError(describe(str(path), wanted="a process in the first line", got=got, cure=cure))
@@ -162,9 +161,18 @@ def _file(path: Path) -> Trace:
     return Trace(path, found[0], plans, next((each for each in reversed(found) if isinstance(each, Counts)), None))
 
 
+def _is_whole(line: str) -> bool:
+    """Whether a line that no newline ends has a record as a whole. Any other was cut while it was written, and is left out."""
+    try:
+        json.JSONDecoder().raw_decode(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _line(path: Path, number: int, line: str) -> Process | PlanMade | Counts:
     try:
-        return _LINE.validate_python(json.loads(line))
+        return _LINE.validate_python(unsealed(line))
     except (ValueError, ValidationError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"msg": str(error), "loc": ()}
         if first.get("type") == "union_tag_not_found":

@@ -27,17 +27,20 @@ from opfuse.compiler import plain as plans
 from opfuse.compiler.plan import Plan, PlanKey
 from opfuse.core.tracers import all_enrolled
 from opfuse.domains import checked_arguments
-from opfuse.environment import variable
+from opfuse.environment import OTHERS, VARIABLES, variable
 from opfuse.errors import OpfuseWarning, OutputError, TraceError, describe, told_of
 from opfuse.keys import Cache, Leaf, Miss, leaves, plain
+from opfuse.recipes import RECIPES
+from opfuse.recipes.settings import settings_of
+from opfuse.runtime.written import owner_only, sealed
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 
 VERSION = 1
 """The version of the format. A reader refuses any other."""
 
-TRACE = "OPFUSE_TRACE"
-PREFIXES = ("OPFUSE_", "NVTE_", "CUBLAS_", "NVIDIA_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_")
-"""Variables that may change what is computed, or how fast."""
+TRACE, ARGUMENTS = "OPFUSE_TRACE", "OPFUSE_TRACE_ARGUMENTS"
+MASK = "***"
+"""What stands for an argument of the command line, which may be a secret."""
 
 _INDEX = re.compile(r"^(\w+):\d+$")
 
@@ -83,6 +86,13 @@ def versions() -> dict[str, str]:
     return {"opfuse": opfuse.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
+@cache
+def told_variables() -> frozenset[str]:
+    """The variables that may change what is computed, or how fast: no others are written down, since some hold secrets."""
+    rules = (rule for cls in RECIPES.values() for _, rule in settings_of(cls).values() if rule is not None)
+    return frozenset((*VARIABLES, *OTHERS, *(name for rule in rules for name in rule.environment)))
+
+
 def process() -> dict[str, Any]:
     """The record of the process as a whole."""
     number, ranks = rank()
@@ -94,10 +104,10 @@ def process() -> dict[str, Any]:
         "ranks": ranks,
         "pid": os.getpid(),
         "started": datetime.fromtimestamp(_START, UTC).isoformat(timespec="milliseconds"),
-        "command": list(sys.argv),
+        "command": list(sys.argv) if variable(ARGUMENTS) == "1" else [*sys.argv[:1], *(MASK for _ in sys.argv[1:])],
         "versions": versions(),
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)},
+        "environment": {name: os.environ[name] for name in sorted(told_variables()) if name in os.environ},
         "settings": {
             "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -173,15 +183,16 @@ def in_order(pipelines: list[TracedPipeline]) -> list[tuple[TracedPipeline, Made
 
 
 def text(found: Iterator[Mapping[str, Any]]) -> str:
-    """Lines of JSON."""
-    return "".join(json.dumps(record, allow_nan=False) + "\n" for record in found)
+    """Lines of JSON, each with a checksum."""
+    return "".join(sealed(record) + "\n" for record in found)
 
 
 def write(path: Path, pipelines: list[TracedPipeline]) -> Path:
     """Everything that is known now, into ``path``. OutputError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text(records(pipelines)), encoding="utf-8")
+        with open(path, "w", encoding="utf-8", opener=owner_only) as file:
+            file.write(text(records(pipelines)))
     except OSError as error:
         got = told_of(error)
         raise OutputError(describe(str(path), wanted="a file to write", got=got, cure="name another path")) from None
@@ -191,6 +202,9 @@ def write(path: Path, pipelines: list[TracedPipeline]) -> Path:
 @checked_arguments(TraceError)
 def dump(path: str | Path) -> Path:
     """Write what this process planned: live pipelines, their keys with sources, every miss and why, the environment.
+
+    The file is its owner's alone. Of the environment it has variables that may change results or speed; of the command line the
+    program alone, unless OPFUSE_TRACE_ARGUMENTS is 1.
 
     The format is lines of JSON, as of ``OPFUSE_TRACE``; ``opfuse cache``, ``opfuse report`` and ``opfuse diff`` read it.
     OutputError if the file cannot be written.
@@ -218,7 +232,7 @@ class Writer:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=owner_only) as file:
                 file.write(text(iter([record])))
         except OSError as error:
             self.failed = True

@@ -2,13 +2,16 @@
 
 ``0.weight`` becomes ``0.weight.rowwise.data``, ``.scale`` and, where the format has one, ``.amax``; likewise ``.columnwise``.
 Planes in groups are ``0.weight.rowwise.members.0.data`` and so on. An array that two planes share is there once, under its first
-name. ``0.weight.planes`` is a JSON text, as bytes: the record without its arrays, and its quantizer.
+name. ``0.weight.planes`` is a JSON text, as bytes: the record without its arrays, its quantizer, and the CRC-32 of all of it, by
+which damage to a file is an error and never another value. Plain tensors in such files have no checksum, as safetensors has none.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, MutableMapping
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields
 from typing import Any, get_args, get_type_hints
 
@@ -27,6 +30,9 @@ from opfuse.tensors.tensor import QuantizedTensor
 VERSION = 1
 _TEXT = ".planes"
 _MARK = b'{"opfuse": '
+_CHECKSUM = "crc32"
+_ARRAY = re.compile(rf"(.+)\.({'|'.join(USAGES)})(\.members\.\d+)?\.data")
+"""What the array of a plane is called, which no file has without its text."""
 
 _FAMILIES = get_args(get_type_hints(NumberFormat)["family"])
 _QUANTIZERS = [getattr(quantizers, name) for name in quantizers.__all__ if name not in ("Quantizer", "ForeignQuantizer")]
@@ -50,6 +56,8 @@ _FORMER: dict[str, Callable[[Any], tuple[str, Any]]] = {
 def to_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with each quantized tensor as the plain tensors of its planes, which share its memory; others as they are.
 
+    Their bytes are read by the host, for a checksum of each quantized tensor: about half a second per GiB.
+
     Your own quantizers, and those over a process group, are not saved: such a tensor, once loaded, takes bytes, not values.
     QuantizedTensorError for a sharded quantized tensor.
     """
@@ -70,7 +78,7 @@ def from_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`to_planes` took apart, put together again; other entries as they are.
 
     Ops call it themselves when they load; for other modules call it first. QuantizedTensorError for planes that are incomplete,
-    or whose shapes differ from what their text says.
+    that differ from what their text says, or whose bytes changed since :func:`to_planes`.
     """
     found = dict(state_dict)
     put_together(found)
@@ -84,11 +92,18 @@ def put_together(state_dict: MutableMapping[str, Any], prefix: str = "") -> None
         try:
             made = _together(name, state_dict)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-            got, cure = f"{type(error).__name__}: {error}", "load all tensors that to_planes made, as they were saved"
-            raise QuantizedTensorError(describe(f"planes of {name}", wanted="a whole record", got=got, cure=cure)) from error
+            raise _no_record(name, f"{type(error).__name__}: {error}") from error
         for part in _apart(made):
             del state_dict[name + part]
         state_dict[name] = made
+    for key, value in state_dict.items():
+        if key.startswith(prefix) and (found := _ARRAY.fullmatch(key)) and not getattr(value, "is_meta", True):
+            raise _no_record(found[1], f"{key} without the text {found[1]}{_TEXT}")
+
+
+def _no_record(name: str, got: str) -> QuantizedTensorError:
+    cure = "load all tensors that to_planes made, as they were saved"
+    return QuantizedTensorError(describe(f"planes of {name}", wanted="a whole record", got=got, cure=cure))
 
 
 def _apart(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
@@ -100,11 +115,21 @@ def _apart(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         quantizer = _described(tensor.quantizer, ".quantizer", own)
     except TypeError:
         quantizer, own = None, {}
-    text = json.dumps({"opfuse": VERSION, "record": record, "quantizer": quantizer})
     arrays |= own
+    said = {"record": record, "quantizer": quantizer}
+    text = json.dumps({"opfuse": VERSION, _CHECKSUM: _checksum(said, arrays), **said})
     return {part: array.detach().contiguous() for part, array in arrays.items()} | {
         _TEXT: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(tensor.device)
     }
+
+
+def _checksum(said: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> str:
+    """The CRC-32 of a record, its quantizer and its arrays; of the texts alone on the meta device."""
+    found = zlib.crc32(json.dumps([said["record"], said["quantizer"]]).encode())
+    for _, array in sorted(arrays.items()):
+        if not array.is_meta:
+            found = zlib.crc32(array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"
 
 
 def _described(value: Any, path: str, arrays: dict[str, torch.Tensor]) -> Any:
@@ -147,7 +172,19 @@ def _together(name: str, arrays: Mapping[str, Any]) -> QuantizedTensor:
         if rows * columns != storage.shape.numel() and (columns != storage.shape[-1] or rows < storage.matrix_shape[0]):
             raise ValueError(f"a {usage} plane of shape {plane.shape} in a tensor of shape {tuple(storage.shape)}")
     quantizer = _made(text["quantizer"], name, arrays)
-    return QuantizedTensor(storage, quantizer=None if quantizer is None else _checked(quantizer, Quantizer))
+    made = QuantizedTensor(storage, quantizer=None if quantizer is None else _checked(quantizer, Quantizer))
+    if text.get(_CHECKSUM) not in (None, _checksum(text, {part: arrays[name + part] for part in _arrays_of(text)})):
+        raise ValueError("damaged data: the CRC-32 is not that of what was saved")  # texts of earlier versions have none
+    return made
+
+
+def _arrays_of(said: Any) -> Iterator[str]:
+    """The arrays that a text speaks of, by what is added to the tensor's name."""
+    if isinstance(said, dict) and said.keys() == {"array"}:
+        yield said["array"]
+        return
+    for each in said.values() if isinstance(said, dict) else said if isinstance(said, list) else ():
+        yield from _arrays_of(each)
 
 
 def _made(said: Any, name: str, arrays: Mapping[str, Any]) -> Any:

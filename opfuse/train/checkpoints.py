@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from opfuse.errors import OutputError, describe, told_of
+from opfuse.errors import OutputError, describe, problem_of, told_of
+from opfuse.tensors.archives import unarchived
 from opfuse.train.files import write
 
 FOLDER, CONFIGURATION = "checkpoints", "config.yaml"
@@ -38,75 +40,93 @@ class RunState:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a comparison, one for each of its runs, in place of the one before.
+    """The checkpoints of a comparison: of each of its runs the last one, and the one before it, should the last be damaged.
 
-    run: what makes it this run and no other, in words. resume: whether to go on from what is there. failed: takes what could
-    not be written, and training goes on; None: it is raised. told: takes a sentence for each run that was to go on.
+    run: what makes it this run and no other, in words. resume: whether to go on from what is there. told: takes a sentence for
+    each run that was to go on.
     """
 
     directory: Path
     run: Mapping[str, str]
     resume: bool = False
-    failed: Callable[[OutputError], None] | None = None
     told: Callable[[str], None] = lambda _: None
 
     def path(self, label: str) -> Path:
-        """The file of one run."""
+        """The last checkpoint of one run."""
         return self.directory / FOLDER / f"{label}.pt"
 
+    def before(self, label: str) -> Path:
+        """The checkpoint before it."""
+        return self.directory / FOLDER / f"{label}.before.pt"
+
     def begin(self, configuration: bytes) -> None:
-        """Put the configuration beside the checkpoints."""
-        self._put(self.directory / CONFIGURATION, configuration)
+        """Put the configuration beside the checkpoints. OutputError if it cannot be written."""
+        _put(self.directory / CONFIGURATION, configuration)
 
     def save(self, label: str, saved: RunState) -> None:
-        """Write it as a whole, in place of the last one."""
+        """Write a checkpoint; the last one becomes the one before. OutputError, with both as they were, if it cannot."""
         content = io.BytesIO()
         torch.save({"run": dict(self.run), **asdict(saved)}, content)
-        self._put(self.path(label), content.getvalue())
-
-    def _put(self, path: Path, content: bytes) -> None:
-        try:
-            for part in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed while it wrote
-                part.unlink()
-            write(path, content)
-        except OSError as error:
-            cure = "make room; what was written before is whole"
-            problem = OutputError(describe(str(path), wanted="room for what a run can go on from", got=told_of(error), cure=cure))
-            if self.failed is None:
-                raise problem from None
-            self.failed(problem)
+        _put(self.path(label), content.getvalue(), kept=self.before(label))
 
     def load(self, label: str) -> RunState | None:
-        """What to go on from; None if there is nothing. OutputError if it is of another run, or no checkpoint at all."""
-        path = self.path(label)
+        """What to go on from: the last checkpoint that is whole; None if there is nothing.
+
+        OutputError if none of them is whole, or if it is of another run.
+        """
         if not self.resume:
             return None
-        if not path.exists():
+        there = [path for path in (self.path(label), self.before(label)) if path.exists()]
+        if not there:
             self.told(f"{label}: no checkpoint to go on from, so it begins anew")
             return None
-        found = read(path)
+        path, found = self._whole(label, *there)
         others = found.pop("run")
         for name, value in self.run.items():
             if others.get(name) != value:
                 wanted, got = difference(others.get(name, ""), value)
                 cure = "go on with what the run began with, or begin anew without --resume"
                 raise OutputError(describe(f"{path} {name}", wanted=wanted, got=got, cure=cure))
+        os.replace(path, self.path(label))  # so that what is damaged never becomes the checkpoint before
         self.told(f"{label}: goes on after step {found['step']}")
         return RunState(**found)
 
+    def _whole(self, label: str, path: Path, *earlier: Path) -> tuple[Path, dict[str, Any]]:
+        """The first checkpoint that is whole, and what it holds. The OutputError of the last of them if none is."""
+        try:
+            return path, read(path)
+        except OutputError as problem:
+            if not earlier:
+                raise
+            self.told(f"{label}: {problem_of(problem)}; the checkpoint before it takes its place")
+            return self._whole(label, *earlier)
+
+
+def _put(path: Path, content: bytes, kept: Path | None = None) -> None:
+    """Write a file as a whole; what was there becomes ``kept``. OutputError, with all as it was, if it cannot be written."""
+    try:
+        for part in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed while it wrote
+            part.unlink()
+        write(path, content, kept=kept)
+    except OSError as error:
+        cure = "make room, and go on with --resume; what was written before is whole"
+        text = describe(str(path), wanted="room for what a run can go on from", got=told_of(error), cure=cure)
+        raise OutputError(text) from None
+
 
 def read(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, on the CPU. OutputError if it is none."""
+    """What a checkpoint holds, on the CPU. OutputError if it is none, or damaged."""
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+        found: Any = unarchived(path)
         if isinstance(found, dict) and found.keys() == {"run", *(field.name for field in fields(RunState))}:
             return found
         got = "a file of something else"
     except OSError as error:
         got = told_of(error)
-    except Exception as error:  # what bytes that are no checkpoint raise is torch's business: several types, that of pickle too
+    except Exception as error:  # what bytes that are no checkpoint raise is torch's business: many types
         got = str(error).partition("\n")[0] or type(error).__name__
-    raise OutputError(describe(str(path), wanted="a checkpoint of opfuse run", got=got, cure="run without --resume"))
+    cure = "have opfuse run --resume take the checkpoint before it, or begin anew without --resume"
+    raise OutputError(describe(str(path), wanted="a checkpoint of opfuse run", got=got, cure=cure))
 
 
 def difference(before: str, now: str) -> tuple[str, str]:

@@ -26,6 +26,9 @@ EVALUATION_SAMPLES = 2048
 OnNamedStep = Callable[[str, TrainStep], None]
 """Takes a label of :attr:`Comparison.labels` and where that run stands."""
 
+AUTO = "auto"
+"""A GPU where there is one, else the CPU."""
+
 HIGH_PRECISION = Support("native", "without a recipe, products are torch's own")
 
 
@@ -149,14 +152,16 @@ def overridden(settings: Train, **given: int | None) -> Train:
 
 
 def usable(device: str | torch.device) -> torch.device:
-    """``device`` as torch knows it; UnsupportedError if it is not here, or computes nothing."""
+    """``device`` as torch knows it, "auto" for a GPU if there is one; UnsupportedError if it is not here, or computes nothing."""
+    if device == AUTO:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.empty(0, device=device).device
         got = f"{str(device)!r}, which has no data" if found.type == "meta" else ""
     except (RuntimeError, AssertionError) as error:
         got = f"{str(device)!r} ({str(error).partition(chr(10))[0]})"
     if got:
-        here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        here = [AUTO, "cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         cure = f"choose one of {', '.join(here)}{nearest(str(device), here)}"
         raise UnsupportedError(describe("device", wanted="a device that torch can use here", got=got, cure=cure))
     return found

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
+import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from opfuse.errors import OutputError, describe, told_of
+from opfuse.errors import OpfuseWarning, OutputError, describe, told_of
+from opfuse.runtime.written import OWNER_ONLY, owner_only
 
 REPORT, VALUES = "report.json", "values.jsonl"
 """Files of a run: what it found, and what its casts did to values."""
@@ -25,18 +30,42 @@ def writable(directory: Path) -> Path:
     return directory
 
 
-def write(path: Path, content: bytes) -> Path:
-    """Write ``content`` as a whole, in place of what is there; or leave that as it is. OSError if it cannot be done."""
+def write(path: Path, content: bytes, *, kept: Path | None = None, mode: int = OWNER_ONLY) -> Path:
+    """Write ``content`` as a whole, in place of what is there, which ``kept`` takes over. OSError, with all as it was, if that
+    cannot be done. mode: of the file, where the umask allows it.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
+        with open(part, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if kept is not None and path.exists():
+            os.replace(path, kept)
         os.replace(part, path)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
     return path
+
+
+@contextlib.contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Have no other process write ``path`` meanwhile. OutputError if one does already.
+
+    The system takes its lock back when a process ends, however it ends. OpfuseWarning where a file system has none.
+    """
+    with open(path.with_name(f".{path.name}.lock"), "ab", opener=owner_only) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            got, cure = "one in which a run is going on", "wait until it ends, or name another directory with --out"
+            wanted = "a directory in which no other run writes"
+            raise OutputError(describe(str(path.parent), wanted=wanted, got=got, cure=cure)) from None
+        except OSError as error:
+            wanted, cure = "a file system with locks", "see to it yourself that no second run writes there"
+            text = describe(str(path.parent), wanted=wanted, got=told_of(error), cure=cure)
+            warnings.warn(text, OpfuseWarning, stacklevel=3)
+        yield

@@ -9,7 +9,7 @@ import torch
 from opfuse.config import Config, TokenFile, load
 from opfuse.errors import OutputError, UnsupportedError, describe
 from opfuse.recipes.autocast import under
-from opfuse.train.checkpoints import CONFIGURATION, Checkpoints, read
+from opfuse.train.checkpoints import CONFIGURATION, Checkpoints, difference, read
 from opfuse.train.comparison import data_of, initial_model, labels
 from opfuse.train.model import ByteModel
 
@@ -24,7 +24,12 @@ def restored(directory: Path, device: torch.device) -> tuple[ByteModel, Config, 
         cure = "pass a directory that `opfuse run` wrote, such as runs/quickstart"
         raise OutputError(describe(str(directory), wanted="a run", got=f"no {CONFIGURATION} in it", cure=cure))
     config = load(path)
-    found = read(Checkpoints(directory, {}).path(labels(config)[0]))
+    last = Checkpoints(directory, {}).path(labels(config)[0])
+    found, text = read(last), path.read_text(encoding="utf-8")
+    if found["run"].get("configuration", text) != text:
+        wanted, got = difference(found["run"]["configuration"], text)
+        cure = f"put back what the run had, which {last} holds"
+        raise OutputError(describe(str(path), wanted=wanted, got=got, cure=cure))
     model = initial_model(config, data_of(config), 0, device)
     model.load_state_dict(found["model"])
     return model.eval(), config, found["step"]

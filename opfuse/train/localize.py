@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +13,13 @@ from opfuse.config import Config, load
 from opfuse.errors import TraceError, describe
 from opfuse.inspect.watch import LookedAt
 from opfuse.runtime.observed import GroupRun
+from opfuse.runtime.written import unsealed
 from opfuse.tensors.storage import QuantizedStorage
-from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.comparison import data_of, initial_model, overridden, usable
 from opfuse.train.data import corpus, random_batches
 from opfuse.train.files import REPORT
 from opfuse.train.loop import Interrupted, fit
+from opfuse.train.runs import configuration_of
 
 
 class SeenValue(NamedTuple):
@@ -82,8 +82,8 @@ def _asked(path: Path) -> tuple[Config, int | None, int | None, str, str | None]
     if not path.is_dir():
         return load(path), None, None, "cpu", None
     try:
-        told = json.loads((path / REPORT).read_text(encoding="utf-8"))
-        config = replace(load(path / CONFIGURATION), path=told["config"])  # from whose folder its text counts
+        told = unsealed((path / REPORT).read_text(encoding="utf-8"))
+        config = replace(configuration_of(path), path=told["config"])  # from whose folder its text counts
         return config, told["steps"], told["seed"], told["device"], told["data"]["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         cure = "name directories of `opfuse run`, or configurations"

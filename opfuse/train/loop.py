@@ -24,8 +24,12 @@ from opfuse.train.checkpoints import RunState
 from opfuse.train.data import Batch
 from opfuse.train.model import ByteModel
 
-WARM_UP = 0.05
-"""Part of the steps in which the learning rate rises."""
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda part: 0.5 * (1 + math.cos(math.pi * part)),
+    "linear": lambda part: 1 - part,
+    "constant": lambda part: 1.0,
+}
+"""The learning rate after it has risen, as a part of the highest, by the part of the steps that have passed since."""
 
 LAST = 50
 """Steps whose mean is the final training loss; of a short run, its last quarter."""
@@ -129,7 +133,7 @@ class _Run:
         self.model, self.settings, self.resumed = model, settings, resumed
         made = OPTIMIZERS[settings.optimizer]
         self.optimizer = made(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(rate, steps=settings.steps))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(rate, settings=settings))
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []
         self.first, self.start = 0, time.perf_counter()
@@ -185,12 +189,12 @@ def fused_in(plans: Iterable[Plan]) -> tuple[tuple[str, str, int], ...]:
     )
 
 
-def rate(step: int, *, steps: int) -> float:
-    """The learning rate of update ``step`` (from 0) as a part of the highest: a linear rise, then half a cosine down to 0."""
-    rise = max(1, round(WARM_UP * steps))
+def rate(step: int, settings: Train) -> float:
+    """The learning rate of update ``step`` (from 0) as a part of the highest: a linear rise, then what the schedule says."""
+    rise = max(1, round(settings.warm_up * settings.steps))
     if step < rise:
         return (step + 1) / rise
-    return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+    return SCHEDULES[settings.schedule]((step - rise) / max(1, settings.steps - rise))
 
 
 def evaluate(model: ByteModel, batches: Sequence[Batch], *, recipe: Recipe | None) -> float:

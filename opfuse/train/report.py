@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -12,6 +11,7 @@ from typing import Any
 from opfuse.compiler.plan import Plan
 from opfuse.keys import leaves, plain
 from opfuse.runtime.trace import key_id, process, versions
+from opfuse.runtime.written import sealed
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
 from opfuse.train.files import REPORT, VALUES, write
@@ -36,6 +36,7 @@ def to_dict(result: Comparison) -> dict[str, Any]:
     return {
         "name": result.name,
         "config": result.config.path,
+        "config_sha256": result.config.sha256,
         "recipe": "none" if recipe is None else recipe.kind,
         "recipe_fields": {} if recipe is None else {name: _plain(value) for name, value in recipe.values().items()},
         "dtype": result.labels[1],
@@ -102,14 +103,14 @@ def write_values(result: Comparison, directory: Path) -> Path | None:
     """Write what casts did into ``directory`` as ``values.jsonl``; None where nobody looked."""
     if not result.watched:
         return None
-    lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in result.watched)
+    lines = "".join(sealed(record) + "\n" for record in result.watched)
     return write(directory / VALUES, lines.encode())
 
 
 def report_text(result: Comparison) -> str:
     """What ``report.json`` holds."""
     curves = [{"label": label, "losses": c.losses, "validation": c.validation} for label, c in _named(result).items()]
-    return json.dumps({**to_dict(result), "curves": curves}, indent=1, allow_nan=False) + "\n"
+    return sealed({**to_dict(result), "curves": curves}, indent=1) + "\n"
 
 
 def write_plot(result: Comparison, directory: Path) -> Path | None:

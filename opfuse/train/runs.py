@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opfuse.config import load
+from opfuse.config import Config, load
 from opfuse.config.values import values_of
 from opfuse.errors import TraceError, describe
 from opfuse.inspect.trace import SUFFIX, Trace, read
 from opfuse.keys import plain
+from opfuse.runtime.written import unsealed
+from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.files import REPORT
 
 
@@ -84,14 +85,31 @@ def known_run(path: str | Path) -> KnownRun:
     raise TraceError(describe(str(path), wanted="a run", got="something else", cure=cure))
 
 
+def configuration_of(directory: Path) -> Config:
+    """The configuration of a run that has ended. TraceError if the report is of another one; ConfigError if it is none."""
+    config = load(directory / CONFIGURATION)
+    try:
+        of = unsealed((directory / REPORT).read_text(encoding="utf-8")).get("config_sha256")  # earlier reports have none
+    except (OSError, ValueError, AttributeError) as error:
+        raise _no_report(directory / REPORT, error) from None
+    if of not in (None, config.sha256):
+        wanted, cure = "the configuration that the run had", "put it back, or write the run anew: opfuse run CONFIG"
+        raise TraceError(describe(config.path, wanted=wanted, got="another text", cure=cure))
+    return config
+
+
+def _no_report(path: Path, error: Exception) -> TraceError:
+    got, cure = f"{type(error).__name__}: {error}", "write it anew: opfuse run CONFIG"
+    return TraceError(describe(str(path), wanted="a report of opfuse run", got=got, cure=cure))
+
+
 def _of_report(path: Path) -> KnownRun:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = unsealed(path.read_text(encoding="utf-8"))
         facts = dict(_report_facts(told))
         return KnownRun(path.parent, facts, tuple(told["curves"][0]["losses"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        got, cure = f"{type(error).__name__}: {error}", "write it anew: opfuse run CONFIG"
-        raise TraceError(describe(str(path), wanted="a report of opfuse run", got=got, cure=cure)) from None
+        raise _no_report(path, error) from None
 
 
 def _report_facts(told: dict[str, Any]) -> Iterator[tuple[str, Fact]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -16,9 +18,10 @@ import torch
 
 from opfuse.cli import main
 from opfuse.cli import run as command
-from opfuse.errors import OutputError
+from opfuse.errors import OpfuseWarning, OutputError
 from opfuse.train import comparison
 from opfuse.train.checkpoints import read
+from opfuse.train.files import sole_writer
 
 pytestmark = pytest.mark.usefixtures("few_samples")
 
@@ -41,7 +44,7 @@ def configured(folder: Path, recipe: str) -> list[str]:
     """The command line of a run."""
     (folder / "own.txt").write_bytes(b"to be or not to be, " * 50)
     (folder / "own.yaml").write_text(CONFIG % recipe)
-    return ["run", str(folder / "own.yaml"), "--json", "--out"]
+    return ["run", str(folder / "own.yaml"), "--json", "--device", "cpu", "--out"]
 
 
 def losses(directory: Path) -> list[dict[str, object]]:
@@ -63,26 +66,103 @@ def _killed(arguments: list[str], at: int) -> None:
     main(arguments)
 
 
+@pytest.mark.parametrize(("at", "step"), [(3, 2), (4, 2), (5, 4)])
 def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    at: int, step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Delayed scaling, whose states are saved; a dropout, whose generator is."""
+    """Delayed scaling, whose states are saved; a dropout, whose generator is.
+
+    Files are put in place for the configuration, step 2, then two for each step: the last checkpoint beside, the new one.
+    """
     run, out = configured(tmp_path, "delayed"), tmp_path / "out"
     assert main([*run, str(tmp_path / "whole")]) == 0
-    child = torch.multiprocessing.get_context("forkserver").Process(target=_killed, args=([*run, str(out)], 4))
+    child = torch.multiprocessing.get_context("forkserver").Process(target=_killed, args=([*run, str(out)], at))
     child.start()
     child.join(120)
     assert child.exitcode == -signal.SIGKILL
-    assert read(out / "checkpoints" / "delayed.pt")["step"] == 4  # configuration, step 2, step 4, and then none
+    last = next(path for name in ("delayed.pt", "delayed.before.pt") if (path := out / "checkpoints" / name).exists())
+    assert read(last)["step"] == step
     assert not (out / "report.json").exists()
     assert main([*run, str(out), "--resume"]) == 0
     told = capsys.readouterr().err
-    assert "delayed: goes on after step 4" in told
+    assert f"delayed: goes on after step {step}" in told
     assert "bfloat16: no checkpoint to go on from, so it begins anew" in told
     assert losses(out) == losses(tmp_path / "whole")
     report, whole = (json.loads((each / "report.json").read_text()) for each in (out, tmp_path / "whole"))
     assert report["fusion_counts"] == whole["fusion_counts"]
     assert not [path for path in out.rglob("*") if path.name.endswith(".tmp")]
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bit of a weight, which torch.load reads without a word; only when both are damaged is there nothing to go on from."""
+    run, out = configured(tmp_path, "none"), tmp_path / "out"
+    assert main([*run, str(out)]) == 0
+    whole, places = losses(out), [out / "checkpoints" / name for name in ("bfloat16.pt", "bfloat16.before.pt")]
+    assert [read(path)["step"] for path in places] == [6, 4]
+    damage(places[0])
+    assert torch.load(places[0], weights_only=True)["step"] == 6
+    assert main(["generate", str(out)]) == 1
+    assert "bfloat16.pt: wants a checkpoint of opfuse run, got damaged data: the CRC-32 of " in capsys.readouterr().err
+    assert main([*run, str(out), "--resume"]) == 0
+    told = capsys.readouterr().err
+    assert "bfloat16.pt: wants a checkpoint of opfuse run, got damaged data" in told
+    assert "; the checkpoint before it takes its place\nbfloat16: goes on after step 4" in told
+    assert losses(out) == whole
+    for path in places:
+        damage(path)
+    assert main([*run, str(out), "--resume"]) == 1
+    assert "bfloat16.before.pt: wants a checkpoint of opfuse run, got damaged data" in capsys.readouterr().err
+
+
+def damage(path: Path) -> None:
+    """Change a bit of the first weight in a file of torch."""
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        inside = archive.getinfo(next(name for name in archive.namelist() if name.endswith("data/0")))
+    content[inside.header_offset + 200] ^= 64
+    path.write_bytes(content)
+
+
+def test_a_second_run_in_one_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = configured(tmp_path, "none"), tmp_path / "out"
+    out.mkdir()
+    with sole_writer(out / "report.json"):
+        assert main([*run, str(out)]) == 1
+    told = capsys.readouterr().err
+    assert f"{out}: wants a directory in which no other run writes, got one in which a run is going on. Cure: wait" in told
+    assert [path.name for path in out.iterdir()] == [".report.json.lock"]
+    assert main([*run, str(out)]) == 0
+
+
+def test_without_locks_there_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.warns(OpfuseWarning, match="wants a file system with locks, got OSError: No locks"), sole_writer(tmp_path / "x"):
+        pass
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = configured(tmp_path, "fp8_current"), tmp_path / "out"
+    assert main([*run, str(tmp_path / "whole")]) == 0
+    numbers, sync = count(1), os.fsync
+
+    def fsync(handle: int) -> None:
+        if next(numbers) == 4:  # configuration, step 2, step 4, step 6
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        assert main([*run, str(out)]) == 1
+    told = capsys.readouterr().err
+    assert "fp8_current.pt: wants room for what a run can go on from, got OSError: No space left on device. Cure: make" in told
+    assert [read(out / "checkpoints" / f"fp8_current{name}.pt")["step"] for name in ("", ".before")] == [4, 2]
+    assert main([*run, str(out), "--resume"]) == 0
+    assert losses(out) == losses(tmp_path / "whole")
 
 
 @contextmanager
@@ -146,6 +226,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_named(tmp_path: Path, capsys
     assert main([*run, str(out), "--resume"]) == 1
     assert "bfloat16.pt text: wants" in capsys.readouterr().err
     path.write_bytes(b"what is this?")
+    path.with_name("bfloat16.before.pt").unlink()
     assert main([*run, str(out), "--resume"]) == 1
     assert "wants a checkpoint of opfuse run" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import pytest
 
 from opfuse.cli import main
 from opfuse.cli.progress import bars, lines
-from opfuse.train import TrainStep
+from opfuse.train import TrainStep, usable
 
 pytestmark = pytest.mark.usefixtures("few_samples")
 
@@ -37,7 +37,7 @@ def tiny(tmp_path: Path) -> Path:
 def test_the_command_prints_one_json_object(tiny: Path, tmp_path: Path) -> None:
     """How well the quickstart itself trains is tested where configurations are compared; large batches are validated sooner."""
     tiny.write_text(tiny.read_text().replace("batch_size: 32", "batch_size: 512"))
-    command = [sys.executable, "-m", "opfuse", "run", str(tiny), "--json"]
+    command = [sys.executable, "-m", "opfuse", "run", str(tiny), "--json", "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
@@ -49,10 +49,19 @@ def test_the_command_prints_one_json_object(tiny: Path, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "runs" / "tiny" / "report.json").read_text())
     assert {name: report[name] for name in found} == found
     assert "step 6/6" in done.stderr
+    assert done.stderr.startswith("trains on cpu\n")
+
+
+def test_the_device_is_auto_and_told(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["run"], ["study", "keep"]):
+        assert main([*command, str(tiny), "--steps", "1", "--out", str(tmp_path)]) == 0
+        assert capsys.readouterr().err.startswith(f"trains on {usable('auto')}")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["device"] == str(usable("auto"))
 
 
 def test_text_has_both_losses_fusions_and_cache_figures(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", str(tiny), "--out", str(tmp_path / "out")]) == 0
+    assert main(["run", str(tiny), "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     rows = [line.split() for line in printed.splitlines()]

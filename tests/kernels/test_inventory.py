@@ -84,3 +84,41 @@ def test_a_cubin_that_its_source_does_not_compile_to_is_named(
     assert main(["cache", "verify", "--recompile", "--json"]) == 1
     found = json.loads(capsys.readouterr().out.rpartition("stale.")[2])
     assert "compiles to something else" in found["faults"][kept.key][0]
+
+
+@pytest.mark.parametrize("command", [["prune", "--all"], ["prune"], ["ls"], ["verify"], ["show", "a"]], ids=" ".join)
+@pytest.mark.parametrize("planted", ["a link", "a link above", "for all to write"])
+def test_what_may_not_be_read_is_not_removed_either(
+    planted: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody else's directory in place of the cache, with files that are none of opfuse's."""
+    foreign, place = tmp_path / "foreign", tmp_path / "cache" / "kernels-v2"
+    (foreign / "kernels-v2").mkdir(parents=True)
+    place.parent.mkdir()
+    if planted == "a link":
+        place.symlink_to(foreign)
+        kept = foreign / "thesis.txt"
+    elif planted == "a link above":
+        place.parent.rmdir()
+        place.parent.symlink_to(foreign)
+        (foreign / "kernels-v2").chmod(0o755)
+        kept = foreign / "kernels-v2" / "thesis.txt"
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+        kept = place / "thesis.txt"
+    kept.write_text("years of work")
+    monkeypatch.setenv("OPFUSE_CACHE_DIR", str(place.parent))
+    assert main(["cache", *command]) == 3
+    assert f"kernel cache {place}: wants a directory of mode 0700 that only you can write or replace" in capsys.readouterr().err
+    assert kept.read_text() == "years of work"
+
+
+def test_what_could_not_be_removed_is_not_told_as_removed(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link goes and not what it leads to; a directory that holds something stays."""
+    (directory / "z").symlink_to(directory.parent)
+    (directory / "y" / "more").mkdir(parents=True)
+    (directory / "x").mkdir()
+    assert main(["cache", "prune", "--json"]) == 0
+    assert {key[0] for key in json.loads(capsys.readouterr().out)["removed"]} == {".", "b", "c", "d", "x", "z"}
+    assert {path.name[0] for path in directory.iterdir()} == {"a", "y"}

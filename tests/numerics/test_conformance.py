@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -119,6 +121,7 @@ def test_the_rule_is_part_of_the_quantizer_that_a_parameter_is_saved_with():
     assert b'"scale_rule": "ocp_floor"' in bytes(saved["weight.planes"].tolist())
     assert opfuse.from_planes(saved)["weight"].quantizer.scale_rule == "ocp_floor"
     former = bytes(saved["weight.planes"].tolist()).replace(b'"scale_rule": "ocp_floor"', b'"scale_rounding": "floor"')
+    former = re.sub(rb'"crc32": "\w+", ', b"", former)  # texts had no checksum either
     saved["weight.planes"] = torch.frombuffer(bytearray(former), dtype=torch.uint8)
     assert opfuse.from_planes(saved)["weight"].quantizer.scale_rule == "ocp_floor"
 

@@ -582,7 +582,7 @@ def test_u04_stored_weights_are_loaded_with_their_bytes_where_they_are_held_the_
     recipe = recipe_of(name, None)
     held = [stored(recipe, **form, bias=False) for form in ({}, {"single_grouped_weight": True})]
     for source, target in (held, held[::-1]):
-        for state in (source.state_dict(), opfuse.to_planes(source.state_dict())):
+        for state in map(copy.deepcopy, (source.state_dict(), opfuse.to_planes(source.state_dict()))):  # not the source's memory
             with torch.no_grad():
                 for parameter in target.parameters():
                     parameter.zero_()

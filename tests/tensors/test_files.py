@@ -197,8 +197,9 @@ def test_a_weight_of_another_recipe_is_converted_or_refused(old, new):
 
 
 def said(state, change):
-    """The state dict with another text."""
+    """The state dict with another text, which has no checksum: what it says is looked at as well."""
     text = json.loads(bytes(state["w.planes"].tolist()))
+    text.pop("crc32", None)
     change(text)
     state["w.planes"] = torch.frombuffer(bytearray(json.dumps(text).encode()), dtype=torch.uint8)
 
@@ -245,11 +246,33 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_planes_that_are_no_whole_record_are_refused(kind):
     state = opfuse.to_planes({"w": make("mxfp8")})
+    said(state, lambda text: None)
+    assert opfuse.from_planes(state).keys() == {"w"}  # as files of earlier versions are
     BAD[kind](state)
     before = copy.copy(state)
     with pytest.raises(QuantizedTensorError, match=r"planes of w: wants a whole record, got .*\. Cure: "):
         opfuse.from_planes(state)
     assert state.keys() == before.keys()
+
+
+@pytest.mark.parametrize("name", ["w.rowwise.data", "w.columnwise.scale", "w.rowwise.amax", "w.planes"])
+def test_a_byte_that_changed_is_refused(name):
+    """Of the text, a digit of the largest number: another one, which is as good."""
+    state = opfuse.from_planes(through({"w": make("mxfp8" if "amax" not in name else "nvfp4")}))
+    state = {key: value.clone() for key, value in opfuse.to_planes(state).items()}
+    at = bytes(state["w.planes"].tolist()).index(b"448.0") if name == "w.planes" else 0
+    state[name].view(-1).view(torch.uint8)[at] ^= 1
+    with pytest.raises(QuantizedTensorError, match=r"planes of w: wants a whole record, got \w+: damaged data"):
+        opfuse.from_planes(state)
+
+
+def test_arrays_without_their_text_are_refused():
+    state = opfuse.to_planes({"w": SAMPLES["a group"](), "v": make("mxfp8")})
+    state["w.plales"] = state.pop("w.planes")
+    with pytest.raises(
+        QuantizedTensorError, match=r"planes of w: wants a whole record, got w\.rowwise\.members\.0\.data without"
+    ):
+        opfuse.from_planes(state)
 
 
 def test_an_array_too_many_is_unexpected():

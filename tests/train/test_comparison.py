@@ -14,7 +14,7 @@ import torch
 
 from opfuse.config import Config, load
 from opfuse.errors import ConfigError, UnsupportedError
-from opfuse.train import Comparison, TrainStep, compare, to_dict, write_plot, write_report
+from opfuse.train import Comparison, TrainStep, compare, to_dict, usable, write_plot, write_report
 from opfuse.train.report import smoothed
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
@@ -140,3 +140,14 @@ def test_the_quickstart_learns_as_well_as_in_high_precision() -> None:
     assert abs(found["validation_difference"]) < 0.02
     assert found["validation_loss"] < 1.7
     assert found["plan_cache"]["misses"] == 2
+
+
+def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_here = torch.cuda.is_available()
+    assert usable("auto").type == ("cuda" if is_here else "cpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: not is_here)
+    if is_here:
+        assert usable("auto") == torch.device("cpu")
+    else:
+        with pytest.raises(UnsupportedError, match="got 'cuda'"):
+            usable("auto")

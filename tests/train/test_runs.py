@@ -12,6 +12,7 @@ import torch
 from opfuse.cli.app import main
 from opfuse.config import load
 from opfuse.errors import TraceError
+from opfuse.runtime.written import unsealed
 from opfuse.train import compare, write_report
 from opfuse.train.data import pydoc_topics
 from opfuse.train.localize import SeenValue, _difference, first_difference
@@ -60,7 +61,7 @@ def test_equal_runs_are_equal(runs: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_seed_of_torch_is_none_of_a_run(runs: Path, tmp_path: Path) -> None:
     """It is another in each process, and a run has a generator of its own."""
-    told = json.loads((runs / "two" / REPORT).read_text())
+    told = unsealed((runs / "two" / REPORT).read_text())
     told["process"]["settings"]["seed"] += 1
     (tmp_path / REPORT).write_text(json.dumps(told))
     assert differences(known_run(runs / "one"), known_run(tmp_path)) == []
@@ -70,7 +71,7 @@ def test_another_text_of_that_name_is_no_text_of_the_run(runs: Path, tmp_path: P
     """It counts from the folder in which the run was started, and another one may lie where it is asked about."""
     copy = shutil.copytree(runs, tmp_path / "runs")
     for name in ("one", "two"):
-        told = json.loads((copy / name / REPORT).read_text())
+        told = unsealed((copy / name / REPORT).read_text())
         (copy / name / REPORT).write_text(json.dumps({**told, "config": str(copy / f"{name}.yaml")}))
     (copy / "text.txt").write_bytes(pydoc_topics()[::-1])
     with pytest.raises(TraceError, match="wants the text that the run had"):

@@ -63,13 +63,38 @@ def test_high_precision_is_what_plain_torch_trains() -> None:
     assert [value for _, value in curve.validation] == pytest.approx(validation, rel=2e-5)
 
 
+def rates(**settings: object) -> list[float]:
+    """The learning rate of every step, as a part of the highest."""
+    made = Train(**{"steps": 100, **settings})  # type: ignore[arg-type]
+    return [rate(step, made) for step in range(made.steps)]
+
+
 def test_the_rate_rises_and_falls() -> None:
-    assert [rate(step, steps=100) for step in range(6)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-    falling = [rate(step, steps=100) for step in range(5, 100)]
+    assert rates()[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    falling = rates()[5:]
     assert falling == sorted(falling, reverse=True)
-    assert rate(52, steps=99) == pytest.approx(0.5, abs=0.01)
+    assert rates(steps=99)[52] == pytest.approx(0.5, abs=0.01)
     assert 0 < falling[-1] < 1e-3
-    assert rate(0, steps=1) == 1.0
+    assert rates(steps=1) == [1.0]
+
+
+def test_the_schedule_is_settable() -> None:
+    assert rates(steps=4, warm_up=0.5, schedule="linear") == [0.5, 1.0, 1.0, 0.5]
+    assert rates(steps=4, warm_up=0.5, schedule="constant") == [0.5, 1.0, 1.0, 1.0]
+    assert rates(steps=3, warm_up=0, schedule="linear") == [1.0, 1.0, 0.5]
+    assert rates(steps=4, warm_up=1) == [0.25, 0.5, 0.75, 1.0]
+    batches, held_out = samples()
+    settings = SETTINGS.model_copy(update={"schedule": "constant", "warm_up": 0.0})
+    constant = fit(trained := model(), batches, held_out, settings, recipe=None)
+    torch.manual_seed(20260101)
+    plain = model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(batch.context), batch.target).backward()
+        optimizer.step()
+    assert len(constant.losses) == 4
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), plain.parameters()))
 
 
 @pytest.mark.parametrize("kind", [None, *(kind for kind in recipes.RECIPES if kind != "custom")])

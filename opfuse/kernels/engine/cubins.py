@@ -25,11 +25,13 @@ from typing import NamedTuple
 import platformdirs
 
 from opfuse.environment import variable
-from opfuse.errors import OpfuseWarning, describe
+from opfuse.errors import OpfuseWarning, UnsupportedError, describe
 
 ENVIRONMENT = "OPFUSE_CACHE_DIR"
 CUBIN, FACTS = "cubin", "json"
 """Kinds of files: what the device loads, and the resources that the compiler reported."""
+
+WANTED = "a directory of mode 0700 that only you can write or replace"
 
 _STALE = 3600.0  # seconds; no process takes so long to write a file
 _VERSION = "v2"  # of the contents: another version has another directory
@@ -62,11 +64,11 @@ class CubinCache:
     def _intact(self, key: str, kind: str) -> bytes | None:
         for name in sorted(self.names.get(f"{key}.{kind}", ())):
             path = self.directory / name
-            content = _read(path)
+            content = read(path)
             if digest(content) == path.stem.partition("-")[2]:
                 return content
             with contextlib.suppress(OSError):
-                _remove(path)
+                remove(path)
         return None
 
     def _list(self) -> None:
@@ -148,9 +150,17 @@ def digest(content: bytes) -> str:
 
 
 def root() -> Path:
-    """``$OPFUSE_CACHE_DIR``, where ``~`` is the home directory; if it is not set, the user's cache directory."""
+    """``$OPFUSE_CACHE_DIR``, where ``~`` is the home directory; if it is not set, the user's cache directory.
+
+    A user without a home, as in a container, has a path that begins with ``~``, which is not :func:`private`.
+    """
     named = variable(ENVIRONMENT)
-    return Path(os.path.expanduser(named)) if named else platformdirs.user_cache_path("opfuse")
+    if named:
+        return Path(os.path.expanduser(named))
+    try:
+        return platformdirs.user_cache_path("opfuse")
+    except RuntimeError:
+        return Path("~/.cache/opfuse")
 
 
 def location() -> Path:
@@ -237,6 +247,15 @@ def _fault(error: OSError) -> Fault:
     return Fault(f"{type(error).__name__}: {error.strerror}", "make it writable")
 
 
+def checked(directory: Path) -> Path:
+    """``directory``. UnsupportedError unless it is :func:`private`: who may not run what is in it may not remove it either."""
+    fault = private(directory)
+    if fault is not None:
+        cure = f"{fault.cure}, or name another directory in {ENVIRONMENT}"
+        raise UnsupportedError(describe(f"kernel cache {directory}", wanted=WANTED, got=fault.got, cure=cure))
+    return directory
+
+
 def make(directory: Path) -> None:
     """Make ``directory``, and what is missing above it, for this user alone. OSError if that cannot be done."""
     if not directory.exists():
@@ -249,15 +268,14 @@ def make(directory: Path) -> None:
 def _tell(directory: Path, fault: Fault) -> None:
     """One warning for each fault in a process."""
     cure = f"{fault.cure}, or name another directory in {ENVIRONMENT}; until then each process compiles its kernels anew"
-    wanted = "a directory of mode 0700 that only you can write or replace"
-    text = describe(f"kernel cache {directory}", wanted=wanted, got=fault.got, cure=cure)
+    text = describe(f"kernel cache {directory}", wanted=WANTED, got=fault.got, cure=cure)
     warnings.warn(text, OpfuseWarning, stacklevel=2)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> bytes:
+def read(path: Path) -> bytes:
     """The bytes of a regular file; none of anything else: a symbolic link, a directory, a pipe."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -272,7 +290,7 @@ def _read(path: Path) -> bytes:
         os.close(handle)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a file, or an empty directory in its place. OSError if it is neither."""
     if path.is_dir() and not path.is_symlink():
         path.rmdir()

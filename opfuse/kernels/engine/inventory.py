@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 
 from opfuse.kernels.engine.bindings import SOURCES
 from opfuse.kernels.engine.compiling import ARCHITECTURES, architecture, code_of_file, compile_text
-from opfuse.kernels.engine.cubins import CUBIN, FACTS, digest
+from opfuse.kernels.engine.cubins import CUBIN, FACTS, checked, digest, read, remove
 from opfuse.kernels.engine.sources import cuda_code
 
 GENERATED = "generated.cuh"
@@ -55,15 +56,18 @@ class KeptCubin:
 
 
 def inventory(directory: Path) -> list[KeptCubin]:
-    """Everything in ``directory`` by key, newest first; temporary files that a crash left are keys of their own."""
+    """Everything in ``directory`` by key, newest first; temporary files that a crash left are keys of their own.
+
+    UnsupportedError for a directory in which others may write, or that is a link to another one.
+    """
     found: dict[str, list[Path]] = {}
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+    for path in sorted(directory.iterdir()) if checked(directory).is_dir() else ():
         found.setdefault(path.name if path.name.startswith(".") else path.stem.partition("-")[0], []).append(path)
     return sorted((_kept(key, paths) for key, paths in found.items()), key=lambda kept: -kept.written)
 
 
 def _kept(key: str, paths: Sequence[Path]) -> KeptCubin:
-    contents = {path: _content(path) for path in paths}
+    contents = {path: read(path) for path in paths}
     text = next((content.decode(errors="replace") for path, content in contents.items() if path.suffix == ".cu"), "")
     facts = next((content for path, content in contents.items() if path.suffix == f".{FACTS}"), b"")
     entries: Any = {}
@@ -89,7 +93,7 @@ def recompiled(kept: KeptCubin) -> str | None:
 
     Tries one architecture after another, a second or less each. UnsupportedError without NVRTC.
     """
-    texts = [path.read_text() for path in kept.files if path.suffix == ".cu"]
+    texts = [read(path).decode(errors="replace") for path in kept.files if path.suffix == ".cu"]
     if not texts or not kept.digests or kept.faults:
         return None
     own = (architecture(device) for device in range(torch.cuda.device_count()))
@@ -97,10 +101,6 @@ def recompiled(kept: KeptCubin) -> str | None:
         if digest(compile_text(texts[0], arch, kept.source).cubin) in kept.digests:
             return None
     return "its text compiles to something else: it was altered, or made by another NVRTC or for another architecture"
-
-
-def _content(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
 
 
 def _faults(key: str, contents: dict[Path, bytes]) -> Iterator[str]:
@@ -137,9 +137,9 @@ def _code_now(name: str) -> str | None:
 
 
 def prune(directory: Path, unwanted: Callable[[KeptCubin], bool]) -> list[KeptCubin]:
-    """Remove what is ``unwanted``; returns what was removed."""
+    """Remove what is ``unwanted``; returns what was removed. UnsupportedError as :func:`inventory`."""
     gone = [kept for kept in inventory(directory) if unwanted(kept)]
     for path in (path for kept in gone for path in kept.files):
         with contextlib.suppress(OSError):
-            path.unlink()
-    return gone
+            remove(path)
+    return [kept for kept in gone if not any(map(os.path.lexists, kept.files))]

@@ -1,0 +1,48 @@
+"""Records that processes write and read again: for their owner alone, and with a checksum, by which damage is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+OWNER_ONLY = 0o600
+"""The mode of files: what they tell of a machine and of its data is no one else's."""
+
+_CHECKSUM = "crc32"
+
+
+def owner_only(path: str, flags: int) -> int:
+    """An opener of :func:`open` that leaves the file to its owner."""
+    handle = os.open(path, flags, OWNER_ONLY)
+    state = os.fstat(handle)
+    if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid():
+        os.fchmod(handle, OWNER_ONLY)  # it may have been there before
+    return handle
+
+
+def sealed(record: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """A record as JSON, with the CRC-32 of what it says. ValueError for numbers that are not finite."""
+    return json.dumps({**record, _CHECKSUM: _checksum(record)}, indent=indent, allow_nan=False)
+
+
+def unsealed(text: str) -> Any:
+    """What a text of :func:`sealed` says. ValueError if it is no JSON, or does not say what was written.
+
+    A record without a checksum is one that a person or an earlier version wrote.
+    """
+    try:
+        record = json.loads(text)
+    except RecursionError:
+        raise ValueError("values nested too deeply") from None
+    told = record.pop(_CHECKSUM, None) if isinstance(record, dict) else None
+    if told is not None and told != _checksum(record):
+        raise ValueError("damaged data: the CRC-32 is not that of what was written")
+    return record
+
+
+def _checksum(record: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(record).encode()):08x}"

@@ -97,7 +97,7 @@ class _SegmentFunction(torch.autograd.Function):
         received: dict[int, torch.Tensor | None] = dict.fromkeys(ctx.values)
         for value, grad in zip(ctx.values, grad_outputs):
             if grad is not None:
-                earlier = received[value]
+                earlier, grad = received[value], grad.resolve_neg()  # kernels read what lies in memory
                 received[value] = grad if earlier is None else earlier + grad
         return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
 

@@ -318,10 +318,10 @@ class OperationFuser:
         plan = self.plan(x, *extras) if asked is None else self._listed(asked, x, extras)
         for i, op in self._told.call_listeners:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
-        given = x, *extras
-        if True in map(_NEGATIVE, given):  # kernels read what lies in memory
-            given = resolved(self, given)
-        outputs = run_plan(plan, self.ops, given, kwargs or ({},) * len(self.ops), instead)
+        tensors = x, *extras
+        if True in map(_NEGATIVE, tensors):  # kernels read what lies in memory
+            tensors = resolved(self, tensors)
+        outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _repeated(self, run: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ import torch
 from opfuse import ops
 from opfuse.fusions import RULES
 from opfuse.runtime.programs import interpreted
-from tests.compiler.graphs import OWN, VIEWS, Graph, graph
+from tests.compiler.graphs import OWN, VIEWS, Graph, Turned, graph
 from tests.compiler.harness import (
     CASES,
     UNFUSED,
@@ -126,7 +126,8 @@ def compiled(seed: int) -> list[str]:
     """What differs in compiled calls: from plain torch in fp64, and under a recipe from eager calls, in any value.
 
     For an output without a gradient compiled code passes zeros on: so -0.0 may be 0.0, and no gradient one of zeros. What several
-    pipelines give one parameter is summed for each of them first, so such sums may round otherwise.
+    pipelines give one parameter is summed for each of them first, so such sums may round otherwise. So may those of tensors that
+    are not contiguous, which enter compiled pipelines as contiguous ones.
     """
     case, dtype = CASES[seed % len(CASES)], DTYPES[seed // len(CASES) % 2]
     made, again = (graph(seed, more=VIEWS) for _ in range(2))
@@ -138,7 +139,8 @@ def compiled(seed: int) -> list[str]:
     uses = Counter(map(id, every(made.model)))
     summed = {id(p) for module in every(made.model) if uses[id(module)] > 1 for p in module.parameters()}
     rounded = {f"grad of {name}" for name, p in made.model.named_parameters() if id(p) in summed}
-    names = [name for name in got if name not in rounded and unlike(got[name], want[name])]
+    by = 2**-8 if any(isinstance(module, Turned) for module in every(made.model)) else 0.0
+    names = [name for name in got if name not in rounded and unlike(got[name], want[name], by=by)]
     return found + [f"compiled, eager, {case}, {dtype}: {name}" for name in names]
 
 

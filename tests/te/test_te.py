@@ -145,7 +145,7 @@ def test_keywords_as_scripts_write_them():
     with pytest.raises(UnsupportedError, match="wants tensor_parallel=False, got True"):
         te.ops.Bias(64, tensor_parallel=True)
     with pytest.raises(UnsupportedError, match="wants seq_length=None, got 4096"):
-        te.ops.L2Normalization(seq_length=4096, micro_batch_size=1)
+        te.ops.L2Normalization(seq_length=4096)
 
 
 def test_what_a_gated_unit_of_an_mlp_may_be_asked_for():

@@ -1,6 +1,6 @@
 """opfuse: a fusible-operation-graph compiler for low-precision training in PyTorch.
 
-Names are imported when they are first used, so that ``import opfuse`` costs nothing.
+Names are imported when they are first used, so that ``import opfuse`` costs nothing. Type checkers read ``__init__.pyi``.
 """
 
 from importlib import import_module

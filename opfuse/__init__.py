@@ -50,6 +50,7 @@ _NAMES = {
     "dump": "opfuse.runtime.trace",
     "explain": "opfuse.inspect.explain",
     "saved": "opfuse.inspect.saved",
+    "cache_info": "opfuse.inspect.caches",
     "watch": "opfuse.inspect.watch",
     "host_times": "opfuse.inspect.host",
     "compare_ranks": "opfuse.inspect.ranks",

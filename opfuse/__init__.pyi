@@ -26,6 +26,7 @@ from opfuse.convert.foreign import export_weights as export_weights
 from opfuse.convert.foreign import import_weights as import_weights
 from opfuse.core.state import plain_state_dict as plain_state_dict
 from opfuse.core.state import prepare_delayed as prepare_delayed
+from opfuse.inspect.caches import cache_info as cache_info
 from opfuse.inspect.explain import explain as explain
 from opfuse.inspect.host import host_times as host_times
 from opfuse.inspect.ranks import compare_ranks as compare_ranks

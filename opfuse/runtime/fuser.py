@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
@@ -359,8 +359,15 @@ class OperationFuser:
 
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits, misses, reason of the last miss, and what programs take."""
-        last: Miss | None = self.cache.last_miss
-        return info_of([self.cache], None if last is None else str(last))
+        return infos_of([self])
+
+
+def infos_of(pipelines: Iterable[OperationFuser]) -> CacheInfo:
+    """The counts of several pipelines together, and why the latest miss of all was one."""
+    pipelines = [*pipelines]
+    latest = max(pipelines, key=lambda each: each.last_missed, default=None)
+    last: Miss | None = None if latest is None else latest.cache.last_miss
+    return info_of([each.cache for each in pipelines], None if last is None else str(last))
 
 
 def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, rules: RuleSet) -> Plan:

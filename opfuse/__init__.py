@@ -1,6 +1,6 @@
 """opfuse: a fusible-operation-graph compiler for low-precision training in PyTorch.
 
-Names are imported when they are first used, so that ``import opfuse`` costs nothing.
+Names are imported when they are first used, so that ``import opfuse`` costs nothing. Type checkers read ``__init__.pyi``.
 """
 
 from importlib import import_module
@@ -50,6 +50,7 @@ _NAMES = {
     "dump": "opfuse.runtime.trace",
     "explain": "opfuse.inspect.explain",
     "saved": "opfuse.inspect.saved",
+    "cache_info": "opfuse.inspect.caches",
     "watch": "opfuse.inspect.watch",
     "host_times": "opfuse.inspect.host",
     "compare_ranks": "opfuse.inspect.ranks",

@@ -210,6 +210,11 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         self.__dict__["quantizer_states"] = DelayedScalingStates()
         self.__dict__["name"] = ""
 
+    @property
+    def writes_extras(self) -> bool:
+        """Whether it writes into its extra inputs, which are tensors of the caller."""
+        return self.num_extra_inputs > 0 and bool(getattr(self.spec, "in_place", False))
+
     def __getattr__(self, name: str) -> Any:
         owner = self.__dict__.get("owner", self)
         if owner is not self and name in owner._parameters:

@@ -20,6 +20,10 @@ class RunsOps(Protocol):
     def named_ops(self) -> Iterator[tuple[str, Any]]:
         """The ops, each with the path that people know it by."""
 
+    @property
+    def runs(self) -> Iterable[Any]:
+        """What runs them: each has a ``fuser``, its pipeline, None before the first call."""
+
 
 class Grouping(NamedTuple):
     """How the rows of an op are in groups.

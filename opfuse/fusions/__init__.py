@@ -13,6 +13,22 @@ from opfuse.fusions.chain import ELEMENTWISE
 from opfuse.fusions.dispatch import DISPATCH_CAST
 from opfuse.fusions.epilogue import EPILOGUE, EPILOGUE_GROUPS, LINEAR_ADD, LINEAR_SCALE_ADD
 
+__all__ = [
+    "BACKWARD_ACTIVATION_BIAS",
+    "BACKWARD_ADD_RMS_NORM",
+    "BACKWARD_ELEMENTWISE",
+    "BACKWARD_GROUPS",
+    "BACKWARD_LINEAR_ADD",
+    "BACKWARD_LINEAR_SCALE",
+    "DISPATCH_CAST",
+    "ELEMENTWISE",
+    "EPILOGUE",
+    "EPILOGUE_GROUPS",
+    "LINEAR_ADD",
+    "LINEAR_SCALE_ADD",
+    "RULES",
+]
+
 RULES = RuleSet(
     (
         LINEAR_SCALE_ADD,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +22,7 @@ from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.inputs import check_tensors
 from opfuse.runtime.kept import scopes_of
 from opfuse.runtime.listed import listed_plans
+from opfuse.runtime.observed import unobserved
 from opfuse.runtime.run import NamedSave
 from opfuse.runtime.segment import listed_saves
 from opfuse.tensors.masters import stored_in
@@ -193,7 +196,7 @@ def _of_modules(kept: Sequence[NamedSave], tensors: Iterable[torch.Tensor], memo
 
 
 class _Block(NamedTuple):
-    """A piece of memory that is freed as a whole: a torch storage."""
+    """A piece of memory that is freed as a whole: a torch storage. On the meta device torch's record of it gives the address."""
 
     address: int
     bytes: int
@@ -201,7 +204,7 @@ class _Block(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Block:
         storage = stored_in(tensor).untyped_storage()
-        return cls(storage.data_ptr(), storage.nbytes())
+        return cls(storage.data_ptr() or storage._cdata, storage.nbytes())
 
 
 def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:
@@ -281,11 +284,17 @@ def _planes(value: Value) -> tuple[str, tuple[str, ...]]:
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """Afterwards random state and the delayed-scaling states of ``model`` are what they were; casts inside record nothing."""
+    """Afterwards random state and the delayed-scaling states of ``model`` are what they were; casts inside record nothing.
+
+    Models also draw from Python's and numpy's generators, as those that leave out layers at random.
+    """
     states = [getattr(module, "quantizer_states", None) for module in model.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng())
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
         stack.enter_context(running(Pass.LOOK))
+        stack.enter_context(unobserved())
         for state in states:
             if isinstance(state, DelayedScalingStates):
                 stack.enter_context(state.kept())

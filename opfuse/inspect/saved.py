@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from opfuse.domains import checked_arguments
-from opfuse.errors import OpfuseError, PipelineError
+from opfuse.errors import OpfuseError, PipelineError, describe
 from opfuse.formats import dtype_name
 from opfuse.inspect.alike import alike, common, counted, starred
 from opfuse.inspect.gradients import error_of, gradients_of
@@ -75,11 +75,17 @@ def saved(model: nn.Module, *inputs: Any, errors: bool = False, **named: Any) ->
     """What ``model(*inputs, **named)`` saves for its backward pass under the active recipe.
 
     Runs the forward once for each setting that is compared, without side effects, like :func:`opfuse.explain`. A setting under
-    which the call cannot run is reported as refused, and why; only the active recipe raises. errors: also run the backward
-    passes, and report how far gradients are from those without a recipe. PipelineError for what is no module or runs no op of
-    opfuse; DtypeError if the first input is no tensor.
+    which the call cannot run is reported as refused, and why; only the active recipe raises. A model and inputs on the meta
+    device are counted as they would be with memory. errors: also run the backward passes, and report how far gradients are from
+    those without a recipe. PipelineError for what is no module or runs no op of opfuse, and for ``errors`` on the meta device,
+    which has no values; DtypeError if the first input is no tensor.
     """
     given = CallInputs(inputs, named)
+    if errors and any(each.is_meta for each in given.tensors):
+        cure = "leave errors out, or give the model memory (to_empty) and values, and pass inputs with values"
+        raise PipelineError(
+            describe("saved(errors=True)", wanted="tensors with values", got="some on the meta device", cure=cure)
+        )
     found = observe(model, given)
     recipes = recipes_of(found)
     asked = ("backward_override", "keep") if len(recipes) == 1 else ()

@@ -16,6 +16,7 @@ from opfuse.domains import NUMBER
 from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest
 from opfuse.inspect.casts import FoundFigures, figures
 from opfuse.inspect.writers import WATCHED, sink_of
+from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.observed import GroupRun, Observer, observed
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -50,6 +51,8 @@ RECORDS = 10_000
 class LookedAt:
     """Counts the training calls of ``model`` and observes those for whose number ``due`` returns an observer.
 
+    Calls that leave no trace, as of :func:`opfuse.explain`, are none of them.
+
     step: the number of calls so far.
     """
 
@@ -63,7 +66,7 @@ class LookedAt:
         )
 
     def _before(self, model: nn.Module, inputs: Any) -> None:
-        if not model.training:
+        if not model.training or current_pass() is Pass.LOOK:
             return
         self.step += 1
         if self._look is None and (observer := self.due(self.step)) is not None:
@@ -71,7 +74,7 @@ class LookedAt:
             self._look.__enter__()
 
     def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self._look is not None:
+        if self._look is not None and current_pass() is not Pass.LOOK:
             look, self._look = self._look, None
             look.__exit__(None, None, None)
 

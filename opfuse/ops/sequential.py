@@ -20,8 +20,8 @@ from opfuse.core.watched import WatchedModule
 from opfuse.domains import INTEGER
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, PipelineTypeError, describe, number_of
 from opfuse.recipes import current_recipe
-from opfuse.runtime.caches import CacheInfo, info_of
-from opfuse.runtime.fuser import OperationFuser
+from opfuse.runtime.caches import CacheInfo
+from opfuse.runtime.fuser import OperationFuser, infos_of
 from opfuse.tensors.groups import listed_splits
 
 NamedOps = list[tuple[str, FusibleOperation]]
@@ -370,8 +370,7 @@ class Sequential(Enrolled):
         """
         lists = [module for module in self.modules() if isinstance(module, Sequential)]
         pipelines = [run for inner in lists for run in inner.runs() if isinstance(run, OperationFuser)]
-        last = max(pipelines, key=lambda run: run.last_missed, default=None)
-        return info_of([run.cache for run in pipelines], None if last is None else last.cache_info().last_miss)
+        return infos_of(pipelines)
 
 
 def _channels(run: NamedOps, side: str) -> Iterator[str]:

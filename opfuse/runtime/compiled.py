@@ -96,7 +96,7 @@ def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torc
     if kwargs:
         return "keyword arguments of an op. Cure: give them to the op when it is made"
     for op in pipeline.ops:
-        if op.num_extra_inputs > 0 and getattr(op.spec, "in_place", False):
+        if op.writes_extras:
             return f"{op.label}, which writes into a tensor of the caller. Cure: use in_place=False"
     if not all(type(each) in _PLAIN for each in [x, *extras]):
         return "an input that is quantized or in shards. Cure: have the pipeline itself quantize it, or call dequantize() on it"
@@ -171,6 +171,7 @@ def backward_op(
     if torch.is_grad_enabled():
         cure = "compute second derivatives with plain torch modules; quantized backward passes have none"
         raise UnsupportedError(describe(where, wanted="create_graph=False", got="a double backward", cure=cure))
+    grads = [None if grad is None else grad.resolve_neg() for grad in grads]
     found = held.backward(grads, torch._C._autograd._get_current_graph_task_keep_graph())
     made, at = list[torch.Tensor](), 0
     for grad, rank, dtype in zip(found, looks[::2], looks[1::2]):

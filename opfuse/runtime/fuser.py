@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
@@ -42,7 +42,7 @@ from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.compiled import follow, hindrance
 from opfuse.runtime.held import CallInside
-from opfuse.runtime.inputs import check_call, check_count, check_tensors
+from opfuse.runtime.inputs import check_call, check_count, check_tensors, resolved
 from opfuse.runtime.ledger import Ledger
 from opfuse.runtime.listed import ListedPlans, current_list, listed_plans
 from opfuse.runtime.misses import check_miss
@@ -58,6 +58,9 @@ ROWS = 128
 
 PLANS, MADE = 64, 256
 """Plans alive of a pipeline; plans of which it remembers why they were made."""
+
+_NEGATIVE = torch.Tensor.is_neg
+"""Whether a tensor has torch's negative bit: its values are those in memory, negated."""
 
 _log = logging.getLogger("opfuse.misses")
 _misses = itertools.count(1)
@@ -315,7 +318,10 @@ class OperationFuser:
         plan = self.plan(x, *extras) if asked is None else self._listed(asked, x, extras)
         for i, op in self._told.call_listeners:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
-        outputs = run_plan(plan, self.ops, (x, *extras), kwargs or ({},) * len(self.ops), instead)
+        tensors = x, *extras
+        if True in map(_NEGATIVE, tensors):  # kernels read what lies in memory
+            tensors = resolved(self, tensors)
+        outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _repeated(self, run: Callable[[], Any]) -> Any:
@@ -353,8 +359,15 @@ class OperationFuser:
 
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits, misses, reason of the last miss, and what programs take."""
-        last: Miss | None = self.cache.last_miss
-        return info_of([self.cache], None if last is None else str(last))
+        return infos_of([self])
+
+
+def infos_of(pipelines: Iterable[OperationFuser]) -> CacheInfo:
+    """The counts of several pipelines together, and why the latest miss of all was one."""
+    pipelines = [*pipelines]
+    latest = max(pipelines, key=lambda each: each.last_missed, default=None)
+    last: Miss | None = None if latest is None else latest.cache.last_miss
+    return info_of([each.cache for each in pipelines], None if last is None else str(last))
 
 
 def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, rules: RuleSet) -> Plan:

@@ -138,7 +138,7 @@ class CallInside:
 
     def noted(self, run: Callable[[Sequence[torch.Tensor], Ledger], Any]) -> tuple[torch.Tensor, ...]:
         """The outputs of ``run(inputs, ledger)``, which notes every step that gradients pass in the ledger."""
-        entries = [each.detach() for each in self.given]
+        entries = [each.detach().resolve_neg() for each in self.given]
         for entry, want in zip(entries, self.wanted):
             if want:
                 entry.requires_grad_()

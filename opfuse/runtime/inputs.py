@@ -68,6 +68,18 @@ def check_tensors(label: str, *given: object, what: str = "input") -> None:
             raise DtypeError(describe(f"{label} {what}", wanted="a torch.Tensor", got=got, cure="pass a tensor"))
 
 
+def resolved(pipeline: PipelineInputs, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The input and the extra inputs of a call, some with torch's negative bit, without it.
+
+    UnsupportedError for an extra input with this bit where an op writes into extra inputs: it would write into a copy.
+    """
+    for op in pipeline.ops:
+        if op.writes_extras and any(extra.is_neg() for extra in given[1:]):
+            wanted, got = "a tensor to overwrite as it lies in memory", "one with torch's negative bit, as z.conj().imag has it"
+            raise UnsupportedError(describe(f"{op.label} extra input", wanted=wanted, got=got, cure="pass extra.resolve_neg()"))
+    return tuple(each.resolve_neg() for each in given)
+
+
 def _check_strided(label: str, *tensors: torch.Tensor) -> None:
     """UnsupportedError for the first sparse or nested tensor."""
     for tensor in tensors:

@@ -69,6 +69,16 @@ def observed(by: Observer, *, fused: bool = False) -> Iterator[None]:
         _observer.reset(reset)
 
 
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside the block nobody observes calls."""
+    reset = _observer.set(None)
+    try:
+        yield
+    finally:
+        _observer.reset(reset)
+
+
 class ObservedRunner(Runner):
     """Runs a segment of an observed call."""
 

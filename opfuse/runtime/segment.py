@@ -97,7 +97,7 @@ class _SegmentFunction(torch.autograd.Function):
         received: dict[int, torch.Tensor | None] = dict.fromkeys(ctx.values)
         for value, grad in zip(ctx.values, grad_outputs):
             if grad is not None:
-                earlier = received[value]
+                earlier, grad = received[value], grad.resolve_neg()  # kernels read what lies in memory
                 received[value] = grad if earlier is None else earlier + grad
         return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
 
@@ -238,8 +238,10 @@ def _run_segments(
         inputs = [values[value] for value in segment.inputs]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
         params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in ops[op].parameter_places()]
-        runner = runner_of(plan, segment, ops, kwargs, None if observed else [*inputs, *params])
-        if segment.requires_grad:
+        # Autograd follows views by itself; a ledger follows nothing that is not noted, and wants the interpreter's contexts.
+        viewed = isinstance(instead, Ledger) and not segment.requires_grad and not graph.grads.isdisjoint(segment.outputs)
+        runner = runner_of(plan, segment, ops, kwargs, None if observed or viewed else [*inputs, *params])
+        if segment.requires_grad or viewed:
             if plan.delays and current_pass() is Pass.AGAIN:
                 runner.outer = running_pass()
             again = [values[value] for value in segment.again]

@@ -3,6 +3,9 @@
 Dynamo traces with tensors that have no values but count writes. Traced code cannot read that count, but it can read a size. So an
 op returns a tensor whose one size is a number for the state of the tensors that it was given. No graph needs the tensor, and
 compilers drop the op.
+
+Some writes these tensors do not count: those to lists of tensors (``torch._foreach_add_``), by ops of other libraries, by kernels
+of Triton. After a call of that kind in the graph all tensors have another state.
 """
 
 from __future__ import annotations
@@ -31,8 +34,31 @@ def stamp(tensors: Sequence[torch.Tensor]) -> int:
 def _stamp_fake(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The op as dynamo traces it. The same fake mode means the same graph."""
     known = _known.setdefault(getattr(tensors[0], "fake_mode", None) or torch._guards.detect_fake_mode(), {})
-    state = *map(id, tensors), *versions(*tensors)
+    state = _uncounted_writes(), *map(id, tensors), *versions(*tensors)
     return _sized(known.setdefault(state, next(_numbers)))
+
+
+def _uncounted_writes() -> int:
+    """How many calls the graph has so far that may write and that tensors without values do not count."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        graph = InstructionTranslator.current_tx().output.graph
+    except AttributeError:  # another tracer, which reads no numbers
+        return 0
+    last, count = _counted.get(graph, (None, 0))
+    coming = itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
+    count += sum(1 for node in coming if node.op == "call_function" and _may_write(node.target))
+    _counted[graph] = next(iter(reversed(graph.nodes)), None), count
+    return count
+
+
+def _may_write(function: Any) -> bool:
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return any(each.is_mutable for each in function._schemas.values())
+    if isinstance(function, torch._ops.OpOverload):
+        return bool(function._schema.is_mutable)
+    return isinstance(function, torch._ops.HigherOrderOperator) or function.__name__.endswith("_")
 
 
 def _stamp_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -51,6 +77,8 @@ def _of_planes(op: Any, tensors: Sequence[torch.Tensor]) -> Any:
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+_counted: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDictionary()
+"""By graph: its last node when somebody last counted, and the count."""
 _numbers = itertools.count(1)
 
 _LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ _PARALLEL = {
     "userbuffers_options": (None, "leave it out: products and communication do not overlap here"),
 }
 _SCALED = {"activation_recompute_in_mlp": (False, "leave it out: the input is kept, and torch.utils.checkpoint keeps less")}
+_WARM_UP = "leave it out: kernels are compiled when they first run, for any size"
 _MARGINS = {"sm_margin": (0, "leave it out: norms take the whole device")}
 
 KEYWORDS: Mapping[str, Keywords] = {
@@ -31,6 +32,8 @@ KEYWORDS: Mapping[str, Keywords] = {
     **dict.fromkeys(("ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledTanhSReLU"), _SCALED),
     "LayerNorm": _MARGINS,
     "RMSNorm": _MARGINS,
+    "L2Normalization": {"seq_length": (None, _WARM_UP), "micro_batch_size": (None, _WARM_UP)},
+    "Bias": {"tensor_parallel": (False, _CUT), "tensor_parallel_group": (None, _CUT)},
 }
 """By op: keywords of te.ops that opfuse lacks, their defaults, and the cure for any other value."""
 

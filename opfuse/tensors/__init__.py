@@ -3,10 +3,12 @@
 import torch
 
 from opfuse.formats import Element, NumberFormat
+from opfuse.numerics.row_groups import RowGroups
 from opfuse.tensors import quantizers
 from opfuse.tensors.casting import cast
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.ragged import RaggedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor, rebuild
 
@@ -20,6 +22,8 @@ torch.serialization.add_safe_globals(
         QuantizedStorage,
         Plane,
         GroupedPlane,
+        RaggedPlane,
+        RowGroups,
         NumberFormat,
         Element,
         *(getattr(quantizers, name) for name in quantizers.__all__),

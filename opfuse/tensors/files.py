@@ -23,6 +23,7 @@ from opfuse.formats import DTYPES, USAGES, Element, NumberFormat, dtype_name
 from opfuse.tensors import quantizers
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
+from opfuse.tensors.planes import check_told
 from opfuse.tensors.quantizers.base import Quantizer, zero_plane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -59,7 +60,7 @@ def to_planes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Their bytes are read by the host, for a checksum of each quantized tensor: about half a second per GiB.
 
     Your own quantizers, and those over a process group, are not saved: such a tensor, once loaded, takes bytes, not values.
-    QuantizedTensorError for a sharded quantized tensor.
+    QuantizedTensorError for a sharded quantized tensor, and for one in groups of sizes that only a device knows.
     """
     found: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -108,6 +109,7 @@ def _no_record(name: str, got: str) -> QuantizedTensorError:
 
 def _apart(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The plain tensors of one, by what is added to its name."""
+    check_told(tensor.record)
     arrays: dict[str, torch.Tensor] = {}
     record = _described(tensor.record, "", arrays)
     own: dict[str, torch.Tensor] = {}

@@ -33,6 +33,7 @@ class GroupedPlane(Plane):
     ``scale`` and ``amax`` are those of the members.
     """
 
+    in_groups = True
     members: tuple[Plane, ...]
     sizes: Sizes
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from opfuse.errors import QuantizedTensorError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.numerics.layouts import layout_of, load_data, load_scale, store_data, store_scale
@@ -90,11 +91,21 @@ def _parts(plane: Plane) -> Iterable[tuple[int | str, Plane]]:
 
 
 def structure(storage: QuantizedStorage) -> tuple[Any, ...]:
-    """All of ``storage`` but its tensors and its shape, as a value that compares."""
+    """All of ``storage`` but its tensors and its shape, as a value that compares. QuantizedTensorError as :func:`check_told`."""
+    check_told(storage)
     planes = [storage.plane(usage) for usage in storage.usages]
     sizes = tuple(plane.sizes if isinstance(plane, GroupedPlane) else None for plane in planes)
     parts = tuple(tuple((p.usage, p.format, p.shape, p.swizzled) for _, p in _parts(plane)) for plane in planes)
     return storage.dtype, storage.why, tuple(zip(sizes, parts))
+
+
+def check_told(storage: QuantizedStorage) -> None:
+    """QuantizedTensorError for groups whose sizes only the device knows: no value of the host tells how such planes lie."""
+    for plane in (storage.plane(usage) for usage in storage.usages):
+        if plane.in_groups and not isinstance(plane, GroupedPlane):
+            wanted, cure = "planes that the host can describe", "dequantize() it first"
+            got = "groups of rows of sizes that only the device knows"
+            raise QuantizedTensorError(describe(f"{plane.usage} plane", wanted=wanted, got=got, cure=cure))
 
 
 def assemble(tensors: Mapping[str, torch.Tensor], made: tuple[Any, ...], shape: Sequence[int]) -> QuantizedStorage:

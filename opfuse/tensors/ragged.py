@@ -44,6 +44,7 @@ class RaggedPlane(Plane):
     tile of 128 rows, with zeros between the groups (numerics/row_groups.py).
     """
 
+    in_groups = True
     groups: RowGroups
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

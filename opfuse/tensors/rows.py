@@ -16,7 +16,6 @@ import torch
 
 from opfuse.formats import ROWWISE, USAGES
 from opfuse.numerics.layouts import ceil_div, load_scale, store_scale
-from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 
@@ -113,7 +112,7 @@ def _with_planes(storage: QuantizedStorage, shape: Sequence[int], change: Callab
 def _has_rows(storage: QuantizedStorage) -> bool:
     """Whether the leading dimensions of the shape are the rows of every plane (not so for a flat view), and in one array."""
     planes = [storage.plane(usage) for usage in storage.usages]
-    whole = all(plane.shape == storage.matrix_shape and not isinstance(plane, GroupedPlane) for plane in planes)
+    whole = all(plane.shape == storage.matrix_shape and not plane.in_groups for plane in planes)
     return len(storage.shape) > 1 and whole
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.quantizers.base import Quantizer
@@ -51,7 +50,7 @@ def agree(shard: Quantized, mesh: Any) -> bool:
 
     Checked once, and again after bytes came from elsewhere; a check waits for the device and for the other ranks.
     """
-    if any(isinstance(shard.plane(usage), GroupedPlane) for usage in shard.usages):
+    if any(shard.plane(usage).in_groups for usage in shard.usages):
         return False
     if not is_mirror(shard) and not shared_by_rows(shard.record):
         return True

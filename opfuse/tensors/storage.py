@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -27,8 +28,10 @@ class Plane:
     scale: decode scale, what dequantize multiplies by (fp32, or E8M0 / E4M3 bytes in a padded array), or None.
     amax: fp32 global amax of NVFP4, shape (1,), or one per row or column; else None.
     swizzled: whether ``scale`` is in the 128x4 tile layout that matrix products read.
+    in_groups: whether groups of its rows were cast apart, so that other rows cannot be cut out of it.
     """
 
+    in_groups: ClassVar[bool] = False
     usage: Usage
     format: NumberFormat
     shape: tuple[int, int]

@@ -1,15 +1,17 @@
 """Random graphs: a pipeline, what it computes in plain torch, and what a call gives it, all by one seed.
 
 A graph has residuals by channels, extra inputs and outputs of the caller, ops that stand in it two or three times, pipelines and
-plain modules between its ops, and parameters that are frozen. Its formula is that of ``tests.ops.op_cases``, which shares no code
-with opfuse, under torch's autograd.
+plain modules between its ops, views that change the leading dimensions, and parameters that are frozen. Its formula is that of
+``tests.ops.op_cases``, which shares no code with opfuse, under torch's autograd.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +36,8 @@ class State:
 
 
 Step = Callable[[State], None]
+Channel = tuple[Any, ...]
+"""A name, and the shape of the value."""
 
 
 @dataclass
@@ -94,10 +98,39 @@ SAME: dict[str, tuple[Callable[[int], nn.Module], Callable]] = {
     "scale": (lambda _: ops.ConstantScale(0.6), unary(lambda x: 0.6 * x)),
     "dropout": (lambda _: ops.Dropout(0.25), unary(dropout)),
     "identity": (lambda _: ops.Identity(), unary(lambda x: x)),
-    "reshape": (lambda n: ops.Reshape((-1, n)), lambda op, params, x: x.reshape(-1, x.shape[-1])),
     "tanh": (lambda _: nn.Tanh(), unary(torch.tanh)),
 }
-"""Ops that keep the width, and a module that no pipeline takes in."""
+"""Ops that keep the shape, and a module that no pipeline takes in."""
+
+
+class Turned(ops.BasicOperation):
+    """Its first and last leading dimensions change places: a view that a user wrote, and that is not contiguous."""
+
+    traits = frozenset(("view",))
+    saves = ()
+
+    def op_forward(self, ctx: Context, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, -2)
+
+    def op_backward(self, ctx: Context, dy: torch.Tensor) -> tuple:
+        return dy.transpose(0, -2), ()
+
+
+Rows = Callable[[tuple[int, ...]], tuple[int, ...]]
+VIEWS: dict[str, tuple[Callable[[int], nn.Module], Callable, Rows]] = {
+    "flat": (lambda n: ops.Reshape((-1, n)), unary(lambda x: x.reshape(-1, x.shape[-1])), lambda rows: (prod(rows),)),
+    "folded": (
+        lambda n: ops.Reshape((2, -1, n)),
+        unary(lambda x: x.reshape(2, -1, x.shape[-1])),
+        lambda rows: (2, prod(rows) // 2),
+    ),
+    "turned": (
+        lambda _: Turned(),
+        unary(lambda x: x.transpose(0, -2)),
+        lambda rows: (rows[-1], *rows[1:-1], rows[0])[: len(rows)],
+    ),
+}
+"""Views, and the leading dimensions of what they make."""
 
 
 class OwnScale(ops.BasicOperation):
@@ -159,16 +192,18 @@ NARROWER: dict[str, tuple[Callable[[int], nn.Module], Callable]] = {
 class Builder:
     """Puts a random graph together; the same seed gives the same one, parameter for parameter."""
 
-    def __init__(self, seed: int, *, unit: int, rows: tuple[int, ...], dtype: torch.dtype, own: bool = False):
-        self.same = [*SAME.values(), *(3 * [*OWN.values()] if own else ())]
+    def __init__(self, seed: int, *, unit: int, rows: tuple[int, ...], dtype: torch.dtype, more: Mapping[str, Any]):
+        self.same = [*SAME.values(), *VIEWS.values(), *3 * [*more.values()]]
         self.random, self.values = random.Random(seed), torch.Generator().manual_seed(seed)
         self.unit, self.rows, self.dtype = unit, rows, dtype
         self.width, self.extras = unit, []  # type: ignore[var-annotated]
-        self.known: list[tuple[int, int, nn.Module, Step]] = []
+        self.known: list[tuple[int, int, Rows, nn.Module, Step]] = []
         self.uses: dict[int, int] = {}
         self.names = 0
 
     def graph(self) -> Graph:
+        if self.random.random() < 0.4:
+            self.rows = (2, *self.rows[:-1], self.rows[-1] // 2)
         x = self.tensor(self.width)
         model, steps = self.pipeline(self.random.randint(3, 12), depth=0)
         model.to(self.dtype)
@@ -188,22 +223,22 @@ class Builder:
         """Modules and what they compute; the channels that a tap opens here are read here."""
         modules: list[nn.Module] = []
         steps: list[Step] = []
-        channels: list[tuple[str, int]] = []
+        channels: list[Channel] = []
         for _ in range(length):
             for module, step in self.part(channels, depth):
                 modules.append(module)
                 steps.append(step)
         return ops.Sequential(*modules), steps
 
-    def part(self, channels: list[tuple[str, int]], depth: int) -> Iterator[tuple[nn.Module, Step]]:
+    def part(self, channels: list[Channel], depth: int) -> Iterator[tuple[nn.Module, Step]]:
         choice = self.random.random()
-        open_channels = [name for name, width in channels if width == self.width]
+        open_channels = [name for name, *shape in channels if shape == [*self.rows, self.width]]
         if choice < 0.14 and depth < 2:
             yield self.inner(depth)
         elif choice < 0.24:
             yield self.tap(channels)
             if self.random.random() < 0.4:
-                yield self.made(*SAME["rms norm"], self.width)
+                yield self.made(*SAME["rms norm"])
         elif choice < 0.42 and open_channels:
             yield self.add(self.random.choice(open_channels))
         elif choice < 0.47:
@@ -211,29 +246,35 @@ class Builder:
         elif choice < 0.62 and (again := self.again()):
             yield again
         elif self.width > self.unit:
-            yield self.scaled() if choice > 0.94 else self.made(*self.random.choice(list(NARROWER.values())), self.width // 2)
+            yield (
+                self.scaled() if choice > 0.94 else self.made(*self.random.choice(list(NARROWER.values())), width=self.width // 2)
+            )
         elif choice > 0.8:
-            yield self.made(*WIDER, 2 * self.width)
+            yield self.made(*WIDER, width=2 * self.width)
         else:
-            yield self.made(*self.random.choice(self.same), self.width)
+            yield self.made(*self.random.choice(self.same))
 
-    def made(self, make: Callable[[int], nn.Module], function: Callable, width: int) -> tuple[nn.Module, Step]:
+    def made(
+        self, make: Callable[[int], nn.Module], function: Callable, rows: Rows = tuple, *, width: int = 0
+    ) -> tuple[nn.Module, Step]:
+        """An op of a table. rows: of its result, from those of its input. width: of its result; 0 for that of its input."""
         op = make(self.width)
 
         def step(state: State) -> None:
             state.value = function(op, state.params, state.value)
 
-        self.known.append((self.width, width, op, step))
+        self.known.append((self.width, width or self.width, rows, op, step))
         self.uses[id(op)] = 1
-        self.width = width
+        self.width, self.rows = width or self.width, rows(self.rows)
         return op, step
 
     def again(self) -> tuple[nn.Module, Step] | None:
         """An op that stands in the graph already, once more; three times at most."""
-        found = [each for each in self.known if each[0] == self.width and self.uses[id(each[2])] < 3]
+        found = [each for each in self.known if each[0] == self.width and self.uses[id(each[3])] < 3]
         if not found:
             return None
-        _, self.width, op, step = self.random.choice(found)
+        _, self.width, rows, op, step = self.random.choice(found)
+        self.rows = rows(self.rows)
         self.uses[id(op)] += 1
         return op, step
 
@@ -248,14 +289,14 @@ class Builder:
 
         return module, step
 
-    def tap(self, channels: list[tuple[str, int]]) -> tuple[nn.Module, Step]:
+    def tap(self, channels: list[Channel]) -> tuple[nn.Module, Step]:
         op = ops.MakeExtraOutput(in_place=self.random.random() < 0.3)
         name, to_caller = None, True
         if self.random.random() < 0.7:
             self.names += 1
             name, to_caller = f"c{self.names}", self.random.random() < 0.3
             op.set_extra_output_channel(0, name, output_to_caller=to_caller)
-            channels.append((name, self.width))
+            channels.append((name, *self.rows, self.width))
 
         def step(state: State) -> None:
             if name is not None:
@@ -274,7 +315,7 @@ class Builder:
 
         def step(state: State) -> None:
             other = next(state.given) if channel is None else state.channels[channel]
-            state.value = state.value + other.reshape(state.value.shape)
+            state.value = state.value + other
 
         return op, step
 
@@ -284,17 +325,16 @@ class Builder:
         self.width //= 2
 
         def step(state: State) -> None:
-            rows = next(state.given).reshape(state.value.shape[:-1])
-            state.value = plain.glu(nn.functional.silu)(state.value, {}, (rows,))
+            state.value = plain.glu(nn.functional.silu)(state.value, {}, (next(state.given),))
 
         return op, step
 
 
 def graph(
-    seed: int, dtype: torch.dtype = torch.float64, *, unit: int = 8, rows: tuple[int, ...] = (6,), own: bool = False
+    seed: int, dtype: torch.dtype = torch.float64, *, unit: int = 8, rows: tuple[int, ...] = (6,), more: Mapping[str, Any] = {}
 ) -> Graph:
     """The graph of ``seed``, made anew at each call. unit: widths are ``unit`` or twice that. rows: leading dimensions.
 
-    own: with ops of :data:`OWN` as well.
+    more: a table of which it is to have many ops, as :data:`OWN` or :data:`VIEWS`.
     """
-    return Builder(seed, unit=unit, rows=rows, dtype=dtype, own=own).graph()
+    return Builder(seed, unit=unit, rows=rows, dtype=dtype, more=more).graph()

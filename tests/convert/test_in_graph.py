@@ -91,6 +91,46 @@ def test_products_of_one_tensor_stay_one_and_none_outlives_its_graph():
         assert torch.equal(torch.compile(Scaled(other), backend="eager")(x), Scaled(model)(x))
 
 
+@torch.library.custom_op("opfuse_tests::shift_", mutates_args=("x",))
+def shift_(x: torch.Tensor) -> None:
+    """Adds 1 in place, in an op of another library that says so."""
+    x.add_(1)
+
+
+LIBRARY = torch.library.Library("opfuse_tests", "FRAGMENT")
+LIBRARY.define("shift_unseen(Tensor(a!) x) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("shift_unseen", silently(lambda x: x.add_(1)), "CompositeExplicitAutograd")
+torch.library.register_fake("opfuse_tests::shift_unseen", lambda x: None, lib=LIBRARY)
+
+OUTSIDE = {
+    "by a method": lambda x: x.add_(1),
+    "by a view": lambda x: x.view(-1)[::2].mul_(2),
+    "as out=": lambda x: torch.add(x, 1, out=x),
+    "in a list": lambda x: torch._foreach_add_([x], 1.0),
+    "as a copy in a list": lambda x: torch._foreach_copy_([x], [x + 1]),
+    "by a library's op": shift_,
+    "by an op whose fake writes nothing": torch.ops.opfuse_tests.shift_unseen,
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("write", OUTSIDE)
+def test_products_of_a_tensor_that_a_caller_writes_to_are_made_anew(write):
+    """The caller calls the projections one by one, outside of the layer's forward."""
+    model, other, _ = compiled_and_not(Projections())
+
+    def between(module, x):
+        x = 2 * x
+        first = module.q(x)
+        OUTSIDE[write](x)
+        return first, module.k(x), module.v(x)
+
+    x = torch.randn(2, 16, 32)
+    found, wanted = torch.compile(between, backend="aot_eager")(other, x), between(model, x)
+    assert all(map(torch.equal, found, wanted))
+    assert not torch.equal(found[1], model.k(2 * x))
+
+
 def test_hooks_write_to_tensors_of_inference_mode_which_count_no_writes():
     model = Projections()
     opfuse.fuse_(model, FP8)

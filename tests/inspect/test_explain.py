@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +143,29 @@ def test_explaining_leaves_no_trace() -> None:
     slots = {name for name in before if name.startswith(("input", "weight"))}
     assert slots
     assert all(torch.equal(before[name], after[name]) for name in slots)
+
+
+class Drawing(torch.nn.Module):
+    """Draws from every generator, as models do that leave out layers at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops(x + torch.rand(()) + random.random() + np.random.rand())
+
+
+def test_random_numbers_of_python_numpy_and_torch_are_those_that_would_have_come() -> None:
+    model, x = Drawing(), torch.randn(32, 64)
+    told = []
+    for look in (lambda: None, lambda: explain(model, x), lambda: opfuse.saved(model, x), lambda: opfuse.host_times(model, x)):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        look()
+        told.append(model(x))
+    assert all(torch.equal(told[0], each) for each in told[1:])
 
 
 class Stateful(torch.nn.Module):

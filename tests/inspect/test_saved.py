@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -339,3 +340,16 @@ def test_explain_shows_the_same_values():
     assert explained.totals == found.totals
     assert explained.to_dict()["saved"] == found.to_dict()["values"]
     assert explained.saved_by_override == {name: totals.bytes for name, totals in found.by_override.items()}
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.DelayedScaling(), recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()])
+def test_on_the_meta_device_bytes_are_those_of_a_call_with_memory(recipe: recipes.Recipe | None) -> None:
+    model = block()
+    model.append(ops.Dropout(0.5))
+    x, on_meta = randn(ROWS, K), copy.deepcopy(model).to("meta")
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        wanted, found = opfuse.saved(model, x), opfuse.saved(on_meta, x.to("meta"))
+        assert found.to_dict() == wanted.to_dict()
+        assert found.totals.own > 0
+        with pytest.raises(PipelineError, match="some on the meta device"):
+            opfuse.saved(on_meta, x.to("meta"), errors=True)

@@ -290,3 +290,33 @@ def test_the_host_time_of_each_group() -> None:
     assert found.to_dict()["groups"][0]["side"] == found.rows[0].side
     assert model.cache_info().misses == 0
     assert all(p.grad is None for p in model.parameters())
+
+
+class Looking(torch.nn.Module):
+    """Looks at the model around it, in the midst of its first call."""
+
+    look: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        look, self.look = self.look, None
+        if look is not None:
+            look(x)
+        return x
+
+
+@pytest.mark.parametrize("look", [opfuse.explain, opfuse.saved, opfuse.host_times])
+def test_calls_that_leave_no_trace_are_no_steps(look: Any) -> None:
+    """Of a watched pipeline, of a model around one, and in the midst of a step that is watched."""
+    recipe, x = recipes.Float8CurrentScaling(), torch.randn(32, 32).bfloat16()
+    pipeline, around = mlp(), torch.nn.Sequential(Looking(), mlp())
+    for model in (pipeline, around):
+        with opfuse.autocast(recipe=recipe), opfuse.watch(model, every=1, alarms={}) as watched:
+            look(model, x)
+            assert (watched.step, watched.records) == (0, [])
+            model(x)
+            found = len(watched.records)
+            assert (watched.step, found > 0) == (1, True)
+            around[0].look = lambda x: look(around, x)
+            model(x)
+            assert (watched.step, len(watched.records)) == (2, 2 * found)
+            around[0].look = None

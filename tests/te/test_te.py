@@ -122,7 +122,9 @@ def test_weights_made_under_the_former_name_live_quantized():
 
 @pytest.mark.parametrize("name", te.ops.KEYWORDS)
 def test_keywords_that_opfuse_has_not_are_refused_by_name_unless_at_their_defaults(name):
-    sizes = {"Linear": (8, 8), "BasicLinear": (8, 8), "GroupedLinear": (2, 8, 8)}.get(name, () if "Scaled" in name else (8,))
+    sizes = {"Linear": (8, 8), "BasicLinear": (8, 8), "GroupedLinear": (2, 8, 8), "L2Normalization": ()}.get(
+        name, () if "Scaled" in name else (8,)
+    )
     wanted = {"tanh_clamp_scale": 2.0} if "Tanh" in name else {}
     op = functools.partial(getattr(te.ops, name), **wanted)
     assert issubclass(op.func, getattr(ops, name))
@@ -134,6 +136,16 @@ def test_keywords_that_opfuse_has_not_are_refused_by_name_unless_at_their_defaul
             op(*sizes, **{keyword: "column"})
     with pytest.raises(UnknownArgumentError):
         op(*sizes, tensor_paralel_mode=None)
+
+
+def test_keywords_as_scripts_write_them():
+    """By the names and defaults of te.ops, not by the table that refuses other values."""
+    assert te.ops.Bias(64, tensor_parallel=False, tensor_parallel_group=None).bias.shape == (64,)
+    assert te.ops.L2Normalization(eps=1e-5, seq_length=None, micro_batch_size=None).spec.eps == 1e-5
+    with pytest.raises(UnsupportedError, match="wants tensor_parallel=False, got True"):
+        te.ops.Bias(64, tensor_parallel=True)
+    with pytest.raises(UnsupportedError, match="wants seq_length=None, got 4096"):
+        te.ops.L2Normalization(seq_length=4096)
 
 
 def test_what_a_gated_unit_of_an_mlp_may_be_asked_for():

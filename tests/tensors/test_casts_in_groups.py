@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 
-from opfuse.errors import QuantizerError
+import opfuse
+from opfuse.errors import QuantizedTensorError, QuantizerError
 from opfuse.formats import E4M3, USAGES, fp8_tensor
 from opfuse.kernels.casts.groups import row_groups
 from opfuse.numerics.group_casts import cast_current_groups, cast_row_groups
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.row_groups import RowGroups
+from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import Float8RowQuantizer
 from opfuse.tensors.ragged import cast_in_groups
 from tests.compiler.harness import randn, same
@@ -30,6 +34,39 @@ def test_a_cast_through_an_index_is_that_of_the_rows(kind, sizes):
     assert found.shape == wanted.shape == (129, 144)
     assert all(map(same, found.tensors(), wanted.tensors()))
     assert same(found.dequantize(BF16), wanted.dequantize(BF16))
+
+
+ROWS = {
+    "a slice": lambda x: [x[64:200]],
+    "pieces": lambda x: x.split(100),
+    "pieces of the groups": lambda x: x.split([100, 1, 155]),
+    "halves": lambda x: x.tensor_split(2),
+    "a row": lambda x: [x[3]],
+    "chunks": lambda x: x.chunk(3),
+    "matrices": lambda x: x.view(2, 128, 144).unbind(),
+}
+
+
+@pytest.mark.parametrize("cut", ROWS)
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_rows_of_a_tensor_whose_groups_were_cast_apart_have_their_values(kind, cut):
+    """Its planes have no such rows, so these are plain."""
+    each = [QUANTIZERS[kind](i) for i in range(3)]
+    made = QuantizedTensor(cast_in_groups(each[0], randn(256, 144).to(BF16), torch.tensor((100, 1, 155)), each=each))
+    found, wanted = ROWS[cut](made), ROWS[cut](made.dequantize())
+    assert all(same(one + 0, two + 0) for one, two in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_a_tensor_whose_groups_were_cast_apart_in_files(kind):
+    """torch saves it; a text for other programs cannot tell how its planes lie."""
+    made = QuantizedTensor(cast_in_groups(QUANTIZERS[kind](0), randn(129, 144).to(BF16), torch.tensor((129,))))
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    assert same(torch.load(file).dequantize(), made.dequantize())
+    with pytest.raises(QuantizedTensorError, match=r"sizes that only the device knows. Cure: dequantize\(\) it first"):
+        opfuse.to_planes({"x": made})
 
 
 def test_columns_of_a_group_without_rows_have_the_scale_zero():

@@ -96,7 +96,7 @@ class Quantizer(ABC):
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
         """The planes of ``x`` (fp32, bf16, fp16), without autograd. ShapeError or DtypeError if the format cannot take it."""
         self._check(x.shape, x.dtype)
-        return self._storage(x.shape, x.dtype, self._planes(x))
+        return self._storage(x.shape, x.dtype, self._planes(x.resolve_neg()))  # kernels read what lies in memory
 
     def encoding(self, shape: Sequence[int], dtype: torch.dtype) -> Encoding | None:
         """The cast of a tensor as a value, for the kernel that makes the tensor; :meth:`storage` takes its results.
@@ -156,7 +156,7 @@ class Quantizer(ABC):
         encoding = None if amax is None else self.measured(x.shape, x.dtype)
         if amax is None or encoding is None:
             return self.quantize(x)
-        return self.storage(x.shape, x.dtype, encoding, encoding.given(x.detach(), amax))
+        return self.storage(x.shape, x.dtype, encoding, encoding.given(x.detach().resolve_neg(), amax))
 
     def make_empty(
         self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None

@@ -1,0 +1,62 @@
+"""The names of the package with their types, as type checkers see them. A test compares them with those that it has."""
+
+from opfuse import errors as errors
+from opfuse import formats as formats
+from opfuse import fusions as fusions
+from opfuse import kernels as kernels
+from opfuse import keys as keys
+from opfuse import ops as ops
+from opfuse import recipes as recipes
+from opfuse import tensors as tensors
+from opfuse.compiler.registry import RuleSet as RuleSet
+from opfuse.compiler.registry import active_rules as active_rules
+from opfuse.compiler.registry import register_backward_fusion as register_backward_fusion
+from opfuse.compiler.registry import register_forward_backward_fusion as register_forward_backward_fusion
+from opfuse.compiler.registry import register_forward_fusion as register_forward_fusion
+from opfuse.compiler.registry import register_fusion as register_fusion
+from opfuse.compiler.registry import use_rules as use_rules
+from opfuse.compiler.rules import Fusion as Fusion
+from opfuse.compiler.rules import fusion as fusion
+from opfuse.config.load import load as load
+from opfuse.config.load import load_policy as load_policy
+from opfuse.convert import fuse_ as fuse_
+from opfuse.convert import unfuse_ as unfuse_
+from opfuse.convert.advise import advise as advise
+from opfuse.convert.foreign import export_weights as export_weights
+from opfuse.convert.foreign import import_weights as import_weights
+from opfuse.core.state import plain_state_dict as plain_state_dict
+from opfuse.core.state import prepare_delayed as prepare_delayed
+from opfuse.inspect.caches import cache_info as cache_info
+from opfuse.inspect.explain import explain as explain
+from opfuse.inspect.host import host_times as host_times
+from opfuse.inspect.ranks import compare_ranks as compare_ranks
+from opfuse.inspect.saved import saved as saved
+from opfuse.inspect.watch import watch as watch
+from opfuse.ops.parallel import TensorParallel as TensorParallel
+from opfuse.recipes import is_fp8_available as is_fp8_available
+from opfuse.recipes import is_fp8_block_scaling_available as is_fp8_block_scaling_available
+from opfuse.recipes import is_mxfp8_available as is_mxfp8_available
+from opfuse.recipes import is_nvfp4_available as is_nvfp4_available
+from opfuse.recipes import quantized_model_init as quantized_model_init
+from opfuse.recipes import support as support
+from opfuse.recipes import support_matrix as support_matrix
+from opfuse.recipes.autocast import autocast as autocast
+from opfuse.runtime.checkpoint import checkpoint as checkpoint
+from opfuse.runtime.graphs import graphed as graphed
+from opfuse.runtime.kept import kept_weights as kept_weights
+from opfuse.runtime.misses import on_miss as on_miss
+from opfuse.runtime.offload import offloaded as offloaded
+from opfuse.runtime.programs import interpreted as interpreted
+from opfuse.runtime.trace import dump as dump
+from opfuse.tensors import QuantizedTensor as QuantizedTensor
+from opfuse.tensors.files import from_planes as from_planes
+from opfuse.tensors.files import to_planes as to_planes
+from opfuse.tensors.masters import master_weights as master_weights
+from opfuse.tensors.optimizers import with_masters as with_masters
+from opfuse.tensors.raw import post_all_gather_processing as post_all_gather_processing
+from opfuse.tensors.raw import quantize_master_weights as quantize_master_weights
+from opfuse.tensors.raw import replace_raw_data as replace_raw_data
+
+__version__: str
+RULE_TABLE: str
+__all__: list[str]

@@ -267,10 +267,18 @@ def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict
 def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> Outcome:
     ops = tuple(graph.nodes[i].name for i in _flat(binding))
     refusal = _refusal(rule, graph, env, binding)
-    if refusal is None:
-        return Outcome(rule.name, rule.direction, FUSED, ops)
-    guard, got = refusal
+    return Outcome(rule.name, rule.direction, FUSED, ops) if refusal is None else _missed(rule, ops, *refusal)
+
+
+def _missed(rule: Fusion, ops: tuple[str, ...], guard: Guard, got: Any) -> Outcome:
     return Outcome(rule.name, rule.direction, MISSED, ops, guard=guard.reads, wanted=guard.wants, got=repr(got))
+
+
+def refused_everywhere(rule: Fusion, graph: Graph, env: Env, ops: tuple[str, ...]) -> Outcome | None:
+    """The outcome of a rule at ``ops`` that a guard on the environment refuses whatever the nodes are; None: none does."""
+    asked = ((guard, got) for guard in rule.when if guard.reads.startswith("env.") for got in read(guard.reads, graph, env, {}))
+    refusal = next(((guard, got) for guard, got in asked if not guard.ok(got)), None)
+    return None if refusal is None else _missed(rule, ops, *refusal)
 
 
 def _shadowed(rule: Fusion, graph: Graph, binding: Binding, claimed: Mapping[int, str]) -> Outcome:

@@ -111,6 +111,27 @@ def test_b17_x02_the_override_is_the_reason(override):
     assert f"env.recipe.backward_override: wants None, got {override!r}" in str(outcome)
 
 
+@pytest.mark.row("B17", "X02")
+@pytest.mark.parametrize("override", OVERRIDES[1:])
+def test_b17_x02_the_override_is_the_reason_where_it_leaves_out_the_cast_of_a_pattern(override):
+    """Without the cast one op is left, which is no chain; behind no product there is no cast without the override either."""
+    for modules, told in (
+        ((ops.Linear(64, 128, bias=False), ops.SwiGLU(), ops.Linear(64, 64, bias=False)), ("3:swiglu",)),
+        ((ops.SwiGLU(), ops.Linear(64, 64, bias=False)), None),
+    ):
+        recipe = recipe_for("mxfp8", override)
+        outcome = only(planned(*modules, rules=RULES, recipe=recipe), "backward_activation_bias")
+        fires = (
+            "backward_activation_bias" in planned(*modules, rules=RULES, recipe=recipe.replace(backward_override=None)).fusions
+        )
+        assert fires == (told is not None)
+        if told is None:
+            assert outcome.status == "absent"
+        else:
+            assert (outcome.status, outcome.ops) == ("missed", told)
+            assert f"env.recipe.backward_override: wants None, got {override!r}" in str(outcome)
+
+
 @pytest.mark.row("X02")
 def test_x02_a_place_missed_for_its_environment_is_told_once():
     """Also in linear time: not once for every suffix of a run."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.patterns import Term, is_name, is_single, maybe, one, printed, run, terms_of
@@ -22,8 +23,10 @@ __all__ = [  # what a rule is written with, wherever it stands
     "Fusion",
     "Guard",
     "Term",
+    "above",
     "at_least",
     "at_most",
+    "below",
     "fusion",
     "is_",
     "is_not",
@@ -57,33 +60,61 @@ def _same(got: Any, want: Any) -> bool:
     return type(got) is type(want) and bool(got == want)
 
 
-def _at_least(got: Any, want: Any) -> bool:
-    try:
-        return bool(got >= want)
-    except TypeError:  # not values of one order
-        return False
+def _in_order(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
+    """Whether the value read and the wanted one ``compare`` so; not if they are not of one order."""
 
+    def passes(got: Any, want: Any) -> bool:
+        try:
+            return bool(compare(got, want))
+        except TypeError:
+            return False
 
-def _at_most(got: Any, want: Any) -> bool:
-    try:
-        return bool(got <= want)
-    except TypeError:
-        return False
+    return passes
 
 
 def _multiple_of(got: Any, want: Any) -> bool:
     return type(got) is int and got % want == 0
 
 
-TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "is": (_same, "{!r}"),
-    "is_not": (lambda got, want: not _same(got, want), "not {!r}"),
-    "one_of": (lambda got, want: any(_same(got, each) for each in want), "one of {!r}"),
-    "at_least": (_at_least, ">= {!r}"),
-    "at_most": (_at_most, "<= {!r}"),
-    "multiple_of": (_multiple_of, "multiple of {!r}"),
+def _has_identity(want: Any) -> bool:
+    try:
+        digest(want)
+    except KeyValueError:
+        return False
+    return True
+
+
+class GuardWord(NamedTuple):
+    """A word of guards. passes: whether a value that was read passes, given the value wanted. told: how files and explanations
+    write both. takes, wanted: which values can be wanted, and in words. end: which end of a range the value wanted is; a word
+    with one needs values that have an order.
+    """
+
+    passes: Callable[[Any, Any], bool]
+    told: str
+    takes: Callable[[Any], bool] = _has_identity
+    wanted: str = "a value with an identity"
+    end: Literal["lower", "upper"] | None = None
+
+
+TESTS: dict[str, GuardWord] = {
+    "is": GuardWord(_same, "{!r}"),
+    "is_not": GuardWord(lambda got, want: not _same(got, want), "not {!r}"),
+    "one_of": GuardWord(
+        lambda got, want: any(_same(got, each) for each in want),
+        "one of {!r}",
+        lambda want: isinstance(want, tuple) and _has_identity(want),
+        "a tuple of values with an identity",
+    ),
+    "at_least": GuardWord(_in_order(operator.ge), ">= {!r}", end="lower"),
+    "above": GuardWord(_in_order(operator.gt), "> {!r}", end="lower"),
+    "at_most": GuardWord(_in_order(operator.le), "<= {!r}", end="upper"),
+    "below": GuardWord(_in_order(operator.lt), "< {!r}", end="upper"),
+    "multiple_of": GuardWord(
+        _multiple_of, "multiple of {!r}", lambda want: type(want) is int and want >= 1, "an integer of at least 1"
+    ),
 }
-"""Guard words, shared by Python and YAML: the test, and what explanations print and files write."""
+"""Guard words, shared by Python and YAML."""
 
 
 @dataclass(frozen=True)
@@ -109,37 +140,21 @@ class Guard:
         if not isinstance(self.reads, str) or not all(self.reads.split(".")):
             cure = "write env.arch, or a name of the pattern and what is read of it"
             raise FusionError(describe("guard", wanted="a dotted path", got=repr(self.reads), cure=cure))
-        wanted, takes = _WANTS.get(self.test, _ANY)
-        if not takes(self.want):
+        word = TESTS[self.test]
+        if not word.takes(self.want):
             where = f"guard {self.test}({self.reads!r})"
-            raise FusionError(describe(where, wanted=wanted, got=repr(self.want), cure="pass a value that the test can use"))
+            raise FusionError(describe(where, wanted=word.wanted, got=repr(self.want), cure="pass a value that the test can use"))
 
     @property
     def wants(self) -> str:
         """What it wants, in words."""
         if self.want is None and self.test == "is_not":
             return "a recipe" if self.reads == "env.recipe" else "a value"
-        return TESTS[self.test][1].format(self.want)
+        return TESTS[self.test].told.format(self.want)
 
     def ok(self, got: Any) -> bool:
         """Whether ``got`` passes. An absent value never does."""
-        return got is not ABSENT and TESTS[self.test][0](got, self.want)
-
-
-def _has_identity(want: Any) -> bool:
-    try:
-        digest(want)
-    except KeyValueError:
-        return False
-    return True
-
-
-_ANY = ("a value with an identity", _has_identity)
-_WANTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "multiple_of": ("an integer of at least 1", lambda want: type(want) is int and want >= 1),
-    "one_of": ("a tuple of values with an identity", lambda want: isinstance(want, tuple) and _has_identity(want)),
-}
-"""What each guard word can be given; any value with an identity where nothing is said."""
+        return got is not ABSENT and TESTS[self.test].passes(got, self.want)
 
 
 def is_(reads: str, want: Any) -> Guard:
@@ -162,9 +177,19 @@ def at_least(reads: str, floor: Any) -> Guard:
     return Guard(reads, "at_least", floor)
 
 
+def above(reads: str, floor: Any) -> Guard:
+    """More than ``floor``."""
+    return Guard(reads, "above", floor)
+
+
 def at_most(reads: str, ceiling: Any) -> Guard:
     """Not above ``ceiling``."""
     return Guard(reads, "at_most", ceiling)
+
+
+def below(reads: str, ceiling: Any) -> Guard:
+    """Less than ``ceiling``."""
+    return Guard(reads, "below", ceiling)
 
 
 def multiple_of(reads: str, divisor: int) -> Guard:

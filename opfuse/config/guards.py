@@ -24,10 +24,8 @@ from opfuse.fusions.declared import KINDS
 from opfuse.recipes import RECIPES
 from opfuse.recipes.settings import settings_of
 
-WORDS = {sentence.removesuffix(" {!r}"): test for test, (_, sentence) in TESTS.items() if test not in ("is", "one_of")}
+WORDS = {word.told.removesuffix(" {!r}"): test for test, word in TESTS.items() if test not in ("is", "one_of")}
 """Words before a value and the guard test each stands for; a value without a word is ``is``, a list ``one_of``."""
-
-_ORDERED = ("at_least", "at_most")
 
 _WORD = re.compile(f"({'|'.join(WORDS)}) +(.+)")
 
@@ -115,7 +113,7 @@ def to_guard(path: str, written: Any, places: Places) -> Guard:
     value = meaning(word[2]) if word else written
     if test == "multiple_of":
         return Guard(reads, test, _divisor(path, domain, value))
-    if word and test in _ORDERED and not (domain.ordered or domain is VERSION):
+    if word and TESTS[test].end and not (domain.ordered or domain is VERSION):
         message = f"{path} has no order, so {word[1]!r} cannot be asked of it"
         raise Refused(Problem("bad-value", message, "list the values it may have"))
     return Guard(reads, test, read(path, domain, value))
@@ -150,9 +148,15 @@ def contradiction(guards: Iterable[Guard]) -> str | None:
         candidates = [value for guard in asked if guard.test in _FINITE for value in _FINITE[guard.test](guard.want)]
         if candidates and not any(all(guard.ok(value) for guard in asked) for value in candidates):
             return path
-        if any(low.want > high.want for low in asked for high in asked if (low.test, high.test) == _ORDERED):
+        lows, highs = ([guard for guard in asked if TESTS[guard.test].end == end] for end in ("lower", "upper"))
+        if any(_apart(low, high) for low in lows for high in highs):
             return path
     return None
+
+
+def _apart(low: Guard, high: Guard) -> bool:
+    """Whether no value can lie above the one end and below the other."""
+    return not (low.want < high.want or (low.ok(high.want) and high.ok(low.want)))
 
 
 _FINITE: dict[str, Callable[[Any], tuple[Any, ...]]] = {"is": lambda want: (want,), "one_of": tuple}

@@ -19,7 +19,22 @@ from opfuse.compiler import cover
 from opfuse.compiler.cover import Outcome
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
-from opfuse.compiler.rules import Fusion, Guard, Term, at_least, at_most, fusion, is_, is_not, maybe, multiple_of, one, one_of
+from opfuse.compiler.rules import (
+    Fusion,
+    Guard,
+    Term,
+    above,
+    at_least,
+    at_most,
+    below,
+    fusion,
+    is_,
+    is_not,
+    maybe,
+    multiple_of,
+    one,
+    one_of,
+)
 from opfuse.compiler.rules import run as run_of
 from opfuse.core.context import Context
 from opfuse.errors import FusionError, KeyValueError, closest
@@ -171,6 +186,11 @@ GUARDS = [
     (at_most("linear.in_features", 64), True, "<= 64", "64"),
     (at_most("linear.in_features", 63), False, "<= 63", "64"),
     (at_most("env.device", 2), False, "<= 2", "'cpu'"),
+    (above("linear.in_features", 63), True, "> 63", "64"),
+    (above("linear.in_features", 64), False, "> 64", "64"),
+    (below("linear.in_features", 65), True, "< 65", "64"),
+    (below("linear.in_features", 64), False, "< 64", "64"),
+    (below("env.device", 2), False, "< 2", "'cpu'"),
     (multiple_of("linear.in_features", 32), True, "multiple of 32", "64"),
     (multiple_of("linear.in_features", 48), False, "multiple of 48", "64"),
     (multiple_of("env.rows_class", 32), True, "multiple of 32", "32"),

@@ -10,8 +10,9 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.patterns import printed, terms_of
 from opfuse.compiler.registry import default_rules
-from opfuse.compiler.rules import Fusion, Guard
+from opfuse.compiler.rules import TESTS, Fusion, Guard, above, at_least, at_most, below, is_
 from opfuse.config import loads
+from opfuse.config.guards import contradiction
 from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
 from opfuse.fusions import RULES
@@ -66,6 +67,8 @@ def outcomes(found, recipe=None):
         ("env.arch: [8.9, '9.0', 10]", Guard("env.arch", "one_of", ((8, 9), (9, 0), (10, 0)))),
         ("env.rows_class: multiple of 32", Guard("env.rows_class", "multiple_of", 32)),
         ("producer.in_features: <= 128", Guard("producer.in_features", "at_most", 128)),
+        ("producer.in_features: < 128", Guard("producer.in_features", "below", 128)),
+        ("env.arch: '> 8.9'", Guard("env.arch", "above", (8, 9))),
         ("env.grad: true", Guard("env.grad", "is", True)),
         ("env.device: not cpu", Guard("env.device", "is_not", "cpu")),
         ("env.autocast: null", Guard("env.autocast", "is", None)),
@@ -100,6 +103,8 @@ def test_guards_as_written(written, guard):
         ("recipe.kind: '>= mxfp8'", "bad-value", "'>= mxfp8'"),
         ("env.arch: new", "bad-value", "new"),
         ("recipe.kind: <= mxfp8", "bad-value", "<= mxfp8"),
+        ("env.device: < cuda", "bad-value", "< cuda"),
+        ("env.device: '> cuda'", "bad-value", "'> cuda'"),
         ("env.grad: 1", "bad-value", "1"),
         ("env.rows_class: multiple of 0", "bad-value", "multiple of 0"),
         ("env.arch: multiple of 2", "bad-value", "multiple of 2"),
@@ -110,6 +115,31 @@ def test_guards_as_written(written, guard):
 )
 def test_guards_that_cannot_be(written, code, under):
     assert finding(f"{{use: epilogue, when: {{{written}}}}}") == (code, under)
+
+
+@pytest.mark.parametrize("word", [test for test, word in TESTS.items() if word.end])
+def test_a_word_that_bounds_a_range_is_asked_of_values_in_order_alone(word):
+    """Whatever words there are: the table says which need an order."""
+    written = TESTS[word].told.format("cuda").replace("'", "")
+    assert finding(f"{{use: epilogue, when: {{env.device: '{written}'}}}}") == ("bad-value", f"'{written}'")
+
+
+@pytest.mark.parametrize(
+    ("guards", "excludes"),
+    [
+        ((at_least("env.rows_class", 32), at_most("env.rows_class", 31)), True),
+        ((at_least("env.rows_class", 32), at_most("env.rows_class", 32)), False),
+        ((above("env.rows_class", 32), at_most("env.rows_class", 32)), True),
+        ((at_least("env.rows_class", 32), below("env.rows_class", 32)), True),
+        ((above("env.arch", (8, 9)), below("env.arch", (9, 0))), False),
+        ((at_most("env.arch", (8, 9)), at_least("env.arch", (9, 0)), at_least("env.arch", (8, 0))), True),
+        ((at_least("env.arch", (9, 0)), at_most("env.rows_class", 32)), False),
+        ((is_("env.rows_class", 32), above("env.rows_class", 32)), True),
+    ],
+)
+def test_guards_that_bound_a_range_from_both_ends_may_exclude_each_other(guards, excludes):
+    for order in (guards, guards[::-1]):
+        assert contradiction(order) == (guards[0].reads if excludes else None)
 
 
 def test_rank11_a_narrowed_rule_keeps_its_own_guards():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -304,6 +305,9 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     claimed = any(group.claimed for group in (*forward, *backward))
     viewed = not claimed and all(VIEW in node.traits for node in members)
     inputs = tuple(sorted(read, key=lambda value: (value not in written, places[value])))
+    # How many members give a value a gradient: one where their sum is cast.
+    readers = Counter(graph.gradient_of(value) for node in members if not node.is_cast for value in node.inputs)
+    recast = {graph.gradient_of(node.outputs[0]) for node in members if node.directions == {BACKWARD}}
     return Segment(
         nodes,
         inputs,
@@ -312,14 +316,6 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
         tuple(reversed(backward)),
         tuple(dict.fromkeys(node.op for node in members)),
         trains and not viewed,
-        tuple(value for value in inputs for _ in range(_readers(graph, members, value) - 1)),
+        tuple(value for value in inputs if value in graph.grads and value not in recast for _ in range(readers[value] - 1)),
         frozenset(leaves) - graph.grads,
     )
-
-
-def _readers(graph: Graph, members: Sequence[Node], value: int) -> int:
-    """How many of ``members`` give ``value`` a gradient; one where their sum is cast."""
-    recast = any(node.directions == {BACKWARD} and graph.gradient_of(node.outputs[0]) == value for node in members)
-    if value not in graph.grads or recast:
-        return 1
-    return sum(graph.gradient_of(each) == value for node in members if not node.is_cast for each in node.inputs)

@@ -139,17 +139,18 @@ class OperationFuser:
         self.structure = self._structure()
         self.form = f"{self.structure} {sorted(self.imports)} {sorted(self.exports)}"
         read = [channel.name for op in self.ops for channel in op.extra_input_channels]
+        first = {name: i for i, name in reversed([*enumerate(read)])}
         self.extra_inputs = tuple(
-            name for i, name in enumerate(read) if name is None or (name in self.imports and name not in read[:i])
+            name for i, name in enumerate(read) if name is None or (name in self.imports and first[name] == i)
         )
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
         self.slots = tuple(place for op in self.ops for place in op.parameter_places())
         self._parameters = record(self._parameter_names())
         self._modal = tuple(op for op in self.ops if op.reads_training)
-        self._modes = {
-            len(ops): record(name for name, op in zip(self._op_names, self.ops) if op in ops) for ops in (self._modal, self.ops)
-        }
+        named = [*zip(self._op_names, self.ops)]
+        modal = record(name for name, op in named if op.reads_training)
+        self._modes = {len(self._modal): modal, len(self.ops): record(self._op_names)}
         self._trees = tuple((op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules)
 
     def _structure(self) -> Digest:

@@ -17,6 +17,8 @@ import opfuse
 from opfuse import ops
 from opfuse.compiler import cover
 from opfuse.compiler.cover import Outcome
+from opfuse.compiler.graph import Graph, Node
+from opfuse.compiler.patterns import terms_of
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
 from opfuse.compiler.rules import (
@@ -37,6 +39,7 @@ from opfuse.compiler.rules import (
 )
 from opfuse.compiler.rules import run as run_of
 from opfuse.core.context import Context
+from opfuse.core.signature import Env
 from opfuse.errors import FusionError, KeyValueError, closest
 from opfuse.fusions import RULES
 from opfuse.ops.chains import run_chain, run_chain_backward
@@ -358,6 +361,7 @@ def test_a_run_stops_at_a_claimed_node():
     ]
 
 
+ENV = Env(recipe=None, amax_group=None, grad=True, autocast=None, device="cpu", arch=(0, 0), rows_class=32, aligned=True, level=2)
 WORDS = ("relu", "gelu", "silu", "elementwise")
 PLACES = st.one_of(st.sampled_from(WORDS).map(make) for make in (one, maybe, run_of))
 PATTERNS = st.lists(PLACES, min_size=1, max_size=3).filter(lambda places: any(place.low for place in places))
@@ -394,6 +398,48 @@ def test_a_pattern_that_fits_nowhere_is_tried_once_at_each_place(monkeypatch):
     modules = [op for _ in range(5) for op in (ops.GELU(), ops.ReLU())]
     planned(*modules, rules=RuleSet((rule("pair", {"first": "gelu", "second": "silu"}),)))
     assert len(tries) == 5
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["elementwise* quantize", "gelu? elementwise+ relu* elementwise* quantize", "relu{1,3} elementwise+ silu"],
+)
+def test_a_pattern_that_fits_nowhere_asks_of_each_node_a_few_times(pattern, monkeypatch):
+    """However many places could take it, and wherever a match could begin."""
+    names = ", ".join(term.name for term in terms_of(pattern))
+    rule = fusion("rule", pattern, forward=eval(f"lambda x, *, {names}: x"))
+    asked, accepts = [], Term.accepts
+    monkeypatch.setattr(Term, "accepts", lambda term, node: asked.append(1) or accepts(term, node))
+    counts = []
+    for length in (50, 200):
+        asked.clear()
+        planned(*(op() for _ in range(length) for op in (ops.ReLU, ops.GELU)), rules=RuleSet((rule,)))
+        counts.append(len(asked))
+    assert counts[1] <= 4 * counts[0]
+
+
+@settings(max_examples=100, deadline=None)
+@hypothesis.given(
+    st.lists(st.sampled_from(("relu", "gelu", "silu")), min_size=1, max_size=9), st.sets(st.integers(1, 8), max_size=3), PATTERNS
+)
+@hypothesis.example(["gelu", "relu", "relu"], {1}, [maybe("gelu"), one("relu"), one("relu")])
+def test_tries_find_what_a_try_alone_finds_also_behind_a_break(kinds, broken, places):
+    """What earlier tries found holds up to where a rule could go from them: a value that leaves there ends them."""
+    made = rule("rule", dict(zip("abc", places)))
+    # A break: the node reads another value than the one before it made.
+    ends = [i for i in range(1, len(kinds) + 1) if i in broken or i == len(kinds)]
+    nodes = [
+        Node(i, kind, i, None, frozenset({"elementwise"}), inputs=(100 + i if i in broken else i,), outputs=(i + 1,))
+        for i, kind in enumerate(kinds)
+    ]
+    groups, _ = cover.cover(Graph.of(nodes, (), (len(nodes),), ()), ENV, (made,), "forward", {})
+    wanted, start = [], 0
+    while start < len(nodes):
+        end = next(end for end in ends if end > start)
+        found = cover.bound(made, nodes[start:end])
+        wanted += [] if found is None else [tuple(start + i for place in found for i in place)]
+        start = start + 1 if found is None else wanted[-1][-1] + 1
+    assert [group.nodes for group in groups] == wanted
 
 
 def test_a_rule_fires_at_every_place():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -27,6 +27,7 @@ __all__ = [  # what a rule is written with, wherever it stands
     "at_least",
     "at_most",
     "below",
+    "contradiction",
     "fusion",
     "is_",
     "is_not",
@@ -197,6 +198,29 @@ def multiple_of(reads: str, divisor: int) -> Guard:
     return Guard(reads, "multiple_of", divisor)
 
 
+def contradiction(guards: Iterable[Guard]) -> str | None:
+    """A path at which no value passes all ``guards``, as far as finitely many values are asked for; None if there is none."""
+    by_path: dict[str, list[Guard]] = {}
+    for guard in guards:
+        by_path.setdefault(guard.reads, []).append(guard)
+    for path, asked in by_path.items():
+        candidates = [value for guard in asked if guard.test in _FINITE for value in _FINITE[guard.test](guard.want)]
+        if candidates and not any(all(guard.ok(value) for guard in asked) for value in candidates):
+            return path
+        lows, highs = ([guard for guard in asked if TESTS[guard.test].end == end] for end in ("lower", "upper"))
+        if any(_apart(low, high) for low in lows for high in highs):
+            return path
+    return None
+
+
+def _apart(low: Guard, high: Guard) -> bool:
+    """Whether no value can lie above the one end and below the other."""
+    return not (low.want < high.want or (low.ok(high.want) and high.ok(low.want)))
+
+
+_FINITE: dict[str, Callable[[Any], tuple[Any, ...]]] = {"is": lambda want: (want,), "one_of": tuple}
+
+
 @dataclass(frozen=True)
 class Fusion:
     """A rule: where it matches, when it may, what runs instead.
@@ -210,7 +234,9 @@ class Fusion:
 
     A pattern that can only ever match one node gives one op another implementation. Any other takes two nodes at least: a
     producer alone is no chain, whatever could follow it. Words and paths are looked up when the rule enters a
-    :class:`~opfuse.compiler.registry.RuleSet`; FusionError here for all that is wrong by itself. source: where it was written.
+    :class:`~opfuse.compiler.registry.RuleSet`; FusionError here for all that is wrong by itself.
+
+    extends: names of the rules of which it matches a part. source: where it was written.
     """
 
     name: str
@@ -220,6 +246,7 @@ class Fusion:
     backward: Callable[..., Any] | None = None
     priority: int = 0
     extra_outputs: bool = False
+    extends: tuple[str, ...] = field(default=(), compare=False)
     doc: str = field(default="", compare=False)
     source: str = field(default_factory=caller, compare=False, repr=False)
 

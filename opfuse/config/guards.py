@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_type_hints
 
@@ -137,26 +137,3 @@ def to_guards(when: Mapping[str, Any], places: Places) -> tuple[Guard, ...]:
     if problems:
         raise Refused(*problems)
     return tuple(guards)
-
-
-def contradiction(guards: Iterable[Guard]) -> str | None:
-    """A path at which no value passes all ``guards``, as far as finitely many values are asked for; None if there is none."""
-    by_path: dict[str, list[Guard]] = {}
-    for guard in guards:
-        by_path.setdefault(guard.reads, []).append(guard)
-    for path, asked in by_path.items():
-        candidates = [value for guard in asked if guard.test in _FINITE for value in _FINITE[guard.test](guard.want)]
-        if candidates and not any(all(guard.ok(value) for guard in asked) for value in candidates):
-            return path
-        lows, highs = ([guard for guard in asked if TESTS[guard.test].end == end] for end in ("lower", "upper"))
-        if any(_apart(low, high) for low in lows for high in highs):
-            return path
-    return None
-
-
-def _apart(low: Guard, high: Guard) -> bool:
-    """Whether no value can lie above the one end and below the other."""
-    return not (low.want < high.want or (low.ok(high.want) and high.ok(low.want)))
-
-
-_FINITE: dict[str, Callable[[Any], tuple[Any, ...]]] = {"is": lambda want: (want,), "one_of": tuple}

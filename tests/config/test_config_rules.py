@@ -9,10 +9,9 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.patterns import printed, terms_of
-from opfuse.compiler.registry import default_rules
-from opfuse.compiler.rules import TESTS, Fusion, Guard, above, at_least, at_most, below, is_
+from opfuse.compiler.registry import RuleSet, default_rules
+from opfuse.compiler.rules import TESTS, Fusion, Guard, above, at_least, at_most, below, contradiction, fusion, is_
 from opfuse.config import loads
-from opfuse.config.guards import contradiction
 from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
 from opfuse.fusions import RULES
@@ -630,6 +629,42 @@ def test_an_extension_may_have_one_node_where_its_rule_takes_several(base: str, 
         made.append([y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])])
         assert ("mine" in {o.rule for o in plans[0].outcomes if o.status == "fused"}) == (len(made) == 1)
     assert all(map(torch.equal, *made))
+
+
+def test_an_extension_that_can_never_fire_is_refused_at_its_registration() -> None:
+    """Behind the rule that it extends, however often, and under no more guards; or under guards that exclude each other."""
+    part = extended(built_in("epilogue"), "part", terms_of("producer=basic_linear chain=gelu+"))
+    smaller = extended(part, "smaller", terms_of("producer=basic_linear chain=gelu"))
+    groups = extended(built_in("epilogue_groups"), "groups", built_in("epilogue_groups").pattern)
+    for rule in (part, smaller, groups):
+        with pytest.raises(FusionError, match=r"wants a rule that can fire, got one that claims after 'epilogue.*prepend=True"):
+            opfuse.register_fusion(rule)
+        for fires in (rule, replace(rule, priority=1)):
+            with opfuse.register_fusion(fires, prepend=fires is rule):
+                assert rule.name in default_rules().names
+    with opfuse.register_fusion(part, prepend=True), pytest.raises(FusionError, match="after 'part'"):
+        opfuse.register_fusion(smaller)
+    contrary = extended(
+        base := built_in("backward_activation_bias"),
+        "contrary",
+        base.pattern,
+        when=(is_("env.recipe.backward_override", "dequantized"),),
+    )
+    with pytest.raises(FusionError, match=r"got guards on env.recipe.backward_override that exclude each other"):
+        opfuse.register_fusion(contrary, prepend=True)
+
+
+def test_a_guard_on_a_place_that_an_extension_leaves_out_keeps_its_rule_from_nothing() -> None:
+    base = fusion(
+        "base",
+        "basic_linear gelu bias?",
+        when=(is_("bias.bias.requires_grad", True),),
+        forward=lambda x, *, basic_linear, gelu, bias: x,
+    )
+    rule = extended(base, "mine", terms_of("basic_linear gelu"))
+    assert rule.when == ()
+    with pytest.raises(FusionError, match="claims after 'base'"):
+        RuleSet((base,)).with_rule(rule)
 
 
 def test_a_guarded_rule_that_is_extended_keeps_its_guards() -> None:

@@ -63,8 +63,10 @@ class Record(tuple[Any, ...]):
 def record(names: Iterable[str]) -> type[Record]:
     """The type of records with these names; one that repeats is numbered."""
     fields: list[str] = []
+    known: set[str] = set()
     for name in names:
-        fields.append(name if name not in fields else f"{name} ({len(fields)})")
+        fields.append(name if name not in known else f"{name} ({len(fields)})")
+        known.add(name)
     return type("Record", (Record,), {"_fields": tuple(fields)})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -99,81 +99,120 @@ class MainChain:
         return self.direction == BACKWARD or len(node.outputs) == 1 or rule.extra_outputs
 
 
-def _runs(rule: Fusion, chain: MainChain, start: int, claimed: Collection[int]) -> Iterator[Node]:
-    """The nodes from ``start`` on that the rule could take, in order."""
-    position = start
-    while chain.nodes[position].index not in claimed and chain.takes(chain.nodes[position], rule):
-        yield chain.nodes[position]
-        if chain.next[position] is None:
-            return
-        position += 1
+class Tries:
+    """Tries to bind a rule's pattern to nodes in a row, each from one start on, in order from left to right.
 
+    Each place takes as many nodes as it can, and gives some back if a later place needs them. What one try has found lets later
+    ones look at each node a few times, however many tries there are. limits: for each node where a match that begins there has
+    to end.
 
-class _Match:
-    """One try to bind a pattern: each place takes as many nodes as it can, and gives some back if a later place needs them.
-
-    dead: pairs of place and position from which no match exists. Tries from left to right share one set: a try that begins later
-    has fewer nodes and cannot match where an earlier one could not.
+    _dead: pairs of place and position from which no match exists, up to the limit of the last try. One that begins later has
+    fewer nodes, and cannot match where an earlier one could not. _lost: the same of a place without an upper bound, as a range up
+    to where its nodes end: from any position in it the place could stop where it could from the first.
     """
 
-    def __init__(self, rule: Fusion, nodes: Iterator[Node], start: int, dead: set[tuple[int, int]]) -> None:
+    def __init__(self, rule: Fusion, nodes: Sequence[Node], limits: Sequence[int]) -> None:
         self.pattern = rule.pattern
-        self.least = 1 if rule.single else 2
-        self.nodes: list[Node] = []
-        self.rest = nodes
-        self.start = start
-        self.dead = dead
-        self.furthest = (-1, 0, 0)
-        self.bounded = False
+        self._least = 1 if rule.single else 2
+        self._nodes = nodes
+        self._limits = limits
+        self._ends: dict[int, list[int]] = {}
+        self._limit, self._dead, self._lost = -1, set[tuple[int, int]](), dict[int, tuple[int, int]]()
+
+    def bind(self, start: int) -> tuple[range, ...] | None:
+        """The positions at each place of a match that begins at ``start``; None if there is none, and then how far it got."""
+        if self._limits[start] != self._limit:  # what was found of other nodes' ends says nothing of these
+            self._limit = self._limits[start]
+            self._dead, self._lost = set(), {}
+        self._start = start
+        self.furthest, self.bounded = (-1, 0, 0), False
+        return self._bind(0, start)
 
     def node(self, at: int) -> Node | None:
-        """The node at this distance from the first, if the run goes so far."""
-        while len(self.nodes) <= at:
-            if (following := next(self.rest, None)) is None:
-                self.bounded = True
-                return None
-            self.nodes.append(following)
-        return self.nodes[at]
-
-    def bind(self, place: int = 0, at: int = 0) -> tuple[range, ...] | None:
-        """The nodes at each place from ``place`` on, when those before it took ``at`` nodes; None if there is no way."""
-        if place == len(self.pattern):
-            return () if at >= self.least else None
-        if (place, self.start + at) in self.dead:
-            self.furthest, self.bounded = max(self.furthest, (0, 0, 0)), True
-            return None
-        term, end = self.pattern[place], at
-        while (term.high is None or end - at < term.high) and (node := self.node(end)) is not None and term.accepts(node):
-            end += 1
-        if end - at < term.low:
-            self.furthest = max(self.furthest, (place, end, at))
-        for stop in range(end, at + term.low - 1, -1):
-            if (rest := self.bind(place + 1, stop)) is not None:
-                return range(at, stop), *rest
-        self.dead.add((place, self.start + at))
+        """The node at a position, if a match may go so far."""
+        if at < self._limit:
+            return self._nodes[at]
+        self.bounded = True
         return None
+
+    def indices(self, positions: range) -> tuple[int, ...]:
+        """The indices of the nodes at these positions, as far as a match may go."""
+        return tuple(node.index for node in self._nodes[positions.start : min(positions.stop, self._limit)])
+
+    def _end(self, place: int, at: int) -> int:
+        """Where the nodes end that the place can take from ``at`` on."""
+        if place not in self._ends:
+            term, ends = self.pattern[place], [len(self._nodes)]
+            for i, node in zip(range(len(self._nodes) - 1, -1, -1), reversed(self._nodes)):
+                ends.append(ends[-1] if term.accepts(node) else i)
+            self._ends[place] = ends[::-1]
+        most = self.pattern[place].high
+        end = min(self._ends[place][at], self._limit)
+        if most is not None and end >= at + most:
+            return at + most
+        self.bounded |= end == self._limit
+        return end
+
+    def _bind(self, place: int, at: int) -> tuple[range, ...] | None:
+        """The positions at each place from ``place`` on, when those before it took all up to ``at``; None if there is no way."""
+        if place == len(self.pattern):
+            return () if at - self._start >= self._least else None
+        if (place, at) in self._dead:
+            self._give_up()
+            return None
+        term, end = self.pattern[place], self._end(place, at)
+        first, to = self._lost.get(place, (0, -1)) if term.high is None else (0, -1)
+        lost = first if to == end else end + 1  # from here on
+        if lost <= at:
+            self._give_up()
+            return None
+        if end - at < term.low:
+            self.furthest = max(self.furthest, (place, end - self._start, at - self._start))
+        last = min(end, lost + term.low - 1)
+        if last < end and place + 1 < len(self.pattern):
+            self._give_up()
+        for stop in range(last, at + term.low - 1, -1):
+            if (rest := self._bind(place + 1, stop)) is not None:
+                return range(at, stop), *rest
+        if term.high is None:
+            self._lost[place] = at, end
+        else:
+            self._dead.add((place, at))
+        return None
+
+    def _give_up(self) -> None:
+        """Of what is lost nothing more is known than that it is."""
+        self.furthest, self.bounded = max(self.furthest, (0, 0, 0)), True
 
 
 def bound(rule: Fusion, nodes: Sequence[Node], start: int = 0) -> tuple[range, ...] | None:
     """Which of ``nodes``, counted from ``start``, each place of the rule takes; None if it does not fit there."""
-    return _Match(rule, iter(nodes[start:]), start, set()).bind()
+    left = nodes[start:]
+    return Tries(rule, left, [len(left)] * max(len(left), 1)).bind(0)
 
 
-def match(
-    rule: Fusion, chain: MainChain, start: int, claimed: Collection[int] = (), dead: set[tuple[int, int]] | None = None
-) -> Binding | PartialMatch:
-    """Bind the rule's pattern from the node at ``start``, up to a claimed node; a PartialMatch says where it stopped.
+def tries_over(chain: MainChain, rule: Fusion, claimed: Collection[int] = ()) -> Tries:
+    """Tries of a rule over a chain, each up to a node that is claimed, or that the rule cannot take or go on from."""
+    limits, limit = [0] * len(chain.nodes), len(chain.nodes)
+    for i, node in zip(range(len(chain.nodes) - 1, -1, -1), reversed(chain.nodes)):
+        if node.index in claimed or not chain.takes(node, rule):
+            limit = i
+        elif chain.next[i] is None:
+            limit = i + 1
+        limits[i] = limit
+    return Tries(rule, chain.nodes, limits)
 
-    A place takes as many nodes as leave enough for the places behind it. dead: what earlier starts found that cannot be.
-    """
-    run = _Match(rule, _runs(rule, chain, start, claimed), start, set() if dead is None else dead)
-    found = run.bind()
+
+def match(tries: Tries, start: int) -> Binding | PartialMatch:
+    """The nodes at each place of a match that begins at ``start``; a PartialMatch says where it stopped."""
+    found = tries.bind(start)
     if found is not None:
-        return tuple(tuple(run.nodes[i].index for i in place) for place in found)
-    place, end, at = run.furthest
+        return tuple(tries.indices(place) for place in found)
+    place, end, at = tries.furthest
     if place < 0:  # every place has its nodes, which are too few together
-        return PartialMatch(1, None, rule.pattern[-1], tuple(node.index for node in run.nodes[:1]), run.bounded)
-    return PartialMatch(place, run.node(end), rule.pattern[place], tuple(node.index for node in run.nodes[:at]), run.bounded)
+        return PartialMatch(1, None, tries.pattern[-1], tries.indices(range(start, start + 1)), tries.bounded)
+    node = tries.node(start + end)
+    return PartialMatch(place, node, tries.pattern[place], tries.indices(range(start, start + at)), tries.bounded)
 
 
 def _flat(binding: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -238,13 +277,13 @@ def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict
     groups: list[Group] = []
     outcomes: list[Outcome] = []
     nearest: PartialMatch | None = None
-    start, dead, dead_unclaimed = 0, set[tuple[int, int]](), set[tuple[int, int]]()
-    first = rule.pattern[0]
+    start, first = 0, rule.pattern[0]
+    tries, unclaimed = tries_over(chain, rule, claimed), None
     while start < len(chain.nodes):
         if first.low and not first.accepts(chain.nodes[start]):  # as at most nodes: nothing that an outcome would tell
             start += 1
             continue
-        binding = match(rule, chain, start, claimed, dead)
+        binding = match(tries, start)
         if not isinstance(binding, PartialMatch):
             outcome = _judged(rule, graph, env, binding)
             if outcome.status == FUSED:
@@ -253,7 +292,8 @@ def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict
         else:
             # What a match lost to earlier claims is worth an outcome of its own.
             if binding.bounded:
-                binding = match(rule, chain, start, dead=dead_unclaimed)
+                unclaimed = unclaimed or tries_over(chain, rule)
+                binding = match(unclaimed, start)
             if isinstance(binding, PartialMatch):
                 nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
                 start += 1
@@ -267,10 +307,18 @@ def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict
 def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> Outcome:
     ops = tuple(graph.nodes[i].name for i in _flat(binding))
     refusal = _refusal(rule, graph, env, binding)
-    if refusal is None:
-        return Outcome(rule.name, rule.direction, FUSED, ops)
-    guard, got = refusal
+    return Outcome(rule.name, rule.direction, FUSED, ops) if refusal is None else _missed(rule, ops, *refusal)
+
+
+def _missed(rule: Fusion, ops: tuple[str, ...], guard: Guard, got: Any) -> Outcome:
     return Outcome(rule.name, rule.direction, MISSED, ops, guard=guard.reads, wanted=guard.wants, got=repr(got))
+
+
+def refused_everywhere(rule: Fusion, graph: Graph, env: Env, ops: tuple[str, ...]) -> Outcome | None:
+    """The outcome of a rule at ``ops`` that a guard on the environment refuses whatever the nodes are; None: none does."""
+    asked = ((guard, got) for guard in rule.when if guard.reads.startswith("env.") for got in read(guard.reads, graph, env, {}))
+    refusal = next(((guard, got) for guard, got in asked if not guard.ok(got)), None)
+    return None if refusal is None else _missed(rule, ops, *refusal)
 
 
 def _shadowed(rule: Fusion, graph: Graph, binding: Binding, claimed: Mapping[int, str]) -> Outcome:

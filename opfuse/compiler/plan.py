@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from opfuse.compiler.claims import Claims
-from opfuse.compiler.cover import FUSED, Group, Outcome
+from opfuse.compiler.cover import ABSENT_STATUS, FUSED, Group, Outcome, refused_everywhere
 from opfuse.compiler.graph import BACKWARD, FORWARD, TRANSPARENT, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.compiler.remade import Remade, remade_operands
-from opfuse.compiler.rules import PASSES
+from opfuse.compiler.rules import PASSES, Fusion
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.fused import FusedOperation
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.core.signature import Env
-from opfuse.errors import FusionError, describe
+from opfuse.errors import FusionError, OpfuseError, describe
 from opfuse.recipes import current_amax_group
 
 
@@ -171,7 +172,41 @@ def compile_plan(
     casts, own = live_casts(graph, ops, key.env, labels)
     remade = remade_operands(graph, ops, key.env, casts, (*forward, *backward))
     segments = partition(graph, forward, backward, remade)
-    return Plan(key, graph, segments, tuple(claims.outcomes), opaque, casts, own, name, labels, remade)
+    outcomes = _told_of_override(claims, ops, key, rules, exports)
+    return Plan(key, graph, segments, outcomes, opaque, casts, own, name, labels, remade)
+
+
+def _told_of_override(
+    claims: Claims, ops: Sequence[BasicOperation], key: PlanKey, rules: RuleSet, exports: frozenset[str]
+) -> tuple[Outcome, ...]:
+    """All outcomes, in which a rule that would run without the backward override says so, and not that ops are missing.
+
+    An override leaves casts out, so what a pattern wants may be there without it alone. That is found by lowering the ops again.
+    """
+    recipe, outcomes = key.env.recipe, tuple(claims.outcomes)
+    absent = {each.rule for each in outcomes if each.status == ABSENT_STATUS}
+    asked = [rule for rule in rules.rules if rule.name in absent and refused_everywhere(rule, claims.graph, key.env, ())]
+    if recipe is None or recipe.backward_override is None or not asked:
+        return outcomes
+    try:
+        env = key.env._replace(recipe=recipe.replace(backward_override=None))
+        free = Claims(lower(ops, env, key.inputs, exports), env)
+    except OpfuseError:  # the recipe's other fields, or a product of the backward pass, ask for the override
+        return outcomes
+    for direction in PASSES:
+        free.claim_rules(rules.of(direction), direction)
+    found = {rule.name: _outcome_of_override(rule, claims, free) for rule in asked}
+    return tuple((found.get(each.rule) or each) if each.status == ABSENT_STATUS else each for each in outcomes)
+
+
+def _outcome_of_override(rule: Fusion, claims: Claims, free: Claims) -> Outcome | None:
+    """What to tell of a rule that the override keeps from where it runs in ``free``; None if it runs nowhere there."""
+    group = next((group for side in PASSES[rule.direction] for group in free.groups[side] if group.rule is rule), None)
+    if group is None:
+        return None
+    concerned = {free.graph.nodes[i].op for i in group.nodes if not free.graph.nodes[i].is_cast}
+    names = tuple(node.name for node in claims.graph.nodes if node.op in concerned and not node.is_cast)
+    return refused_everywhere(rule, claims.graph, claims.env, names)
 
 
 def live_casts(
@@ -270,6 +305,9 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     claimed = any(group.claimed for group in (*forward, *backward))
     viewed = not claimed and all(VIEW in node.traits for node in members)
     inputs = tuple(sorted(read, key=lambda value: (value not in written, places[value])))
+    # How many members give a value a gradient: one where their sum is cast.
+    readers = Counter(graph.gradient_of(value) for node in members if not node.is_cast for value in node.inputs)
+    recast = {graph.gradient_of(node.outputs[0]) for node in members if node.directions == {BACKWARD}}
     return Segment(
         nodes,
         inputs,
@@ -278,14 +316,6 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
         tuple(reversed(backward)),
         tuple(dict.fromkeys(node.op for node in members)),
         trains and not viewed,
-        tuple(value for value in inputs for _ in range(_readers(graph, members, value) - 1)),
+        tuple(value for value in inputs if value in graph.grads and value not in recast for _ in range(readers[value] - 1)),
         frozenset(leaves) - graph.grads,
     )
-
-
-def _readers(graph: Graph, members: Sequence[Node], value: int) -> int:
-    """How many of ``members`` give ``value`` a gradient; one where their sum is cast."""
-    recast = any(node.directions == {BACKWARD} and graph.gradient_of(node.outputs[0]) == value for node in members)
-    if value not in graph.grads or recast:
-        return 1
-    return sum(graph.gradient_of(each) == value for node in members if not node.is_cast for each in node.inputs)

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
+from itertools import count, takewhile
 from pkgutil import resolve_name
 from typing import Any
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
-from opfuse.compiler.rules import JOINT, PASSES, Fusion
+from opfuse.compiler.rules import JOINT, PASSES, Fusion, contradiction
 from opfuse.compiler.vocabulary import check_rules
 from opfuse.domains import checked_arguments, uncallable
 from opfuse.errors import FusionError, describe, nearest
@@ -110,9 +110,22 @@ class RuleSet:
         )
 
     def with_rule(self, rule: Fusion, *, first: bool = False) -> RuleSet:
-        """The same set with one more rule, last or first; FusionError if the name is taken."""
+        """The same set with one more rule, last or first.
+
+        FusionError if the name is taken, and for a rule that can never fire: its guards exclude each other, or a rule that it
+        extends claims before it and leaves it nothing.
+        """
         self._free(rule, Fusion)
-        return replace(self, rules=(rule, *self.rules) if first else (*self.rules, rule))
+        if path := contradiction(rule.when):
+            got, cure = f"guards on {path} that exclude each other", "leave one of them out"
+            raise FusionError(describe(f"fusion {rule.name!r}", wanted="a rule that can fire", got=got, cure=cure))
+        made = replace(self, rules=(rule, *self.rules) if first else (*self.rules, rule))
+        earlier = takewhile(lambda other: other is not rule, made.of(rule.direction))
+        if base := next((other for other in earlier if extends(rule, other)), None):
+            got = f"one that claims after {base.name!r}, which it extends and which takes the same ops under no more guards"
+            cure = f"pass prepend=True (first=True of a RuleSet), or a priority above {base.priority}"
+            raise FusionError(describe(f"fusion {rule.name!r}", wanted="a rule that can fire", got=got, cure=cure))
+        return made
 
     def with_function(self, function: FusionFunction, *, first: bool = False) -> RuleSet:
         """The same set with one more function."""
@@ -152,6 +165,13 @@ class RuleSet:
                     cure="choose another name or unregister the old rule",
                 )
             )
+
+
+def extends(rule: Fusion, base: Fusion) -> bool:
+    """Whether ``base`` takes, under no more guards, part of all that ``rule`` matches, as one that extends it."""
+    roots = ("env", *(term.name for term in rule.pattern))
+    asked = {guard for guard in base.when if guard.reads.split(".")[0] in roots}  # of a place that is empty nothing is asked
+    return base.name in rule.extends and asked <= set(rule.when)
 
 
 def _typed(given: object, kind: type) -> Any:
@@ -221,7 +241,7 @@ class Registration:
 
 @checked_arguments(FusionError)
 def register_fusion(rule: Fusion, *, prepend: bool = False) -> Registration:
-    """Add a declarative rule to the process-wide set."""
+    """Add a declarative rule to the process-wide set; errors as of :meth:`RuleSet.with_rule`."""
     set_default_rules(default_rules().with_rule(rule, first=prepend))
     return Registration(rule.name)
 

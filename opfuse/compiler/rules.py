@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.patterns import Term, is_name, is_single, maybe, one, printed, run, terms_of
@@ -22,8 +23,11 @@ __all__ = [  # what a rule is written with, wherever it stands
     "Fusion",
     "Guard",
     "Term",
+    "above",
     "at_least",
     "at_most",
+    "below",
+    "contradiction",
     "fusion",
     "is_",
     "is_not",
@@ -57,33 +61,61 @@ def _same(got: Any, want: Any) -> bool:
     return type(got) is type(want) and bool(got == want)
 
 
-def _at_least(got: Any, want: Any) -> bool:
-    try:
-        return bool(got >= want)
-    except TypeError:  # not values of one order
-        return False
+def _in_order(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
+    """Whether the value read and the wanted one ``compare`` so; not if they are not of one order."""
 
+    def passes(got: Any, want: Any) -> bool:
+        try:
+            return bool(compare(got, want))
+        except TypeError:
+            return False
 
-def _at_most(got: Any, want: Any) -> bool:
-    try:
-        return bool(got <= want)
-    except TypeError:
-        return False
+    return passes
 
 
 def _multiple_of(got: Any, want: Any) -> bool:
     return type(got) is int and got % want == 0
 
 
-TESTS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
-    "is": (_same, "{!r}"),
-    "is_not": (lambda got, want: not _same(got, want), "not {!r}"),
-    "one_of": (lambda got, want: any(_same(got, each) for each in want), "one of {!r}"),
-    "at_least": (_at_least, ">= {!r}"),
-    "at_most": (_at_most, "<= {!r}"),
-    "multiple_of": (_multiple_of, "multiple of {!r}"),
+def _has_identity(want: Any) -> bool:
+    try:
+        digest(want)
+    except KeyValueError:
+        return False
+    return True
+
+
+class GuardWord(NamedTuple):
+    """A word of guards. passes: whether a value that was read passes, given the value wanted. told: how files and explanations
+    write both. takes, wanted: which values can be wanted, and in words. end: which end of a range the value wanted is; a word
+    with one needs values that have an order.
+    """
+
+    passes: Callable[[Any, Any], bool]
+    told: str
+    takes: Callable[[Any], bool] = _has_identity
+    wanted: str = "a value with an identity"
+    end: Literal["lower", "upper"] | None = None
+
+
+TESTS: dict[str, GuardWord] = {
+    "is": GuardWord(_same, "{!r}"),
+    "is_not": GuardWord(lambda got, want: not _same(got, want), "not {!r}"),
+    "one_of": GuardWord(
+        lambda got, want: any(_same(got, each) for each in want),
+        "one of {!r}",
+        lambda want: isinstance(want, tuple) and _has_identity(want),
+        "a tuple of values with an identity",
+    ),
+    "at_least": GuardWord(_in_order(operator.ge), ">= {!r}", end="lower"),
+    "above": GuardWord(_in_order(operator.gt), "> {!r}", end="lower"),
+    "at_most": GuardWord(_in_order(operator.le), "<= {!r}", end="upper"),
+    "below": GuardWord(_in_order(operator.lt), "< {!r}", end="upper"),
+    "multiple_of": GuardWord(
+        _multiple_of, "multiple of {!r}", lambda want: type(want) is int and want >= 1, "an integer of at least 1"
+    ),
 }
-"""Guard words, shared by Python and YAML: the test, and what explanations print and files write."""
+"""Guard words, shared by Python and YAML."""
 
 
 @dataclass(frozen=True)
@@ -109,37 +141,21 @@ class Guard:
         if not isinstance(self.reads, str) or not all(self.reads.split(".")):
             cure = "write env.arch, or a name of the pattern and what is read of it"
             raise FusionError(describe("guard", wanted="a dotted path", got=repr(self.reads), cure=cure))
-        wanted, takes = _WANTS.get(self.test, _ANY)
-        if not takes(self.want):
+        word = TESTS[self.test]
+        if not word.takes(self.want):
             where = f"guard {self.test}({self.reads!r})"
-            raise FusionError(describe(where, wanted=wanted, got=repr(self.want), cure="pass a value that the test can use"))
+            raise FusionError(describe(where, wanted=word.wanted, got=repr(self.want), cure="pass a value that the test can use"))
 
     @property
     def wants(self) -> str:
         """What it wants, in words."""
         if self.want is None and self.test == "is_not":
             return "a recipe" if self.reads == "env.recipe" else "a value"
-        return TESTS[self.test][1].format(self.want)
+        return TESTS[self.test].told.format(self.want)
 
     def ok(self, got: Any) -> bool:
         """Whether ``got`` passes. An absent value never does."""
-        return got is not ABSENT and TESTS[self.test][0](got, self.want)
-
-
-def _has_identity(want: Any) -> bool:
-    try:
-        digest(want)
-    except KeyValueError:
-        return False
-    return True
-
-
-_ANY = ("a value with an identity", _has_identity)
-_WANTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "multiple_of": ("an integer of at least 1", lambda want: type(want) is int and want >= 1),
-    "one_of": ("a tuple of values with an identity", lambda want: isinstance(want, tuple) and _has_identity(want)),
-}
-"""What each guard word can be given; any value with an identity where nothing is said."""
+        return got is not ABSENT and TESTS[self.test].passes(got, self.want)
 
 
 def is_(reads: str, want: Any) -> Guard:
@@ -162,14 +178,47 @@ def at_least(reads: str, floor: Any) -> Guard:
     return Guard(reads, "at_least", floor)
 
 
+def above(reads: str, floor: Any) -> Guard:
+    """More than ``floor``."""
+    return Guard(reads, "above", floor)
+
+
 def at_most(reads: str, ceiling: Any) -> Guard:
     """Not above ``ceiling``."""
     return Guard(reads, "at_most", ceiling)
 
 
+def below(reads: str, ceiling: Any) -> Guard:
+    """Less than ``ceiling``."""
+    return Guard(reads, "below", ceiling)
+
+
 def multiple_of(reads: str, divisor: int) -> Guard:
     """An integer that ``divisor`` divides."""
     return Guard(reads, "multiple_of", divisor)
+
+
+def contradiction(guards: Iterable[Guard]) -> str | None:
+    """A path at which no value passes all ``guards``, as far as finitely many values are asked for; None if there is none."""
+    by_path: dict[str, list[Guard]] = {}
+    for guard in guards:
+        by_path.setdefault(guard.reads, []).append(guard)
+    for path, asked in by_path.items():
+        candidates = [value for guard in asked if guard.test in _FINITE for value in _FINITE[guard.test](guard.want)]
+        if candidates and not any(all(guard.ok(value) for guard in asked) for value in candidates):
+            return path
+        lows, highs = ([guard for guard in asked if TESTS[guard.test].end == end] for end in ("lower", "upper"))
+        if any(_apart(low, high) for low in lows for high in highs):
+            return path
+    return None
+
+
+def _apart(low: Guard, high: Guard) -> bool:
+    """Whether no value can lie above the one end and below the other."""
+    return not (low.want < high.want or (low.ok(high.want) and high.ok(low.want)))
+
+
+_FINITE: dict[str, Callable[[Any], tuple[Any, ...]]] = {"is": lambda want: (want,), "one_of": tuple}
 
 
 @dataclass(frozen=True)
@@ -185,7 +234,9 @@ class Fusion:
 
     A pattern that can only ever match one node gives one op another implementation. Any other takes two nodes at least: a
     producer alone is no chain, whatever could follow it. Words and paths are looked up when the rule enters a
-    :class:`~opfuse.compiler.registry.RuleSet`; FusionError here for all that is wrong by itself. source: where it was written.
+    :class:`~opfuse.compiler.registry.RuleSet`; FusionError here for all that is wrong by itself.
+
+    extends: names of the rules of which it matches a part. source: where it was written.
     """
 
     name: str
@@ -195,6 +246,7 @@ class Fusion:
     backward: Callable[..., Any] | None = None
     priority: int = 0
     extra_outputs: bool = False
+    extends: tuple[str, ...] = field(default=(), compare=False)
     doc: str = field(default="", compare=False)
     source: str = field(default_factory=caller, compare=False, repr=False)
 

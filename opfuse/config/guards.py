@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_type_hints
 
@@ -24,10 +24,8 @@ from opfuse.fusions.declared import KINDS
 from opfuse.recipes import RECIPES
 from opfuse.recipes.settings import settings_of
 
-WORDS = {sentence.removesuffix(" {!r}"): test for test, (_, sentence) in TESTS.items() if test not in ("is", "one_of")}
+WORDS = {word.told.removesuffix(" {!r}"): test for test, word in TESTS.items() if test not in ("is", "one_of")}
 """Words before a value and the guard test each stands for; a value without a word is ``is``, a list ``one_of``."""
-
-_ORDERED = ("at_least", "at_most")
 
 _WORD = re.compile(f"({'|'.join(WORDS)}) +(.+)")
 
@@ -115,7 +113,7 @@ def to_guard(path: str, written: Any, places: Places) -> Guard:
     value = meaning(word[2]) if word else written
     if test == "multiple_of":
         return Guard(reads, test, _divisor(path, domain, value))
-    if word and test in _ORDERED and not (domain.ordered or domain is VERSION):
+    if word and TESTS[test].end and not (domain.ordered or domain is VERSION):
         message = f"{path} has no order, so {word[1]!r} cannot be asked of it"
         raise Refused(Problem("bad-value", message, "list the values it may have"))
     return Guard(reads, test, read(path, domain, value))
@@ -139,20 +137,3 @@ def to_guards(when: Mapping[str, Any], places: Places) -> tuple[Guard, ...]:
     if problems:
         raise Refused(*problems)
     return tuple(guards)
-
-
-def contradiction(guards: Iterable[Guard]) -> str | None:
-    """A path at which no value passes all ``guards``, as far as finitely many values are asked for; None if there is none."""
-    by_path: dict[str, list[Guard]] = {}
-    for guard in guards:
-        by_path.setdefault(guard.reads, []).append(guard)
-    for path, asked in by_path.items():
-        candidates = [value for guard in asked if guard.test in _FINITE for value in _FINITE[guard.test](guard.want)]
-        if candidates and not any(all(guard.ok(value) for guard in asked) for value in candidates):
-            return path
-        if any(low.want > high.want for low in asked for high in asked if (low.test, high.test) == _ORDERED):
-            return path
-    return None
-
-
-_FINITE: dict[str, Callable[[Any], tuple[Any, ...]]] = {"is": lambda want: (want,), "one_of": tuple}

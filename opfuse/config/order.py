@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opfuse.compiler.registry import RuleSet, default_rules
+from opfuse.compiler.registry import RuleSet, default_rules, extends
 from opfuse.compiler.rules import PASSES, Fusion
 from opfuse.config.findings import Problem, Refused, shown, similar
 from opfuse.config.shadows import covers
@@ -16,7 +16,7 @@ class RuleChange:
     """What an entry does to the rule set.
 
     rule: the one that is added, or put in place of its namesake; None: it is disabled. before, after: the rule that it shall
-    claim next to. extends: the rule of which it matches a part. expect: how often each outcome shall be counted.
+    claim next to. expect: how often each outcome shall be counted.
     """
 
     name: str
@@ -24,7 +24,6 @@ class RuleChange:
     new: bool = False
     before: str | None = None
     after: str | None = None
-    extends: str | None = None
     expect: Mapping[str, int] | None = None
 
     @property
@@ -125,13 +124,8 @@ def _shadowed(change: RuleChange, index: int, order: Sequence[Fusion]) -> Proble
     if not change.new:
         return None
     at = _place(order, change.name)
-    by = next((other.name for other in order[:at] if _leaves_nothing(other, order[at], change.extends)), None)
+    by = next((other.name for other in order[:at] if extends(order[at], other) or covers(other, order[at])), None)
     if by is None:
         return None
     message = f"rule {change.name!r} can never claim anything: {by!r} comes first and takes the same ops under no more guards"
     return Problem("shadowed-rule", message, "put the more particular rule first", (index, "name"))
-
-
-def _leaves_nothing(first: Fusion, later: Fusion, extends: str | None) -> bool:
-    """Whether ``first`` takes part of all that ``later`` matches: that is known of one that extends it, tried of others."""
-    return (extends == first.name and set(first.when) <= set(later.when)) or covers(first, later)

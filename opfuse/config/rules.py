@@ -11,10 +11,10 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from opfuse.compiler.graph import BACKWARD
 from opfuse.compiler.patterns import Term, is_name, printed, split, terms_of
 from opfuse.compiler.registry import RuleSet, default_rules
-from opfuse.compiler.rules import Fusion, Guard, is_
+from opfuse.compiler.rules import Fusion, Guard, contradiction, is_
 from opfuse.compiler.vocabulary import SEVERAL
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
-from opfuse.config.guards import Places, contradiction, to_guards
+from opfuse.config.guards import Places, to_guards
 from opfuse.config.models import FileSection
 from opfuse.config.operations import MAX_OPS
 from opfuse.config.order import RuleChange, changed, check_changes
@@ -196,8 +196,7 @@ def to_change(section: Any) -> RuleChange:
     if expected == {}:
         raise Refused(Problem("bad-value", "expect names no outcome", "write `expect: {fused: 1}`", ("expect",)))
     order = {"before": section.before, "after": section.after}
-    base = section.extends if isinstance(section, Extend) else None
-    return RuleChange(rule.name, rule, new=not isinstance(section, Use), extends=base, expect=expected, **order)
+    return RuleChange(rule.name, rule, new=not isinstance(section, Use), expect=expected, **order)
 
 
 def _guards(section: Any, places: Places) -> tuple[Guard, ...]:

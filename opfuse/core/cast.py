@@ -185,7 +185,7 @@ class Cast:
     @functools.cached_property
     def use(self) -> LastUse:
         """What an update needs to know of the cast, under a recipe with states."""
-        return LastUse.under(self._delayed_scaling, self.rule, self.group, self.where)
+        return LastUse.under(self._delayed_scaling, self.rule, self.group, self.where, self.op.standing)
 
     @functools.cached_property
     def _delayed_scaling(self) -> DelayedScaling:

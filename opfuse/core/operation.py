@@ -31,6 +31,7 @@ from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.policy import cast_quantizer
+from opfuse.recipes.standing import Standing
 from opfuse.sources import DEFAULT, caller
 from opfuse.tensors.conversion import converted
 from opfuse.tensors.quantizers import Quantizer
@@ -176,6 +177,8 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     asks_casts: ClassVar[bool] = False
     derives: ClassVar[Mapping[str, Callable[[Context], Any]]] = {}
     casts_itself: ClassVar[bool] = False
+    standing = Standing()
+    """Where it stands in the model, for ranks that share its amaxes; a pipeline that trains over ranks sets it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -79,6 +79,7 @@ class QuantizerSlotsMixin:
     parameter_values: Any
     quantized_roles: Any
     label: Any
+    standing: Any
 
     def num_quantizers(self, mode: Mode) -> int:
         """The number of slots; ``mode`` is ``"forward"`` or ``"backward"``, else QuantizerError."""
@@ -109,7 +110,8 @@ class QuantizerSlotsMixin:
         if state is None or delayed is None:
             return quantizer
         made, rule = cast(Float8Quantizer, quantizer), delayed.forward_rule if mode == "forward" else delayed.backward_rule
-        use = LastUse.under(delayed, rule, current_amax_group(), f"{self.label} {mode} quantizer {index}")
+        name = f"{self.label} {mode} quantizer {index}"
+        use = LastUse.under(delayed, rule, current_amax_group(), name, self.standing)
         return _Delayed(made.scale, made.amax, made.fp8_dtype, state, delayed, use)
 
     def _slots_of(self, mode: Mode, count: int) -> list[tuple[QuantizerRole, QuantizerRole]]:

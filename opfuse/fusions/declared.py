@@ -289,6 +289,7 @@ def extended(base: Fusion, name: str, pattern: Sequence[Term], *, when: Sequence
     held = tuple(guard for guard in base.when if guard.reads.split(".")[0] in ("env", *places))
     doc = f"{base.name} where {printed(pattern)}."
     options: dict[str, Any] = {"priority": priority, "extra_outputs": base.extra_outputs, "doc": doc}
+    options["extends"] = (*base.extends, base.name)
     return fusion(name, tuple(pattern), when=(*held, *when), **options, **made)
 
 

@@ -40,8 +40,9 @@ def default_group() -> dist.ProcessGroup | None:
 def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: Any, *, new: bool = False) -> None:
     """Each of ``amaxes``, fp32 (1,) on one device, becomes its maximum over the ranks of ``group`` (None: all).
 
-    Compared as integer bits, since a floating-point maximum may lose a NaN. names: of the casts, equal and in one order on all
-    ranks, else RecipeError, and no amax is changed. new: whether the host checks that in any case.
+    Compared as integer bits, since a floating-point maximum may lose a NaN. names: of the casts, with where these stand in
+    the model, equal and in one order on all ranks, else RecipeError, and no amax is changed. new: whether the host checks that in
+    any case.
     """
     heads = _HEADS.setdefault(dist.group.WORLD if group is None else group, {})
     key = tuple(names), amaxes[0].device
@@ -84,6 +85,7 @@ def _check(reduced: torch.Tensor, own: torch.Tensor, names: tuple[str, ...]) -> 
         return
     place = next((i for i, differs_here in zip(count(), words[2:]) if differs_here), NAMES)
     mine = f"{names[place]!r} as number {place + 1}" if place < min(len(names), NAMES) else f"{len(names)} casts"
-    cure = "give autocast an amax_reduction_group of ranks with the same layers, all new or all loaded, or set reduce_amax=False"
+    same = "ranks with the same layers, as those of one stage of a pipeline are, all new or all loaded"
+    cure = f"give autocast an amax_reduction_group of {same}, or set reduce_amax=False"
     wanted, got = "the same casts in the same order on every rank of the group", f"{mine} here, and another rank has others"
     raise RecipeError(describe("delayed scaling, shared amaxes", wanted=wanted, got=got, cure=cure))

@@ -8,33 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 
 from opfuse.domains import checked_arguments
 from opfuse.errors import RecipeError, describe, nearest
-from opfuse.formats import (
-    DEQUANTIZED,
-    E4M3,
-    FP8_ELEMENTS,
-    IDENTITY,
-    NVFP4,
-    USAGES,
-    NumberFormat,
-    fp8_block,
-    fp8_tensor,
-    mxfp8,
-)
+from opfuse.formats import DEQUANTIZED, FP8_ELEMENTS, IDENTITY, USAGES, NumberFormat, fp8_tensor
 from opfuse.kernels.products.hopper import FASTER, SCALING
 from opfuse.kernels.products.native import BACKENDS, ON_CPU, OWN, Machine, layout_refusal
 from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
-from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
+from opfuse.recipes.custom import CustomRecipe
 from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, clash
-from opfuse.tensors.quantizers import HybridQuantizer
+from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
 from opfuse.tensors.quantizers.base import RuledQuantizer
 
 Arch = tuple[int, int]
@@ -43,72 +32,15 @@ Arch = tuple[int, int]
 ARCHS: tuple[Arch, ...] = ((0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 
 
-class Gate(NamedTuple):
-    """Hardware that has a product: compute capabilities from ``since`` up to, not including, ``below``, and a CUDA version."""
-
-    since: Arch
-    below: Arch = (999, 0)
-    cuda: Arch = (0, 0)
-
-    def miss(self, arch: Arch, cuda: Arch | None) -> str:
-        """Why the gate is closed, or an empty string. ``cuda`` None is a torch without CUDA: its version is not asked."""
-        if arch == (0, 0):
-            return ON_CPU
-        if not self.since <= arch < self.below:
-            upper = "" if self.below == Gate((0, 0)).below else f" and < {_dotted(self.below)}"
-            return f"compute capability: wants >= {_dotted(self.since)}{upper}, got {_dotted(arch)}"
-        if cuda is not None and cuda < self.cuda:
-            return f"CUDA: wants >= {_dotted(self.cuda)}, got {_dotted(cuda)}"
-        return ""
-
-
-GATES = {
-    "delayed": Gate(since=(8, 9)),
-    "fp8_current": Gate(since=(8, 9)),
-    "fp8_block": Gate(since=(9, 0), cuda=BACKENDS["block"].cuda),
-    "mxfp8": Gate(since=(10, 0), below=(12, 0)),
-    "nvfp4": Gate(since=(10, 0)),
-}
-"""Which hardware multiplies operands of each kind of recipe."""
-
-
-class NativeGemm(NamedTuple):
-    """A matrix product of this package that runs on the hardware's own units."""
-
-    kind: str
-    name: str
-    since: Arch
-    below: Arch
-
-
 def native_name(left: NumberFormat, right: NumberFormat) -> str:
     """Who makes native products of two formats: cuBLASLt (``scaled_mm``), or it or the package's own kernel (``product.cu``),
     as is faster for their sizes (:data:`~opfuse.kernels.products.hopper.FASTER`).
     """
     library, scaling = BACKENDS[left.family].name, SCALING.get((left.block, right.block))
+    if not any(scaling == each for each, _ in FASTER):
+        return library
     ours, _, _ = OWN[left.family].name.partition(",")
-    return f"{ours} or {library}" if any(scaling == each for each, _ in FASTER) else library
-
-
-_FPROP: Mapping[str, tuple[NumberFormat, NumberFormat]] = {
-    "delayed": (fp8_tensor(E4M3), fp8_tensor(E4M3)),
-    "fp8_current": (fp8_tensor(E4M3), fp8_tensor(E4M3)),
-    "fp8_block": (fp8_block(E4M3, 1), fp8_block(E4M3, 2)),
-    "mxfp8": (mxfp8(E4M3), mxfp8(E4M3)),
-    "nvfp4": (NVFP4, NVFP4),
-}
-"""Formats of the forward product's operands."""
-
-NATIVE_GEMMS: tuple[NativeGemm, ...] = tuple(
-    NativeGemm(kind, native_name(*formats), backend.since, backend.below)
-    for kind, formats in _FPROP.items()
-    if (backend := BACKENDS.get(formats[0].family))
-)
-"""Products the package calls natively; a kind of recipe without a row here is emulated everywhere.
-
-One product of a native kind may still be emulated, for its sizes or elements: ``refusal`` in ``kernels/products/native.py`` says
-which rule it misses.
-"""
+    return f"{ours} or {library}"
 
 
 @dataclass(frozen=True)
@@ -131,10 +63,6 @@ class SupportRow(NamedTuple):
     reason: str
 
 
-def _dotted(version: Arch) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
 def device_arch() -> Arch:
     """Compute capability of the current CUDA device, (0, 0) when there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
@@ -149,41 +77,44 @@ def _cuda_version() -> Arch | None:
 
 @checked_arguments(RecipeError)
 def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
-    """How ``recipe``, or recipes of a kind such as ``"mxfp8"``, run on ``arch`` (None: on this machine).
+    """How ``recipe``, or one of a kind such as ``"mxfp8"`` with the defaults of its fields, runs on ``arch`` (None: here).
 
-    A custom recipe is native if all products are that it quantizes for a linear layer without a name. If its factory refuses such
-    a layer, nothing is known, and the answer is emulated.
+    It is native if all products are that it quantizes for a linear layer without a name. If it refuses such a layer, or if its
+    kind has no defaults, nothing is known, and the answer is emulated. RecipeError for another kind.
     """
-    kind = recipe.kind if isinstance(recipe, Recipe) else recipe
-    arch = device_arch() if arch is None else arch
-    if isinstance(recipe, CustomRecipe):
-        found, told = _custom(recipe, arch), _casts(recipe)
-        return Support(found.status, f"{found.reason}; {told}") if told else found
-    if kind == "custom":
-        return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for a recipe")
-    if kind not in GATES:
-        cure = f"use one of {', '.join(RECIPES)}"
-        raise RecipeError(describe("support", wanted="a recipe or its kind", got=f"{kind!r}{nearest(kind, GATES)}", cure=cure))
-    casts = f"; {told}" if isinstance(recipe, Recipe) and (told := _casts(recipe)) else ""
-    called = [gemm for gemm in NATIVE_GEMMS if gemm.kind == kind]
-    if closed := GATES[kind].miss(arch, _cuda_version()):
-        nowhere = "" if called or arch == (0, 0) else "; this package does not call such a product yet"
-        return Support("emulated", closed + nowhere + casts)
-    native = next((gemm for gemm in called if gemm.since <= arch < gemm.below), None)
-    if native is None:
-        missing = f"compute capability {_dotted(arch)} has the product, this package does not call it yet"
-        return Support("emulated", missing + casts)
-    return Support("native", native.name + casts)
+    if isinstance(recipe, str):
+        if recipe not in RECIPES:
+            got, cure = f"{recipe!r}{nearest(recipe, RECIPES)}", f"use one of {', '.join(RECIPES)}"
+            raise RecipeError(describe("support", wanted="a recipe or its kind", got=got, cure=cure))
+        try:
+            recipe = RECIPES[recipe]()
+        except RecipeError:
+            return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for a recipe")
+    try:
+        made = {role: _asked(recipe, role) for role in TENSOR_TYPES}
+    except RecipeError as error:
+        return Support("refused", str(error))
+    found, told = _found(recipe, made, device_arch() if arch is None else arch), _casts(made)
+    return Support(found.status, f"{found.reason}; {told}") if told else found
 
 
-def _casts(recipe: Recipe) -> str | None:
-    """Which casts of a recipe run in torch on every device; None if there are kernels for all."""
-    if isinstance(recipe, CustomRecipe):
-        made = {role: recipe.key_extras[f"{role}_quantizer"] for role in TENSOR_TYPES}
-    elif hasattr(recipe, "scale_rule"):
-        made = {role: recipe.quantizer(QuantizerRole(tensor_type=role)) for role in TENSOR_TYPES}
-    else:
+OperandCast: TypeAlias = Quantizer | DelayedScaling | None
+"""What casts an operand; None if the recipe needs to know more than its role."""
+
+
+def _asked(recipe: Recipe, tensor_type: str) -> OperandCast:
+    """What casts an operand of a linear layer without a name. RecipeError for what a custom recipe refuses in every layer."""
+    role = QuantizerRole(tensor_type=tensor_type)
+    try:
+        return cast(DelayedScaling | None, recipe.delayed_scaling(role)) or recipe.quantizer(role)
+    except Exception:
+        if isinstance(recipe, CustomRecipe) and recipe.key_extras[f"{tensor_type}_quantizer"] is not None:
+            raise
         return None
+
+
+def _casts(made: Mapping[str, OperandCast]) -> str | None:
+    """Which operands torch casts on every device; None if there are kernels for all."""
     slow = {role: [part.scale_rule for part in _parts(each) if part.runs_in_torch] for role, each in made.items()}
     rules = dict.fromkeys(rule for found in slow.values() for rule in found)
     roles = ", ".join(role for role, found in slow.items() if found)
@@ -198,21 +129,18 @@ def _parts(quantizer: object) -> list[RuledQuantizer]:
     return [each for each in subs if isinstance(each, RuledQuantizer)]
 
 
-def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
-    """Native if every product is that reads two quantized planes; else the reason of the first that is not.
-
-    Refused if calls are: for formats that cannot meet, or for delayed scaling under an override.
-    """
-    try:
-        formats = {role: _formats(recipe, role) for role in TENSOR_TYPES}
-    except RecipeError as error:
-        return Support("refused", str(error))
+def _found(recipe: Recipe, made: Mapping[str, OperandCast], arch: Arch) -> Support:
+    """Native if every product is that reads two quantized planes; else why the first is not, or why calls are refused."""
+    formats = {role: _formats(role, answer) for role, answer in made.items()}
+    trains = recipe.backward_override is None and recipe.training_refusal() is None
+    asked = GEMMS if trains else {"fprop": GEMMS["fprop"]}
     products: dict[str, tuple[Layout, Layout]] = {}
     own: dict[str, None] = {}
-    for name, what in GEMMS.items() if recipe.backward_override is None else [("fprop", GEMMS["fprop"])]:
+    for name, what in asked.items():
         one, other = formats[what.left], formats[what.right]
         if one is None or other is None:
-            return Support("emulated", f"{name}: the factory refuses a linear layer without a name")
+            who = "factory" if isinstance(recipe, CustomRecipe) else "recipe"
+            return Support("emulated", f"{name}: the {who} refuses a linear layer without a name")
         left, right = one[what.left_plane], other[what.right_plane]
         if IDENTITY not in (left, right):
             own |= {role: None for role, fmt in ((what.left, left), (what.right, right)) if fmt == DEQUANTIZED}
@@ -222,27 +150,31 @@ def _custom(recipe: CustomRecipe, arch: Arch) -> Support:
     clashes = [reason for name, pair in products.items() if (reason := clash(name, *(layout.format for layout in pair)))]
     if clashes:
         return Support("emulated" if recipe.allow_mixed_emulation else "refused", clashes[0])
+    misses = {name: miss for name, pair in products.items() if (miss := _miss(pair, arch))}
+    if misses:
+        name, miss = next(iter(misses.items()))
+        return Support("emulated", miss if [*misses.values()] == [miss] * len(asked) else f"{name}: {miss}")
     native: dict[str, list[str]] = {}
     for name, pair in products.items():
-        machine = Machine(arch, _cuda_version() or _NEWEST)
-        if miss := Gate((0, 0)).miss(arch, None) or layout_refusal(*pair, torch.bfloat16, machine):
-            return Support("emulated", f"{name}: {miss}")
         native.setdefault(native_name(*(layout.format for layout in pair)), []).append(name)
     found = "; ".join(f"{', '.join(names)} by {backend}" for backend, names in native.items())
     return Support("native", found or "all products are in high precision")
+
+
+def _miss(pair: tuple[Layout, Layout], arch: Arch) -> str:
+    """Why the product of two planes is emulated on ``arch``; an empty string if it is native."""
+    return ON_CPU if arch == (0, 0) else layout_refusal(*pair, torch.bfloat16, Machine(arch, _cuda_version() or _NEWEST))
 
 
 _USUAL, _NEWEST = (256, 256), (99, 0)
 """Sizes of a matrix that every back end takes, and the CUDA version that stands for a torch without CUDA."""
 
 
-def _formats(recipe: CustomRecipe, tensor_type: str) -> Mapping[str, NumberFormat] | None:
-    """The format of each plane of an operand; None if the factory needs the name of the layer. RecipeError if it is refused."""
-    role = QuantizerRole(tensor_type=tensor_type)
-    answer = recipe.key_extras[f"{tensor_type}_quantizer"]
-    if isinstance(answer, DelayedScalingRequest):
-        delayed = cast(DelayedScaling, recipe.delayed_scaling(role))
-        return dict.fromkeys(USAGES, fp8_tensor(FP8_ELEMENTS[delayed.fp8_dtype(role)]))
+def _formats(tensor_type: str, answer: OperandCast) -> Mapping[str, NumberFormat] | None:
+    """The format of each plane of an operand; None if it is not known."""
+    if isinstance(answer, DelayedScaling):
+        element = FP8_ELEMENTS[answer.fp8_dtype(QuantizerRole(tensor_type=tensor_type))]
+        return dict.fromkeys(USAGES, fp8_tensor(element))
     return None if answer is None else dict(zip(USAGES, answer.formats))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from opfuse.errors import OpfuseWarning, RecipeError, describe
 from opfuse.numerics.delayed import UpdateRule
@@ -28,6 +29,7 @@ from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.recipes.recipe import QuantizerRole
 from opfuse.recipes.saved_states import SavedState, checked_states, saved_state, unused_state
+from opfuse.recipes.standing import Standing
 from opfuse.tensors.capture import check_capture
 from opfuse.tensors.quantizers import Float8Quantizer
 from opfuse.tensors.quantizers.ranks import in_distributed_run
@@ -248,7 +250,8 @@ class DelayedScalingState:
 class LastUse(NamedTuple):
     """How a state was last used: what its update needs.
 
-    group: the ranks that share its amax, if it is ``shared``; None is torch's default group. name: of the cast.
+    group: the ranks that share its amax, if it is ``shared``; None is torch's default group. name: of the cast, and where it
+    stands in the model.
     """
 
     rule: UpdateRule
@@ -257,9 +260,24 @@ class LastUse(NamedTuple):
     name: str
 
     @classmethod
-    def under(cls, recipe: DelayedScaling, rule: UpdateRule, group: ProcessGroup | None, name: str) -> LastUse:
-        """A use now. Whether there are ranks is in the key of a plan, so whoever keeps it for the plan's calls may."""
-        return cls(rule, group, recipe.reduce_amax and in_distributed_run(), name)
+    def under(
+        cls,
+        recipe: DelayedScaling,
+        rule: UpdateRule,
+        group: ProcessGroup | None,
+        name: str,
+        standing: Standing = Standing(),  # noqa: B008
+    ) -> LastUse:
+        """A use now. Whether there are ranks is in the key of a plan, so whoever keeps it for the plan's calls may.
+
+        RecipeError for a stage of a pipeline over ranks that would share its amaxes with all of them, and so with other layers.
+        """
+        shared = recipe.reduce_amax and in_distributed_run()
+        if shared and group is None and standing.stage and dist.get_world_size() > 1:
+            cure = "give autocast an amax_reduction_group of the ranks that run this stage, or set reduce_amax=False"
+            got = f"torch's default group, in {standing.stage}"
+            raise RecipeError(describe(f"delayed scaling of {name}", wanted="ranks that have this layer", got=got, cure=cure))
+        return cls(rule, group, shared, f"{name} at {standing}" if str(standing) else name)
 
 
 class BoundUpdate(NamedTuple):

@@ -38,7 +38,8 @@ from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.amaxes import default_group
-from opfuse.recipes.passes import is_recomputing
+from opfuse.recipes.passes import is_recomputing, is_trained
+from opfuse.recipes.standing import standing_here
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.compiled import follow, hindrance
 from opfuse.runtime.held import CallInside
@@ -52,6 +53,7 @@ from opfuse.runtime.segment import outlined, run_plan, unlisted_saves
 from opfuse.runtime.thrash import Thrash
 from opfuse.runtime.told import Told
 from opfuse.runtime.trace import Made, note, since_start
+from opfuse.tensors.quantizers.ranks import in_distributed_run
 
 ROWS = 128
 """The largest divisor of the number of rows that a plan may depend on."""
@@ -140,17 +142,18 @@ class OperationFuser:
         self.structure = self._structure()
         self.form = f"{self.structure} {sorted(self.imports)} {sorted(self.exports)}"
         read = [channel.name for op in self.ops for channel in op.extra_input_channels]
+        first = {name: i for i, name in reversed([*enumerate(read)])}
         self.extra_inputs = tuple(
-            name for i, name in enumerate(read) if name is None or (name in self.imports and name not in read[:i])
+            name for i, name in enumerate(read) if name is None or (name in self.imports and first[name] == i)
         )
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
         self.slots = tuple(place for op in self.ops for place in op.parameter_places())
         self._parameters = record(self._parameter_names())
         self._modal = tuple(op for op in self.ops if op.reads_training)
-        self._modes = {
-            len(ops): record(name for name, op in zip(self._op_names, self.ops) if op in ops) for ops in (self._modal, self.ops)
-        }
+        named = [*zip(self._op_names, self.ops)]
+        modal = record(name for name, op in named if op.reads_training)
+        self._modes = {len(self._modal): modal, len(self.ops): record(self._op_names)}
         self._trees = tuple((op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules)
 
     def _structure(self) -> Digest:
@@ -257,6 +260,10 @@ class OperationFuser:
         return plan
 
     def _compiled(self, key: PlanKey, rules: RuleSet) -> Plan:
+        if key.env.recipe is not None and in_distributed_run() and (key.env.grad or is_trained()) and not is_recomputing():
+            here = standing_here(behind=key.inputs.x.requires_grad)
+            for name, op in zip(self._op_names, self.ops):
+                op.__dict__["standing"] = here.of(name)
         plan = compile_plan(self.ops, key, rules, presets=self.presets, name=self.label, exports=self.exports)
         if key.env.recipe is not None and any(segment.requires_grad for segment in plan.segments):
             key.env.recipe.check_trainable()

@@ -43,7 +43,8 @@ def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Own
     """For each pass why a program cannot repeat all of it, and the casts to run before the segment; other passes are left out."""
     found = list(_own_code(plan, segment, ops))
     casts = [each.cast for each in found if each.side == FORWARD]
-    before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
+    alone = {group.nodes[0] for group in segment.forward if len(group.nodes) == 1 and not group.claimed}
+    before = tuple(node for node in casts if node is not None and node.index in alone and _comes_in(plan, segment, node))
     if len(before) < len(casts):
         before = ()
     why = {BEFORE_FORWARD if before and each.side == FORWARD else each.side: each.why for each in reversed(found)}
@@ -63,8 +64,12 @@ def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
                 yield _Reason(side, f"{group.name} is a fused op, with code of its own", group.nodes)
             if group.rule and not is_ours(getattr(group.rule, side)):
                 yield _Reason(side, f"the rule {group.rule.name} is the user's own", group.nodes)
-    for i in segment.ops:
-        op, runs = ops[i], tuple(node.index for node in nodes if node.op == i and not node.is_cast)
+    by_op: dict[int, list[int]] = {i: [] for i in segment.ops}
+    for node in nodes:
+        if not node.is_cast:
+            by_op[node.op].append(node.index)
+    for i, indices in by_op.items():
+        op, runs = ops[i], tuple(indices)
         if not has_own_methods(op):
             yield from (_Reason(side, f"{op.label} has code of the user's own", runs) for side in passes)
         yield from (_Reason(BACKWARD, f"{op.label} {what}", runs, is_users=False) for what in beyond_gradients(op.spec))
@@ -92,10 +97,9 @@ def _read_by(plan: Plan, group: Group) -> set[int]:
 
 
 def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:
-    """Whether a cast runs by itself, in no fusion, and reads only a parameter or an input of the segment."""
-    alone = any(group.nodes == (node.index,) and not group.claimed for group in segment.forward)
+    """Whether a cast, which no fusion runs, reads only a parameter or an input of the segment."""
     reads = node.side or (len(node.inputs) == 1 and node.inputs[0] in segment.inputs)
-    return alone and reads and node.index not in plan.cast_once and not isinstance(plan.casts[node.index], GroupedCast)
+    return reads and node.index not in plan.cast_once and not isinstance(plan.casts[node.index], GroupedCast)
 
 
 def is_own_cast(cast: Cast) -> bool:

@@ -17,11 +17,29 @@ import opfuse
 from opfuse import ops
 from opfuse.compiler import cover
 from opfuse.compiler.cover import Outcome
+from opfuse.compiler.graph import Graph, Node
+from opfuse.compiler.patterns import terms_of
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
-from opfuse.compiler.rules import Fusion, Guard, Term, at_least, at_most, fusion, is_, is_not, maybe, multiple_of, one, one_of
+from opfuse.compiler.rules import (
+    Fusion,
+    Guard,
+    Term,
+    above,
+    at_least,
+    at_most,
+    below,
+    fusion,
+    is_,
+    is_not,
+    maybe,
+    multiple_of,
+    one,
+    one_of,
+)
 from opfuse.compiler.rules import run as run_of
 from opfuse.core.context import Context
+from opfuse.core.signature import Env
 from opfuse.errors import FusionError, KeyValueError, closest
 from opfuse.fusions import RULES
 from opfuse.ops.chains import run_chain, run_chain_backward
@@ -111,6 +129,27 @@ def test_b17_x02_the_override_is_the_reason(override):
     assert f"env.recipe.backward_override: wants None, got {override!r}" in str(outcome)
 
 
+@pytest.mark.row("B17", "X02")
+@pytest.mark.parametrize("override", OVERRIDES[1:])
+def test_b17_x02_the_override_is_the_reason_where_it_leaves_out_the_cast_of_a_pattern(override):
+    """Without the cast one op is left, which is no chain; behind no product there is no cast without the override either."""
+    for modules, told in (
+        ((ops.Linear(64, 128, bias=False), ops.SwiGLU(), ops.Linear(64, 64, bias=False)), ("3:swiglu",)),
+        ((ops.SwiGLU(), ops.Linear(64, 64, bias=False)), None),
+    ):
+        recipe = recipe_for("mxfp8", override)
+        outcome = only(planned(*modules, rules=RULES, recipe=recipe), "backward_activation_bias")
+        fires = (
+            "backward_activation_bias" in planned(*modules, rules=RULES, recipe=recipe.replace(backward_override=None)).fusions
+        )
+        assert fires == (told is not None)
+        if told is None:
+            assert outcome.status == "absent"
+        else:
+            assert (outcome.status, outcome.ops) == ("missed", told)
+            assert f"env.recipe.backward_override: wants None, got {override!r}" in str(outcome)
+
+
 @pytest.mark.row("X02")
 def test_x02_a_place_missed_for_its_environment_is_told_once():
     """Also in linear time: not once for every suffix of a run."""
@@ -150,6 +189,11 @@ GUARDS = [
     (at_most("linear.in_features", 64), True, "<= 64", "64"),
     (at_most("linear.in_features", 63), False, "<= 63", "64"),
     (at_most("env.device", 2), False, "<= 2", "'cpu'"),
+    (above("linear.in_features", 63), True, "> 63", "64"),
+    (above("linear.in_features", 64), False, "> 64", "64"),
+    (below("linear.in_features", 65), True, "< 65", "64"),
+    (below("linear.in_features", 64), False, "< 64", "64"),
+    (below("env.device", 2), False, "< 2", "'cpu'"),
     (multiple_of("linear.in_features", 32), True, "multiple of 32", "64"),
     (multiple_of("linear.in_features", 48), False, "multiple of 48", "64"),
     (multiple_of("env.rows_class", 32), True, "multiple of 32", "32"),
@@ -317,6 +361,7 @@ def test_a_run_stops_at_a_claimed_node():
     ]
 
 
+ENV = Env(recipe=None, amax_group=None, grad=True, autocast=None, device="cpu", arch=(0, 0), rows_class=32, aligned=True, level=2)
 WORDS = ("relu", "gelu", "silu", "elementwise")
 PLACES = st.one_of(st.sampled_from(WORDS).map(make) for make in (one, maybe, run_of))
 PATTERNS = st.lists(PLACES, min_size=1, max_size=3).filter(lambda places: any(place.low for place in places))
@@ -353,6 +398,48 @@ def test_a_pattern_that_fits_nowhere_is_tried_once_at_each_place(monkeypatch):
     modules = [op for _ in range(5) for op in (ops.GELU(), ops.ReLU())]
     planned(*modules, rules=RuleSet((rule("pair", {"first": "gelu", "second": "silu"}),)))
     assert len(tries) == 5
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["elementwise* quantize", "gelu? elementwise+ relu* elementwise* quantize", "relu{1,3} elementwise+ silu"],
+)
+def test_a_pattern_that_fits_nowhere_asks_of_each_node_a_few_times(pattern, monkeypatch):
+    """However many places could take it, and wherever a match could begin."""
+    names = ", ".join(term.name for term in terms_of(pattern))
+    rule = fusion("rule", pattern, forward=eval(f"lambda x, *, {names}: x"))
+    asked, accepts = [], Term.accepts
+    monkeypatch.setattr(Term, "accepts", lambda term, node: asked.append(1) or accepts(term, node))
+    counts = []
+    for length in (50, 200):
+        asked.clear()
+        planned(*(op() for _ in range(length) for op in (ops.ReLU, ops.GELU)), rules=RuleSet((rule,)))
+        counts.append(len(asked))
+    assert counts[1] <= 4 * counts[0]
+
+
+@settings(max_examples=100, deadline=None)
+@hypothesis.given(
+    st.lists(st.sampled_from(("relu", "gelu", "silu")), min_size=1, max_size=9), st.sets(st.integers(1, 8), max_size=3), PATTERNS
+)
+@hypothesis.example(["gelu", "relu", "relu"], {1}, [maybe("gelu"), one("relu"), one("relu")])
+def test_tries_find_what_a_try_alone_finds_also_behind_a_break(kinds, broken, places):
+    """What earlier tries found holds up to where a rule could go from them: a value that leaves there ends them."""
+    made = rule("rule", dict(zip("abc", places)))
+    # A break: the node reads another value than the one before it made.
+    ends = [i for i in range(1, len(kinds) + 1) if i in broken or i == len(kinds)]
+    nodes = [
+        Node(i, kind, i, None, frozenset({"elementwise"}), inputs=(100 + i if i in broken else i,), outputs=(i + 1,))
+        for i, kind in enumerate(kinds)
+    ]
+    groups, _ = cover.cover(Graph.of(nodes, (), (len(nodes),), ()), ENV, (made,), "forward", {})
+    wanted, start = [], 0
+    while start < len(nodes):
+        end = next(end for end in ends if end > start)
+        found = cover.bound(made, nodes[start:end])
+        wanted += [] if found is None else [tuple(start + i for place in found for i in place)]
+        start = start + 1 if found is None else wanted[-1][-1] + 1
+    assert [group.nodes for group in groups] == wanted
 
 
 def test_a_rule_fires_at_every_place():

@@ -9,8 +9,8 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.patterns import printed, terms_of
-from opfuse.compiler.registry import default_rules
-from opfuse.compiler.rules import Fusion, Guard
+from opfuse.compiler.registry import RuleSet, default_rules
+from opfuse.compiler.rules import TESTS, Fusion, Guard, above, at_least, at_most, below, contradiction, fusion, is_
 from opfuse.config import loads
 from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
@@ -66,6 +66,8 @@ def outcomes(found, recipe=None):
         ("env.arch: [8.9, '9.0', 10]", Guard("env.arch", "one_of", ((8, 9), (9, 0), (10, 0)))),
         ("env.rows_class: multiple of 32", Guard("env.rows_class", "multiple_of", 32)),
         ("producer.in_features: <= 128", Guard("producer.in_features", "at_most", 128)),
+        ("producer.in_features: < 128", Guard("producer.in_features", "below", 128)),
+        ("env.arch: '> 8.9'", Guard("env.arch", "above", (8, 9))),
         ("env.grad: true", Guard("env.grad", "is", True)),
         ("env.device: not cpu", Guard("env.device", "is_not", "cpu")),
         ("env.autocast: null", Guard("env.autocast", "is", None)),
@@ -100,6 +102,8 @@ def test_guards_as_written(written, guard):
         ("recipe.kind: '>= mxfp8'", "bad-value", "'>= mxfp8'"),
         ("env.arch: new", "bad-value", "new"),
         ("recipe.kind: <= mxfp8", "bad-value", "<= mxfp8"),
+        ("env.device: < cuda", "bad-value", "< cuda"),
+        ("env.device: '> cuda'", "bad-value", "'> cuda'"),
         ("env.grad: 1", "bad-value", "1"),
         ("env.rows_class: multiple of 0", "bad-value", "multiple of 0"),
         ("env.arch: multiple of 2", "bad-value", "multiple of 2"),
@@ -110,6 +114,31 @@ def test_guards_as_written(written, guard):
 )
 def test_guards_that_cannot_be(written, code, under):
     assert finding(f"{{use: epilogue, when: {{{written}}}}}") == (code, under)
+
+
+@pytest.mark.parametrize("word", [test for test, word in TESTS.items() if word.end])
+def test_a_word_that_bounds_a_range_is_asked_of_values_in_order_alone(word):
+    """Whatever words there are: the table says which need an order."""
+    written = TESTS[word].told.format("cuda").replace("'", "")
+    assert finding(f"{{use: epilogue, when: {{env.device: '{written}'}}}}") == ("bad-value", f"'{written}'")
+
+
+@pytest.mark.parametrize(
+    ("guards", "excludes"),
+    [
+        ((at_least("env.rows_class", 32), at_most("env.rows_class", 31)), True),
+        ((at_least("env.rows_class", 32), at_most("env.rows_class", 32)), False),
+        ((above("env.rows_class", 32), at_most("env.rows_class", 32)), True),
+        ((at_least("env.rows_class", 32), below("env.rows_class", 32)), True),
+        ((above("env.arch", (8, 9)), below("env.arch", (9, 0))), False),
+        ((at_most("env.arch", (8, 9)), at_least("env.arch", (9, 0)), at_least("env.arch", (8, 0))), True),
+        ((at_least("env.arch", (9, 0)), at_most("env.rows_class", 32)), False),
+        ((is_("env.rows_class", 32), above("env.rows_class", 32)), True),
+    ],
+)
+def test_guards_that_bound_a_range_from_both_ends_may_exclude_each_other(guards, excludes):
+    for order in (guards, guards[::-1]):
+        assert contradiction(order) == (guards[0].reads if excludes else None)
 
 
 def test_rank11_a_narrowed_rule_keeps_its_own_guards():
@@ -600,6 +629,42 @@ def test_an_extension_may_have_one_node_where_its_rule_takes_several(base: str, 
         made.append([y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])])
         assert ("mine" in {o.rule for o in plans[0].outcomes if o.status == "fused"}) == (len(made) == 1)
     assert all(map(torch.equal, *made))
+
+
+def test_an_extension_that_can_never_fire_is_refused_at_its_registration() -> None:
+    """Behind the rule that it extends, however often, and under no more guards; or under guards that exclude each other."""
+    part = extended(built_in("epilogue"), "part", terms_of("producer=basic_linear chain=gelu+"))
+    smaller = extended(part, "smaller", terms_of("producer=basic_linear chain=gelu"))
+    groups = extended(built_in("epilogue_groups"), "groups", built_in("epilogue_groups").pattern)
+    for rule in (part, smaller, groups):
+        with pytest.raises(FusionError, match=r"wants a rule that can fire, got one that claims after 'epilogue.*prepend=True"):
+            opfuse.register_fusion(rule)
+        for fires in (rule, replace(rule, priority=1)):
+            with opfuse.register_fusion(fires, prepend=fires is rule):
+                assert rule.name in default_rules().names
+    with opfuse.register_fusion(part, prepend=True), pytest.raises(FusionError, match="after 'part'"):
+        opfuse.register_fusion(smaller)
+    contrary = extended(
+        base := built_in("backward_activation_bias"),
+        "contrary",
+        base.pattern,
+        when=(is_("env.recipe.backward_override", "dequantized"),),
+    )
+    with pytest.raises(FusionError, match=r"got guards on env.recipe.backward_override that exclude each other"):
+        opfuse.register_fusion(contrary, prepend=True)
+
+
+def test_a_guard_on_a_place_that_an_extension_leaves_out_keeps_its_rule_from_nothing() -> None:
+    base = fusion(
+        "base",
+        "basic_linear gelu bias?",
+        when=(is_("bias.bias.requires_grad", True),),
+        forward=lambda x, *, basic_linear, gelu, bias: x,
+    )
+    rule = extended(base, "mine", terms_of("basic_linear gelu"))
+    assert rule.when == ()
+    with pytest.raises(FusionError, match="claims after 'base'"):
+        RuleSet((base,)).with_rule(rule)
 
 
 def test_a_guarded_rule_that_is_extended_keeps_its_guards() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from opfuse import autocast, ops, recipes
+from opfuse.errors import RecipeError
 from opfuse.recipes import quantized_model_init
 from tests.distributed.running import Task
 from tests.distributed.training import RECIPES, whole
@@ -49,6 +53,55 @@ def check_stages(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
     return wrong
 
 
+def check_stages_in_one_group(_: None, rank: int, ranks: int, device: str) -> list[str]:
+    """torch's stages without a group of their own: every rank is refused before it waits for another."""
+    stage, x = part(rank, device), torch.ones(32, 64, device=device, dtype=torch.bfloat16)
+    looks = {"input_args": x.clone().requires_grad_(rank > 0), "output_args": x.clone().requires_grad_()}
+    schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, torch.device(device), **looks), ranks, loss_fn=loss)
+    wanted = rf"ranks that have this layer, got torch's default group, in stage {rank} of {ranks}\. Cure: .*amax_reduction_group"
+    with autocast(recipe=recipes.DelayedScaling()), pytest.raises(RuntimeError, match=f"Stage {rank}") as caught:
+        schedule.step(*((x.repeat(ranks, 1),) if rank == 0 else ()), **({"target": x} if rank == ranks - 1 else {}))
+    if rank + 1 < ranks:
+        dist.send(x, rank + 1)  # what the next stage waits for
+    cause = caught.value.__cause__
+    return [] if isinstance(cause, RecipeError) and re.search(wanted, str(cause)) else [repr(cause)]
+
+
+def by_hand(layer: ops.Sequential, x: torch.Tensor, rank: int) -> None:
+    """The first stages of a pipeline that nobody but the user knows of."""
+    with autocast(recipe=recipes.DelayedScaling()):
+        y = layer(x.clone().requires_grad_(rank > 0))
+    y.sum().backward()
+
+
+class Numbered(nn.Module):
+    """A stage that keeps the names of the whole model."""
+
+    def __init__(self, layer: nn.Module, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): layer})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def check_layers_in_one_group(_: None, rank: int, ranks: int, device: str) -> list[str]:
+    """Layers of one structure that are others on each rank: by their path in the model, or by what is before them."""
+    x, wrong = torch.ones(32, 64, device=device, dtype=torch.bfloat16) * (1 + rank), []
+    for name, model, told in (
+        ("path", Numbered(part(0, device), rank), f"at layers.{rank}.1.0"),
+        ("input", part(0, device), "at 1.0, with a gradient for the input" if rank else "at 1.0'"),
+    ):
+        with pytest.raises(RecipeError, match="ranks with the same layers, as those of one stage") as caught:
+            by_hand(model, x, rank if name == "input" else 0)
+        states = [state for op in model.modules() for state in getattr(op, "quantizer_states", ())]
+        wrong += [] if told in str(caught.value) else [f"{name}: {caught.value}"]
+        wrong += [] if states and all(state.scale.item() == 1 for state in states) else [f"{name}: scales were found together"]
+    return wrong
+
+
 def check_zero(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
     """The optimizer of a parameter is on one rank, which sends the others what it wrote: bytes of weights that live quantized."""
     found = []
@@ -66,4 +119,9 @@ def check_zero(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
     return [] if all(map(torch.equal, *found)) else ["other parameters"]
 
 
-TASKS: list[Task] = [(check_stages, "mxfp8"), (check_stages, "delayed"), (check_zero, "mxfp8")]
+TASKS: list[Task] = [
+    *((check_stages, recipe) for recipe in ("mxfp8", "delayed")),
+    (check_stages_in_one_group, None),
+    (check_layers_in_one_group, None),
+    (check_zero, "mxfp8"),
+]

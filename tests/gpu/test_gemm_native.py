@@ -249,5 +249,5 @@ def test_r5_a_linear_layer_on_the_device_and_on_the_cpu(kind, device):
 
 @hopper
 def test_native_is_what_the_support_table_says():
-    native = {kind for kind in availability.GATES if availability.support(kind).status == "native"}
+    native = {kind for kind in recipes.RECIPES if availability.support(kind).status == "native"}
     assert native == {"delayed", "fp8_current", "fp8_block"}

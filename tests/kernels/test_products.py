@@ -17,7 +17,6 @@ from opfuse.kernels.products.hopper import is_faster
 from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, invariant_refusal, multiply, refusal
 from opfuse.numerics.sums import balanced
 from opfuse.program.tape import Tape
-from opfuse.recipes.availability import GATES, NATIVE_GEMMS, support
 from opfuse.tensors.gemm import GEMMS, gemm, gemm_of_groups
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -238,12 +237,6 @@ def test_on_a_cpu_every_product_is_emulated_and_rounds_once(out_dtype):
 
 def test_only_products_per_tensor_and_per_row_can_be_summed_fast():
     assert {family for family, backend in BACKENDS.items() if backend.fast} == {"tensor", "row"}
-
-
-def test_h_native_products_are_those_of_the_table():
-    assert {row.kind for row in NATIVE_GEMMS} == {"delayed", "fp8_current", "fp8_block"}
-    assert {kind for kind in GATES if support(kind, (9, 0)).status == "native"} == {row.kind for row in NATIVE_GEMMS}
-    assert all(support(kind, arch).status == "emulated" for kind in GATES for arch in ((0, 0), (8, 9), (10, 0)))
 
 
 @pytest.mark.parametrize("kind", ["mx", "nv"])

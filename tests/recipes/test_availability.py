@@ -1,26 +1,37 @@
 """What is native, what is emulated, and the reason given."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 
 import opfuse
+from opfuse.cli import doctor
 from opfuse.errors import GemmError, RecipeError
 from opfuse.formats import E4M3, E5M2
+from opfuse.kernels.products import native
+from opfuse.kernels.products.native import BACKENDS, layout_refusal
 from opfuse.recipes import (
     RECIPES,
     CustomRecipe,
+    DelayedScaling,
     DelayedScalingRequest,
+    Float8BlockScaling,
+    Format,
     MXFP8BlockScaling,
+    Recipe,
     availability,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    kinds,
     support,
     support_matrix,
     zoo,
 )
-from opfuse.recipes.availability import ARCHS, GATES, NativeGemm, Support
+from opfuse.recipes.availability import ARCHS, Support
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, MXFP8Quantizer, NVFP4Quantizer
 
 QUERIES = {
@@ -30,23 +41,13 @@ QUERIES = {
     "nvfp4": is_nvfp4_available,
 }
 
-HARDWARE = {
-    "delayed": "..1111",
-    "fp8_current": "..1111",
-    "fp8_block": "...111",
-    "mxfp8": "....1.",
-    "nvfp4": "....11",
-}
-"""Which of ARCHS has the product, by the hardware rules alone."""
+NATIVE = {"delayed", "fp8_current", "fp8_block"}
+"""Kinds of which the package calls native products, on compute capability 9.0."""
 
 
 @pytest.fixture
 def _on_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def everything_native():
-    return tuple(NativeGemm(kind, f"{kind} product", (0, 0), (999, 0)) for kind in GATES)
 
 
 @pytest.mark.usefixtures("_on_cpu")
@@ -60,22 +61,83 @@ def test_g1_every_format_runs_on_the_cpu_and_says_emulated(kind):
     assert QUERIES[kind](native=True, return_reason=True) == (False, reason)
 
 
-@pytest.mark.parametrize("kind", GATES)
-def test_h_hardware_gates(kind, monkeypatch):
-    monkeypatch.setattr(availability, "NATIVE_GEMMS", everything_native())
+@pytest.mark.parametrize("kind", RECIPES)
+def test_h_a_kind_is_native_where_its_formats_have_a_back_end(kind, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    found = "".join("1" if support(kind, arch).status == "native" else "." for arch in ARCHS)
-    assert found == HARDWARE[kind]
-    assert all(support(kind, arch).status == "emulated" for arch in ARCHS[:2])
+    assert [arch for arch in ARCHS if support(kind, arch).status == "native"] == ([(9, 0)] if kind in NATIVE else [])
+
+
+@pytest.fixture
+def _fresh():
+    layout_refusal.cache_clear()
+    yield
+    layout_refusal.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_back_end_more_is_a_kind_more(monkeypatch):
+    """No list of kinds says what is native: the back ends of formats do."""
+    backend = BACKENDS["tensor"]._replace(name="a product", rules=(), since=(10, 0), below=(12, 0))
+    monkeypatch.setattr(native, "BACKENDS", more := {**BACKENDS, "mx": backend})
+    monkeypatch.setattr(availability, "BACKENDS", more)
+    assert support("mxfp8", (10, 0)) == Support("native", "fprop, dgrad, wgrad by a product")
+    assert support("mxfp8", (9, 0)) == Support("emulated", "compute capability: wants >= 10.0 and < 12.0, got 9.0")
 
 
 def test_block_scaling_wants_cuda_12_9(monkeypatch):
-    monkeypatch.setattr(availability, "NATIVE_GEMMS", everything_native())
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert support("fp8_block", (9, 0)) == Support("emulated", "CUDA: wants >= 12.9, got 12.8")
     assert support("fp8_current", (9, 0)).status == "native"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert support("fp8_block", (9, 0)).status == "native"
+
+
+def test_fields_count_and_not_the_kind_alone():
+    assert support(Float8BlockScaling(), (9, 0)).status == "native"
+    reason = "dgrad: elements: wants e4m3 twice, got ('e5m2', 'e4m3')"
+    assert support(Float8BlockScaling(fp8_format=Format.HYBRID), (9, 0)) == Support("emulated", reason)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows(Recipe):
+    """A user's recipe. names: whether it casts layers with a name alone."""
+
+    kind: ClassVar[str] = "rows"
+    names: bool = False
+    delays: bool = False
+
+    def delayed_scaling(self, role):
+        return DelayedScaling() if self.delays else None
+
+    def quantizer(self, role, *, state=None):
+        if self.names and not role.name:
+            raise KeyError(role)
+        return self.delayed_scaling(role).quantizer(role, state=state) if self.delays else zoo.fp8_row_scaled(role)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "reason"),
+    [
+        ({}, "native", "fprop, dgrad, wgrad by scaled_mm, per row"),
+        ({"delays": True}, "native", "fprop, dgrad, wgrad by product.cu or scaled_mm, per tensor"),
+        ({"names": True}, "emulated", "fprop: the recipe refuses a linear layer without a name"),
+    ],
+)
+def test_a_recipe_of_the_users_own_is_supported_as_its_formats_are(fields, status, reason, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert support(Rows(**fields), (9, 0)) == Support(status, reason)
+    model = opfuse.ops.Sequential(layer := opfuse.ops.Linear(32, 32))
+    layer.name = "layer"
+    with opfuse.autocast(recipe=Rows(**fields)):
+        assert opfuse.explain(model, torch.ones(32, 32)).backend == "emulated"
+
+
+def test_doctor_tells_of_a_recipe_that_joins_the_table(monkeypatch):
+    for module in (availability, doctor, kinds):
+        monkeypatch.setattr(module, "RECIPES", {**RECIPES, "rows": Rows})
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert doctor.recipes()["rows"]["status"] == support("rows").status
+    assert [row["status"] for row in doctor.matrix() if row["kind"] == "rows"] == ["emulated"] * 3 + ["native"] + ["emulated"] * 2
 
 
 def delayed(role):
@@ -144,37 +206,27 @@ def test_a_custom_recipe_that_is_refused_refuses_calls(fields):
 
 
 def test_a_custom_recipe_on_a_cpu_is_emulated():
-    reason = "fprop: the CPU has no product of this format"
+    reason = "the CPU has no product of this format"
     assert support(CustomRecipe(qfactory="fp8_row_scaled"), (0, 0)) == Support("emulated", reason)
 
 
 def test_a_custom_recipe_asks_for_the_cuda_of_its_products(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert support(CustomRecipe(qfactory="fp8_row_scaled"), (9, 0)) == Support("emulated", "fprop: CUDA: wants >= 12.9, got 12.8")
+    assert support(CustomRecipe(qfactory="fp8_row_scaled"), (9, 0)) == Support("emulated", "CUDA: wants >= 12.9, got 12.8")
 
 
 def test_reasons_name_wanted_and_got():
-    nowhere = "; this package does not call such a product yet"
-    assert support("mxfp8", (9, 0)).reason == f"compute capability: wants >= 10.0 and < 12.0, got 9.0{nowhere}"
-    assert support("nvfp4", (8, 9)).reason == f"compute capability: wants >= 10.0, got 8.9{nowhere}"
-    assert support("fp8_block", (8, 9)).reason == "compute capability: wants >= 9.0, got 8.9"
-
-
-def test_native_needs_a_product_of_this_package(monkeypatch):
-    monkeypatch.setattr(availability, "NATIVE_GEMMS", ())
-    assert all(row.status == "emulated" for row in support_matrix())
-    assert "does not call it" in support("fp8_current", (9, 0)).reason
-    monkeypatch.setattr(availability, "NATIVE_GEMMS", (NativeGemm("fp8_current", "scaled product", (9, 0), (10, 0)),))
-    assert support("fp8_current", (9, 0)) == Support("native", "scaled product")
-    assert support("fp8_current", (10, 0)).status == "emulated"
-    assert support("delayed", (9, 0)).status == "emulated"
+    assert support("mxfp8", (9, 0)).reason == "no native product of mx formats"
+    assert support("fp8_current", (8, 9)).reason == "compute capability: wants >= 9.0 and < 10.0, got 8.9"
 
 
 def test_native_on_this_machine(monkeypatch):
-    monkeypatch.setattr(availability, "NATIVE_GEMMS", everything_native())
-    monkeypatch.setattr(availability, "device_arch", lambda: (10, 0))
-    assert is_mxfp8_available(native=True, return_reason=True) == (True, "native: mxfp8 product")
-    assert support(MXFP8BlockScaling()) == support("mxfp8", (10, 0))
+    monkeypatch.setattr(availability, "device_arch", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    told = "native: fprop, dgrad, wgrad by product.cu or scaled_mm, per tensor"
+    assert is_fp8_available(native=True, return_reason=True) == (True, told)
+    assert not is_mxfp8_available(native=True)
+    assert support(MXFP8BlockScaling()) == support("mxfp8", (9, 0))
 
 
 def test_matrix_has_a_row_for_every_kind_and_arch():

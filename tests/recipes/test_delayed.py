@@ -519,7 +519,8 @@ def test_ranks_with_other_layers_are_told_instead_of_sharing_amaxes(tmp_path):
                 "RecipeError delayed scaling, shared amaxes: wants the same casts in the same order on every rank"
             )
             assert line.endswith("True")
-        assert f"'BasicLinear(in_features=16, out_features={16 + 16 * rank}) input' as number 5 here" in shapes
+        where = "input at 2.0, with a gradient for the input' as number 5 here"
+        assert f"'BasicLinear(in_features=16, out_features={16 + 16 * rank}) {where}" in shapes
         assert ("as number 7 here" if rank else "6 casts here") in number
         assert reduced == ["True"] * 4
         assert f"got {350 + rank} casts here, and another rank has others. Cure: give autocast an amax_reduction_group" in many

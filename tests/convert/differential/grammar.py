@@ -127,7 +127,8 @@ TABLE: dict[str, Sequence[str]] = {
         "self.n#, self.b# = <norm>, Part# | y = self.n#(h); y = y * 1.5 if <condition> else y; h = self.b#(y<args>)<result>",
         "self.n#, self.b# = <norm>, Part# | h = checkpoint(lambda y: self.b#(y<args>)<result>, self.n#(h), use_reentrant=<bool>)",
         "self.n#, self.b# = <norm>, Part# | h = checkpoint(lambda h: self.b#(self.n#(h)<args>)<result>, h, use_reentrant=<bool>)",
-        "self.n#, self.t# = <norm>, nn.Sequential(<linear>, <act>, <linear>) | h = checkpoint(self.t#, self.n#(h), use_reentrant=<bool>)",
+        "self.n#, self.t# = <norm>, nn.Sequential(<linear>, <act>, <linear>)"
+        " | h = checkpoint(self.t#, self.n#(h), use_reentrant=<bool>)",
         "self.n#, self.t# = <norm>, nn.Sequential(<linear>, <act>, <linear>) | h = h + self.t#(self.n#(h))",
         "self.n#, self.b# = <norm>, Part# | y = self.n#(h); self.b#(y<args>); h = self.b#(y<args>)<result>",
         "self.n#, self.b# = <norm>, Part# | h = self.b#(self.n#(self.n#(h))<args>)<result>",
@@ -258,6 +259,10 @@ class Block:
         )
 
 
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"        {line}" for line in lines]
+
+
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.split(";") if line.strip()]
 
@@ -284,6 +289,8 @@ class Case:
             if line.startswith("for _ in range("):
                 yield replace(self, script=(*self.script[:at], line.partition(": ")[2], *self.script[at + 1 :]))
         for place, block in enumerate(self.blocks):
+            if f"{block.name}()" not in self.text:
+                yield replace(self, blocks=(*self.blocks[:place], *self.blocks[place + 1 :]))
             for at in range(len(block.steps)):
                 less = replace(block, steps=(*block.steps[:at], *block.steps[at + 1 :]))
                 yield replace(self, blocks=(*self.blocks[:place], less, *self.blocks[place + 1 :]))

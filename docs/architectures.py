@@ -24,7 +24,8 @@ same of your model, module by module; [fuse.md](fuse.md#what-is-converted) says 
 
 - **alone**: linear modules with a product of their own. **q, k, v**: linear modules that share one product.
 - **chains**: blocks that run as one pipeline. **gate + up**: those of them that begin with one product of both.
-- **experts**: modules whose matrices are grouped products. **norms**: those that run as ops, in a pipeline or alone.
+- **experts**: modules whose matrices are grouped products. **norms**: those in chains; alone, a norm is an op if it has at least
+  1024 columns, which no tiny model has.
 - **left alone**: modules with matrices that stay as they are, and why.
 
 `python -m docs.architectures` writes this page.
@@ -38,20 +39,25 @@ KINDS = {
     "chains": r"(?!.*(Linear×2|GroupedLinear)).* → .*",
     "gate + up": r".*Linear×2 → .*",
     "experts": r".*GroupedLinear.*",
-    "norms": r"(Layer|RMS)Norm",
 }
-"""What became of a module, by column; norms in the pipelines of others are counted by the entries of their own."""
+"""What became of a module, by column."""
+COLUMNS = (*KINDS, "norms")
 
 
 def row(name: str, report: opfuse.Report) -> list[str]:
     """The row of a model."""
     counts: Counter[str] = Counter()
     for entry in report.entries:
-        is_norm = entry.status == "joined" and "Norm" in entry.kind
-        counts.update(["norms"] if is_norm else [column for column, text in KINDS.items() if re.fullmatch(text, entry.became)])
+        counts.update(column for column, text in KINDS.items() if re.fullmatch(text, entry.became))
+        counts["norms"] += entry.became.count("Norm")
     left = Counter(re.split("[;,:]", entry.got)[0] for entry in report.entries if entry.weights and not entry.became)
     told = "; ".join(f"{why} ×{count}" if count > 1 else why for why, count in left.items())
-    return [name, *(str(counts[column] or "") for column in KINDS), told]
+    return [name, *(str(counts[column] or "") for column in COLUMNS), told]
+
+
+def left(name: str, error: ConversionError) -> list[str]:
+    """The row of a model that ``fuse_`` leaves alone."""
+    return [name, *([""] * len(COLUMNS)), f"all of it{str(error).partition(f'in a {name}')[2].partition('. Cure')[0]}"]
 
 
 def converted(name: str) -> list[str]:
@@ -59,12 +65,12 @@ def converted(name: str) -> list[str]:
     try:
         return row(name, opfuse.fuse_(tiny(name)))
     except ConversionError as error:
-        return [name, *([""] * len(KINDS)), f"all of it: {str(error).partition('; ')[2] or error}"]
+        return left(name, error)
 
 
 def document() -> str:
     """The page."""
-    rows = table(["model", *KINDS, "left alone"], map(converted, MODELS))
+    rows = table(["model", *COLUMNS, "left alone"], map(converted, MODELS))
     return TEXT.format(count=len(MODELS), version=transformers.__version__, table=rows)
 
 

@@ -68,7 +68,6 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_star
 MORE: dict[str, dict[str, Any]] = {
     "GPTNeo": {"attention_types": [[["global", "local"], 1]]},
     "Mamba2": {"num_heads": 8, "head_dim": 8},
-    "Reformer": {"is_decoder": True, "axial_pos_embds": False},
     **{name: {"decoder_start_token_id": 0} for name in ("T5", "LongT5", "SwitchTransformers")},
     "Zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_headdim": 8, "attention_head_dim": 16},
 }
@@ -152,7 +151,7 @@ OlmoeForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel OPTF
 PegasusForConditionalGeneration PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM PLBartForCausalLM
 PLBartForConditionalGeneration PoolFormerForImageClassification Qwen2AudioForConditionalGeneration Qwen2ForCausalLM
 Qwen2MoeForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
-Qwen4ExpForCausalLM RecurrentGemmaForCausalLM ReformerModelWithLMHead RegNetForImageClassification RemBertForCausalLM
+Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RegNetForImageClassification RemBertForCausalLM
 RemBertForMaskedLM ResNetForImageClassification RobertaForCausalLM RobertaForMaskedLM RobertaPreLayerNormForCausalLM
 RobertaPreLayerNormForMaskedLM RoCBertForCausalLM RoCBertForMaskedLM RoFormerForCausalLM RoFormerForMaskedLM RwkvForCausalLM
 SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText SeedOssForCausalLM SegformerForImageClassification

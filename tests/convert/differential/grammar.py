@@ -173,6 +173,7 @@ TABLE: dict[str, Sequence[str]] = {
         "model.eval()",
     ),
     "fuse": ("fuse(model)",) * 10 + ("fuse(model); fuse(model)", "fuse(model, pack=True)", "fuse(<@b>)"),
+    "compile": (*("model.compile(backend='aot_eager')",) * 2, "<@b>.compile(backend='aot_eager')"),
     "twist": (
         "<@>.register_forward_hook(captured(log))",
         "<@>.register_forward_hook(captured(log), with_kwargs=True)",
@@ -231,7 +232,6 @@ RESULTS = (*(("return h", ""),) * 8, ("return h, None", "[0]"), ("return Out(h, 
 GIVEN = frozenset({"r", "flag", "fail", "args", "options"})
 """Names that an alternative may read only where the forward around has them."""
 MODEL = "x, r, flag=False, fail=False"
-COMPILED = ("model.compile(backend='aot_eager')", "model.compile(backend='aot_eager')", "<@b>.compile(backend='aot_eager')")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -348,7 +348,7 @@ class Grammar:
         yield self.any("fuse", given)
         yield from (self.any("twist", given) for _ in range(twists[1]))
         if compiled:
-            yield self.filled(self.draw.choice(COMPILED), given)
+            yield self.any("compile", given)
         yield f"for _ in range(4): {call}"
         for _ in range(twists[2]):
             yield self.any("between", given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import linecache
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -40,20 +40,21 @@ MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], ...]] = {
 }
 CLOSE = {"float32": 2e-5, "float64": 2e-6}
 """By the dtype of the model, of the largest value of a tensor and a tenth of that of its call; some norms compute in fp32."""
-NARROW = 6e-2
+NARROW = 0.1
 """The norm of a difference, of the norm of the value, where some numbers have the bits of bf16."""
-ROUNDING = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-8}
+ROUNDING, SHAKES = {"float64": 2.0**-50, "float32": 2.0**-22, "bfloat16": 2.0**-7}, 16
 VALUES = "values differ"
 
 
 class Run:
     """One run of a case: ``seen`` is what can be seen of it, as pairs of a name and a value.
 
-    converts: whether ``fuse`` does something. shaken: the relative change of all numbers that a call begins with.
+    converts: whether ``fuse`` does something. shaken: the relative change of all numbers that a call begins with, at random by
+    ``draw``.
     """
 
-    def __init__(self, case: Case, *, converts: bool = False, shaken: float = 0.0) -> None:
-        self.case, self.converts, self.shaken = case, converts, shaken
+    def __init__(self, case: Case, *, converts: bool = False, shaken: float = 0.0, draw: int = 0) -> None:
+        self.case, self.converts, self.shaken, self.draw = case, converts, shaken, torch.Generator().manual_seed(draw)
         self.seen: list[tuple[str, Any]] = []
         self.log = ingredients.Log()
         self.recipe, self.around = RECIPES[case.recipe]
@@ -95,10 +96,15 @@ class Run:
             self.left = str(error)
 
     def unfuse(self, model: nn.Module) -> None:
-        """Undo ``fuse``, if nobody has put a forward over that of a converted module, which ``unfuse_`` refuses to take away."""
-        covered = any(line.startswith(("wrap(", "patch(")) for line in self.case.script)
-        if self.report is not None and not covered:
-            opfuse.unfuse_(model)
+        """Undo ``fuse``. Refused where the script has replaced what was converted, or its forward."""
+        if self.report is not None:
+            with suppress(ConversionError):
+                opfuse.unfuse_(model)
+
+    def shake(self, values: Iterable[torch.Tensor]) -> None:
+        for each in values:
+            noise = torch.randn(each.shape, generator=self.draw, dtype=torch.float64)
+            each.data.mul_((1 + self.shaken * noise).to(each.dtype))
 
     def call(self, mode: str, *args: Any, **kwargs: Any) -> None:
         """Call the model, and keep what can be seen of that, under names that begin with the number of the call."""
@@ -107,7 +113,7 @@ class Run:
         at = f"call {self.calls} ({mode})"
         given = {f"argument {i}": each for i, each in enumerate(flat) if isinstance(each, torch.Tensor)}
         if self.shaken:
-            shake([*given.values(), *(model.parameters() if self.calls == 1 else ())], self.shaken)
+            self.shake([*given.values(), *(model.parameters() if self.calls == 1 else ())])
         before = {name: each._version for name, each in given.items()}
         model.zero_grad()
         torch.manual_seed(self.calls)
@@ -159,13 +165,6 @@ def backward(result: Any) -> None:
         torch.stack(terms).sum().backward()
 
 
-def shake(values: Iterable[torch.Tensor], size: float) -> None:
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for each in values:
-            each.data.mul_(1 + size * torch.randn(each.shape, generator=draw, dtype=torch.float64).to(each.dtype))
-
-
 def differences(case: Case) -> list[str]:
     """What differs between ``case`` plain and converted, each with its name first."""
     return compared(case, Run(case).execute(), Run(case, converts=True).execute())
@@ -173,18 +172,19 @@ def differences(case: Case) -> list[str]:
 
 def compared(case: Case, plain: Run, other: Run) -> list[str]:
     """What differs between two runs of a case: values by more than 4 times what rounding of what they are made of does."""
-    exact = case.recipe == "none" or other.left is not None
+    exact, narrow = case.recipe == "none" or other.left is not None, "bfloat16" in case.text or "autocast" in case.text
+    close = 0.0 if exact else NARROW if narrow else CLOSE[case.dtype]
     names = [[name for name, _ in run.seen] for run in (plain, other)]
     lost, more = ([name for name in names[i] if name not in names[1 - i]] for i in (0, 1))
     found = [f"{name}: only converted: {other.error!r:.300}" for name in more] or [f"{name}: only plain" for name in lost]
-    values, narrow, shaken = dict(other.seen), "bfloat16" in case.text or "autocast" in case.text, dict[str, Any]()
+    values, shaken = dict(other.seen), list[dict[str, Any]]()
     for name, value in plain.seen:
-        close = 0.0 if exact else NARROW if narrow else CLOSE[case.dtype]
         if name not in values or not (why := differs(value, values[name], close, partial(_largest, plain.seen, name))):
             continue
         if why.startswith(VALUES) and not exact:
-            shaken = shaken or dict(Run(case, shaken=ROUNDING["bfloat16" if narrow else case.dtype]).execute().seen)
-            if name in shaken and _distance(value, values[name]) <= 4 * _distance(value, shaken[name]):
+            rounding = ROUNDING["bfloat16" if narrow else case.dtype]
+            shaken = shaken or [dict(Run(case, shaken=rounding, draw=draw).execute().seen) for draw in range(SHAKES)]
+            if _distance(value, values[name]) <= 4 * max(_distance(value, each.get(name)) for each in shaken):
                 continue
         found.append(f"{name}: {why}")
     return sorted(found, key=lambda each: int(each.split()[1]) if each.startswith("call") else 0)
@@ -199,10 +199,11 @@ def _largest(seen: list[tuple[str, Any]], name: str) -> float:
     """Of the gradients of a call, or of its results."""
     at, _, what = name.partition(": ")
     start = f"{at}: {what.partition(' ')[0]}"
-    return max((_size(value) for other, value in seen if other.startswith(start)), default=0.0)
+    return max((size(value) for other, value in seen if other.startswith(start)), default=0.0)
 
 
-def _size(value: Any) -> float:
+def size(value: Any) -> float:
+    """The largest finite number in ``value``."""
     known = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.is_floating_point() and each.numel()]
     return max((each.double().nan_to_num(0, 0, 0).abs().max().item() for each in known), default=0.0)
 
@@ -228,8 +229,8 @@ def _differs(value: Any, other: Any, close: float, largest: Callable[[], float])
     if close == NARROW:
         same = bool((one - two).norm() <= NARROW * one.norm() + 1e-3 * largest())
     else:
-        same = bool(((one - two).abs() <= close * (_size(value) + 0.1 * largest())).all())
-    return "" if same else f"{VALUES} by {_size(one - two):.3g} of {_size(one):.3g}"
+        same = bool(((one - two).abs() <= close * (size(value) + 0.1 * largest())).all())
+    return "" if same else f"{VALUES} by {size(one - two):.3g} of {size(one):.3g}"
 
 
 def told(value: Any) -> str:

@@ -21,6 +21,7 @@ TABLE: dict[str, Sequence[str]] = {
         *("GammaNorm()", "OutsideNorm(eps=1e-2)", "BareNorm()", "ClampedNorm()", "FirstNorm()", "FunctionalNorm()", "MeanNorm()"),
         *("ModalNorm()", "ConfigNorm()", "CountingNorm()", "DoubledNorm(16)"),
     ),
+    "wide": ("nn.LayerNorm(1024)", "nn.RMSNorm(1024)", "LlamaNorm(1024)", "GemmaNorm(1024)", "BareNorm(1024)"),
     "act": (
         *("nn.SiLU()", "nn.GELU()", "nn.GELU(approximate='tanh')", "nn.ReLU()") * 2,
         *("nn.ReLU(inplace=True)", "nn.SiLU(inplace=True)", "nn.Tanh()", "nn.Identity()", "nn.LeakyReLU(0.1)", "nn.Dropout(<p>)"),
@@ -102,6 +103,8 @@ TABLE: dict[str, Sequence[str]] = {
         "self.n#, self.l# = <norm>, <linear> | y = self.n#(h); h = self.l#(y) + (y if <condition> else 0)",
         "self.n#, self.l# = <norm>, <linear> | y = self.n#(h); y.mul_(2); h = self.l#(y)",
         "self.n#, self.a#, self.l# = <norm>, <act>, <linear> | h = self.l#(self.a#(self.n#(h)))",
+        "self.n# = <wide> | h = h + self.n#(torch.cat([h] * 64, -1)).unflatten(-1, (64, 16)).mean(-2)",
+        "self.l# = nn.Linear(16, 0) | h = h + self.l#(h).sum()",
         "self.e# = Sparse() | h = self.e#(h)",
         "self.e# = Dense() | h = self.e#(h)",
         *("self.t# = nn.Sequential(<norm>, <linear>, <act>, <linear>) | h = self.t#(h)",) * 2,

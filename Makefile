@@ -41,9 +41,10 @@ types: install
 slow: install
 	$(BIN)/pytest -n $(JOBS) -m slow --timeout 0
 
-# 5000 random graphs, fused against op by op against plain torch: half an hour on two cores.
+# 5000 random graphs, fused against op by op against plain torch, half an hour on two cores; then 50 000 generated models and
+# scripts, converted against plain.
 fuzz: install
-	$(BIN)/pytest -n $(JOBS) -m slow --timeout 0 tests/compiler/test_graphs.py
+	$(BIN)/pytest -n $(JOBS) -m slow --timeout 0 tests/compiler/test_graphs.py tests/convert/differential
 
 # 200 changes of compiler, core, inspect, recipes and runtime, one by one, each against the tests that run its line; docs/mutants.md tells of survivors.
 mutants: install

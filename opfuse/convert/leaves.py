@@ -197,7 +197,7 @@ def norm_of(module: nn.Module) -> Leaf | None:
 
 
 def _identity(module: nn.Module) -> Leaf | None:
-    """Also a dropout, which draws nothing in evaluation. In training its mask is drawn as torch draws it: by the module itself."""
+    """Also a dropout, which draws nothing in evaluation. In training the module itself draws its mask, as torch does."""
     return Leaf(Identity(), keeps_dtype=True) if runs(module, nn.Identity, nn.Dropout) else None
 
 

@@ -66,6 +66,8 @@ class Run:
     def execute(self) -> Run:
         name = f"<case {self.case.seed}>"
         linecache.cache[name] = (len(self.case.text), None, self.case.text.splitlines(keepends=True), name)
+        if "compile(" in self.case.text:
+            torch._dynamo.reset()
         torch.manual_seed(self.case.seed)
         draw = torch.Generator().manual_seed(self.case.seed)
         self.space = {each: getattr(ingredients, each) for each in ingredients.__all__}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
 
 from tests.convert.differential.grammar import TABLE, Block, Case, case, minimised
 from tests.convert.differential.runner import Run, compared, differences
@@ -45,7 +44,6 @@ def test_600_cases(start: int) -> None:
 @pytest.mark.parametrize("start", range(0, 12, 4))
 def test_12_compiled_cases(start: int) -> None:
     assert failures(range(start, start + 4), compiled=True) == ""
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow
@@ -58,12 +56,11 @@ def test_50000_cases(start: int) -> None:
 @pytest.mark.parametrize("start", range(12, 512, 10))
 def test_500_compiled_cases(start: int) -> None:
     assert failures(range(start, start + 10), compiled=True) == ""
-    torch._dynamo.reset()
 
 
 def test_cases_have_what_they_promise() -> None:
-    """Among 2 000: every alternative of the grammar. Among 100: most calls return, and most models are converted."""
-    texts = "\n".join(case(seed).text for seed in range(2_000))
+    """Among 1 000: every alternative of the grammar. Among 50: most calls return, and most models are converted."""
+    texts = "\n".join(case(seed).text for seed in range(1_000))
     missing = [
         each
         for name in ("norm", "act", "function", "linear", "condition", "touch", "mixed", "write")
@@ -72,15 +69,15 @@ def test_cases_have_what_they_promise() -> None:
     ]
     assert missing == []
     counts: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in range(50):
         run = Run(case(seed)).execute()
         counts["calls"] += run.calls
         counts["raised"] += sum(name.endswith("raises") for name, _ in run.seen)
         counts["broken"] += any(name == "the script" for name, _ in run.seen)
         counts["left alone"] += Run(case(seed), converts=True).execute().left is not None
     assert counts["raised"] < counts["calls"] / 6
-    assert counts["left alone"] < 15
-    assert counts["broken"] < 5
+    assert counts["left alone"] < 8
+    assert counts["broken"] < 3
 
 
 def of_body(body: str) -> Case:

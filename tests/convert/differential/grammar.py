@@ -52,7 +52,8 @@ TABLE: dict[str, Sequence[str]] = {
         *("torch.is_grad_enabled()", "torch.is_inference_mode_enabled()", "torch.is_autocast_enabled('cpu')", "self.training"),
         *("x.requires_grad", "h.requires_grad", "x.shape[0] == 1", "x.dim() == 3", "x.dtype == torch.float32"),
         *("h.dtype == torch.float32", "h.is_contiguous()", "x.is_inference()", "x.is_leaf", "torch.compiler.is_compiling()"),
-        *("flag", "flag is True", "flag is None", *("not args", "args and args[-1] is True") * 2, "options.get('flag') is True"),
+        *("flag", "flag is True", "flag is None"),
+        *("not args", "args and args[-1] is True", "options.get('flag') is True") * 6,
         *("r is None", "r.dtype == h.dtype", "r.dim() == h.dim()", "r is x"),
     ),
     "touch": (

@@ -76,7 +76,7 @@ def test_cases_have_what_they_promise() -> None:
         counts["broken"] += any(name == "the script" for name, _ in run.seen)
         counts["left alone"] += Run(case(seed), converts=True).execute().left is not None
     assert counts["raised"] < counts["calls"] / 6
-    assert counts["left alone"] < 8
+    assert counts["left alone"] < 15
     assert counts["broken"] < 3
 
 

@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bi
     assert main([*run, str(tmp_path / "whole")]) == 0
     child = torch.multiprocessing.get_context("forkserver").Process(target=_killed, args=([*run, str(out)], 4))
     child.start()
-    child.join(120)
+    child.join()
     assert child.exitcode == -signal.SIGKILL
     assert read(out / "checkpoints" / "delayed.pt")["step"] == 4  # configuration, step 2, step 4, and then none
     assert not (out / "report.json").exists()

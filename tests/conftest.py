@@ -3,15 +3,21 @@
 Tests give recipes their fields as arguments: what the environment says of recipes is taken away. ``--row B06`` selects the tests
 of a row of docs/acceptance.md, by the marker ``row``. ``--device cuda`` runs tests on tensors and modules of that device, which
 they make there because it is torch's default; tests that speak of the CPU have the marker ``cpu`` and are left out.
+
+No test fails because a machine is slow: hypothesis has no deadline, and who waits for a thread or a process waits without a
+limit. What hangs ends by the one limit for all tests, ``timeout`` in pyproject.toml.
 """
 
 import gc
 import os
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("suite")
 for name in [name for name in os.environ if name.startswith("NVTE_") or name == "OPFUSE_BACKWARD_OVERRIDE"]:
     del os.environ[name]
 

@@ -78,7 +78,7 @@ def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bi
     assert main([*run, str(tmp_path / "whole")]) == 0
     child = torch.multiprocessing.get_context("forkserver").Process(target=_killed, args=([*run, str(out)], at))
     child.start()
-    child.join(120)
+    child.join()
     assert child.exitcode == -signal.SIGKILL
     last = next(path for name in ("delayed.pt", "delayed.before.pt") if (path := out / "checkpoints" / name).exists())
     assert read(last)["step"] == step

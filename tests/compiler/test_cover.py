@@ -367,7 +367,7 @@ PLACES = st.one_of(st.sampled_from(WORDS).map(make) for make in (one, maybe, run
 PATTERNS = st.lists(PLACES, min_size=1, max_size=3).filter(lambda places: any(place.low for place in places))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @hypothesis.given(
     st.lists(st.sampled_from((ops.ReLU, ops.GELU, ops.SiLU)), min_size=1, max_size=7),
     st.lists(PATTERNS, min_size=1, max_size=3),

@@ -85,7 +85,7 @@ def test_x04_x05_linear(override, rounding, examples):
         dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
         grads=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     )
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     def law(recipe, leading, sizes, dtype, grads):
         k, n = sizes
         model = to(ops.Sequential(ops.Linear(k, n)), dtype)
@@ -107,7 +107,7 @@ def test_x04_x05_pipelines(override, examples):
         dtype=st.sampled_from((torch.bfloat16, torch.float32)),
         frozen=st.sets(st.integers(0, 7)),
     )
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     def law(recipe, blocks, dtype, frozen):
         made = pipeline(blocks)
         model = made.model(dtype)

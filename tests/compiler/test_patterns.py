@@ -26,7 +26,7 @@ PLACES = st.builds(
 
 
 @given(st.lists(PLACES, max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_is_printed_can_be_written(places):
     pattern = named(places)
     text = printed(pattern)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from opfuse.fusions import RULES
@@ -47,7 +47,7 @@ def test_r4_composed_pipelines(composed, name, override, dtype):
     frozen=st.sets(st.integers(0, 7)),
     grads=st.tuples(st.booleans(), st.frozensets(st.integers(0, 2), max_size=2)),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_r4_random_pipelines(blocks, case, dtype, frozen, grads):
     """frozen: parameters that want no gradient. grads: whether the input wants one, and the outputs that get none."""
     made = pipeline(blocks)
@@ -70,7 +70,7 @@ def test_r4_random_pipelines(blocks, case, dtype, frozen, grads):
 @example(["l2 norm", "linear"], ("delayed", None), (torch.float16, torch.bfloat16), None, (64,))
 @example(["quantize gradient", "add"], ("delayed", None), (torch.bfloat16, torch.bfloat16), torch.float16, (64,))
 @example(["add", "linear"], ("fp8_block", None), (torch.bfloat16, torch.bfloat16), None, (0,))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 def test_r4_random_dtypes_and_shapes(blocks, case, dtypes, autocast, leading):
     """Inputs and parameters of different dtypes, torch.autocast, ragged and empty shapes: equal tensors, or the same error."""
     made = pipeline(blocks)

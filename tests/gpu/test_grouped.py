@@ -379,6 +379,6 @@ torch.cuda.synchronize()
 @grouped_kernel
 @pytest.mark.parametrize("what", ["bf16", *(["blocks"] if native_groups else [])])
 def test_a_wrong_sum_on_the_device_stops_it(what):
-    done = subprocess.run([sys.executable, "-c", WRONG_SUM, what], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", WRONG_SUM, what], capture_output=True, text=True, check=False)
     assert done.returncode
     assert "assert" in (done.stderr + done.stdout).lower()

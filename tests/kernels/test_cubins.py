@@ -283,7 +283,7 @@ def test_r14_a_forked_child_takes_nothing_from_its_parent(tmp_path, monkeypatch)
         cubin_cache(Path("/dev/null/kernels")).store(KEY, CUBIN)
     child = get_context("fork").Process(target=sys.exit)
     child.start()
-    child.join(timeout=60)
+    child.join()
     assert cubin_cache(Path("/dev/null/kernels")).find(KEY) == CUBIN
     assert list(tmp_path.iterdir()) == []
 
@@ -309,7 +309,7 @@ def test_r14_sixteen_processes_some_killed_while_they_write(cache):
     for worker in workers[::2]:
         worker.kill()  # one that has ended already is left alone
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join()
     assert [worker.exitcode for worker in workers[1::2]] == [0] * 8
     assert failures.value == 0
     for turn in range(4):

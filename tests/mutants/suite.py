@@ -42,12 +42,9 @@ def warm() -> None:
     for name in WARM:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    import hypothesis
     import torch
 
     torch.set_num_threads(1)
-    hypothesis.settings.register_profile("mutants", deadline=None, derandomize=True, database=None)
-    hypothesis.settings.load_profile("mutants")
 
 
 @dataclass
@@ -168,10 +165,13 @@ class Chosen:
 
 def run(paths: Sequence[Path | str], plugin: Chosen, *options: str) -> int:
     """pytest's exit status over these files, in this process."""
+    import hypothesis
     import pytest
 
     os.chdir(ROOT)
+    hypothesis.settings.register_profile("mutants", deadline=None, derandomize=True, database=None)
     arguments = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--tb=line", "--rootdir", str(ROOT), *options]
+    arguments += ["--hypothesis-profile", "mutants"]  # conftest.py has loaded that of the suite by then
     return int(pytest.main([*arguments, *map(str, paths)], plugins=[plugin]))
 
 

@@ -66,7 +66,7 @@ shapes = st.sampled_from([(6,), (5, 4), (2, 3, 7), (1, 1), (0, 4), (3, 0), (2, 0
 dtypes = st.sampled_from([BF16, FP16, FP32, FP64])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(chains, shapes, dtypes, st.booleans(), st.integers(0, 2**31))
 def test_r4_fused_chain_equals_its_ops_one_by_one(names, shape, dtype, from_accumulator, seed):
     torch.manual_seed(seed)
@@ -139,7 +139,7 @@ def fp64_boundaries(x: torch.Tensor, stages: list[Stage]) -> list[torch.Tensor]:
     return reduce(step, stages, [x.double()])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(sorted(STEEPEST)), min_size=1, max_size=6), st.sampled_from([BF16, FP16]), st.integers(0, 2**31))
 def test_single_rounds_once_and_per_op_stays_within_its_bound(names, dtype, seed):
     torch.manual_seed(seed)

@@ -78,7 +78,7 @@ def test_decorator_is_reentrant_and_keeps_name_and_arguments():
 
 
 def test_threads_share_one_object_but_not_the_region():
-    region, seen, barrier = autocast(recipe=MX), {}, threading.Barrier(2, timeout=20)
+    region, seen, barrier = autocast(recipe=MX), {}, threading.Barrier(2)
 
     def enter(name):
         seen[name, "before"] = current_recipe()

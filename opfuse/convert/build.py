@@ -11,7 +11,7 @@ from torch import nn
 from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, chain_of
 from opfuse.convert.converted import Converted, Proven
 from opfuse.convert.fits import unfit
-from opfuse.convert.leaves import GATED, UNGATED, Leaf, leaf_of, obstacle, weight_of
+from opfuse.convert.leaves import GATED, UNGATED, LeafModule, leaf_of, obstacle, weight_of
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.policy import Choice, Policies
 from opfuse.convert.record import LEADING, required_arguments
@@ -78,7 +78,7 @@ class Build:
         self.inlined.append(child)
         self.add(inner.within(path))
 
-    def _leaf(self, child: nn.Module, path: str) -> Leaf | None:
+    def _leaf(self, child: nn.Module, path: str) -> LeafModule | None:
         if (hindered := obstacle(child)) is not None:
             raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
         leaf = leaf_of(child)
@@ -111,7 +111,7 @@ class Build:
 
     # -- ops ---------------------------------------------------------------------------------------------------------------
 
-    def _op(self, op: BasicOperation, name: str, leaf: Leaf | None = None) -> None:
+    def _op(self, op: BasicOperation, name: str, leaf: LeafModule | None = None) -> None:
         self.keeps_dtype &= bool(self.weights) and (leaf is None or leaf.keeps_dtype)
         if isinstance(op, Identity):
             return

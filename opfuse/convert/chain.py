@@ -17,7 +17,17 @@ import torch
 from torch import fx, nn
 
 from opfuse.convert.forms import activation_at
-from opfuse.convert.record import LEADING, MODES, NotRecorded, Recording, describe_node, mode, record, required_arguments, rows
+from opfuse.convert.record import (
+    LEADING,
+    MODES,
+    NotRecorded,
+    RecordedForward,
+    describe_node,
+    mode,
+    record,
+    required_arguments,
+    rows,
+)
 
 MOST_ARGUMENTS = 2
 """Arguments that a forward cannot do without, at most. With more it routes and masks."""
@@ -143,7 +153,7 @@ def _is_same_in_autocast(module: nn.Module, widths: Mapping[str, int], found: Tr
     return True
 
 
-def _read(recording: Recording) -> TracedChain:
+def _read(recording: RecordedForward) -> TracedChain:
     if recording.ended is not None:
         raise NoChain(recording.ended.got, recording.ended.wanted)
     return _GraphReader(recording).chain()
@@ -152,7 +162,7 @@ def _read(recording: Recording) -> TracedChain:
 class _GraphReader:
     """Reads a graph from its first argument to its result."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: RecordedForward) -> None:
         self.recording = recording
         self.arguments = [node for node in recording.nodes if node.op == "placeholder"]
         self.nodes = dict.fromkeys(node for node in recording.nodes if node.op != "placeholder")

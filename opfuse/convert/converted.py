@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opfuse.convert.guards import Guard
+from opfuse.convert.guards import ModuleGuard
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.weights import MadeParameters
@@ -94,7 +94,7 @@ class Converted:
         self.path = path
         self.arguments = tuple(arguments)
         self.run = run
-        self.guard = Guard(module, self.label, members)
+        self.guard = ModuleGuard(module, self.label, members)
         self.proven = proven
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)

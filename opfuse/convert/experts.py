@@ -125,7 +125,7 @@ def _computes(found: Experts, each: str) -> bool:
 
     def ours(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate, up = torch.einsum("tkiw,tw->tki", both[index], x).chunk(2, -1)
-        return torch.einsum("tkwi,tki,tk->tw", down[index], _Activation.apply(gate, UNGATED[found.act]) * up, weights)
+        return torch.einsum("tkwi,tki,tk->tw", down[index], _ActivationOf.apply(gate, UNGATED[found.act]) * up, weights)
 
     def theirs(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> Any:
         vars(found.module)["_parameters"] = {found.both: both, found.down: down}
@@ -160,7 +160,7 @@ def _with_gradients(function: Callable[..., Any], *given: torch.Tensor) -> list[
         return None
 
 
-class _Activation(torch.autograd.Function):
+class _ActivationOf(torch.autograd.Function):
     """The activation of an op, and its gradient, on fp64 values."""
 
     @staticmethod

@@ -18,9 +18,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from opfuse.convert.record import CASTS, TRANSPOSES, VIEWS, Recording, record
+from opfuse.convert.record import CASTS, TRANSPOSES, VIEWS, RecordedForward, record
 
-Expression = tuple[Any, ...]
+NormalForm = tuple[Any, ...]
 """A name, then constants and expressions: ("sum", constant, terms), ("product", factor, ((base, count), …)), ("tanh", x) …"""
 
 
@@ -38,7 +38,7 @@ def number(value: float) -> float:
 
 def total(*terms: Any) -> Any:
     """The sum of expressions and numbers."""
-    constant, found = 0.0, list[Expression]()
+    constant, found = 0.0, list[NormalForm]()
     for term in terms:
         if isinstance(term, tuple) and term[0] == "sum":
             constant, found = constant + term[1], [*found, *term[2]]
@@ -55,7 +55,7 @@ def total(*terms: Any) -> Any:
 
 def product(*factors: Any) -> Any:
     """The product of expressions and numbers."""
-    constant, powers = 1.0, Counter[Expression]()
+    constant, powers = 1.0, Counter[NormalForm]()
     for factor in factors:
         if isinstance(factor, tuple) and factor[0] == "product":
             constant *= factor[1]
@@ -84,7 +84,7 @@ def power(base: Any, exponent: float) -> Any:
 class _Builder:
     """The expressions of a graph's nodes. arguments: what stands for the nodes at which the expression begins."""
 
-    def __init__(self, arguments: Mapping[fx.Node, Expression]) -> None:
+    def __init__(self, arguments: Mapping[fx.Node, NormalForm]) -> None:
         self.known: dict[fx.Node, Any] = dict(arguments)
 
     def of(self, value: Any) -> Any:
@@ -203,10 +203,10 @@ RULES: Mapping[str, Callable[..., Any]] = {
 }
 """How a function's expression follows from those of its arguments."""
 
-X: Expression = ("x",)
+X: NormalForm = ("x",)
 
 
-def expression(recording: Recording, *, in_autocast: bool = False) -> Any:
+def expression(recording: RecordedForward, *, in_autocast: bool = False) -> Any:
     """The expression of a whole forward of one argument. NoForm if there is none.
 
     in_autocast: the result may have another dtype than the argument, as torch.autocast gives it.
@@ -242,7 +242,7 @@ ACTIVATION_FORMS: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...
 """How libraries write the activations that have an op, by the name of the op."""
 
 
-class _Formula(nn.Module):
+class _FunctionModule(nn.Module):
     """A function as a module."""
 
     def __init__(self, function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> None:
@@ -258,11 +258,11 @@ class _Formula(nn.Module):
 def expression_of(function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> Any:
     """The expression of a function of x and of parameters."""
     with torch.inference_mode(False), torch.enable_grad():
-        return expression(record(_Formula(function, **parameters), {"x": torch.zeros(3, 8, device="cpu")}, training=True))
+        return expression(record(_FunctionModule(function, **parameters), {"x": torch.zeros(3, 8, device="cpu")}, training=True))
 
 
 @cache
-def activations() -> Mapping[Expression, str]:
+def activations() -> Mapping[NormalForm, str]:
     """The activations by their expressions."""
     return {expression_of(form): name for name, forms in ACTIVATION_FORMS.items() for form in forms}
 
@@ -315,7 +315,7 @@ def _numbers(found: Any) -> Iterator[float]:
 # -- products --------------------------------------------------------------------------------------------------------------------
 
 
-def products(has_bias: bool) -> Mapping[Expression, bool]:
+def products(has_bias: bool) -> Mapping[NormalForm, bool]:
     """The expressions of a product with ``weight`` and, if it has one, ``bias``; True if the weight is (in, out)."""
     weight, bias = ("parameter", "weight"), [("parameter", "bias")] * has_bias
     return {

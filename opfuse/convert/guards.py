@@ -123,7 +123,7 @@ def _present(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple([name for name, value in parameters.items() if value is not None])
 
 
-class Guard:
+class ModuleGuard:
     """What must hold of a converted module.
 
     label: how messages call it. members: the submodules that the pipeline runs without calling them, by path. forwards: by path,

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.convert.forms import NoForm, activations, expression, products, rms_norm_form
 from opfuse.convert.guards import has_hooks
-from opfuse.convert.record import LEADING, MODES, Recording, mode, record, required_arguments, rows
+from opfuse.convert.record import LEADING, MODES, RecordedForward, mode, record, required_arguments, rows
 from opfuse.convert.weights import MadeParameters, Weight, borrowing
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
@@ -44,7 +44,7 @@ GATED: dict[str, type[activation.GatedActivation]] = {
 """The unit that an activation gates, by the name of the activation."""
 
 
-class Leaf(NamedTuple):
+class LeafModule(NamedTuple):
     """What a module is.
 
     name: of an activation. keeps_dtype: under torch.autocast its result has the dtype of its input, on every device. dtypes:
@@ -67,7 +67,7 @@ def runs(module: nn.Module, *classes: type[nn.Module]) -> bool:
 # -- by formula ------------------------------------------------------------------------------------------------------------------
 
 
-class Formula(NamedTuple):
+class ModuleFormula(NamedTuple):
     """What the forward of a module with one argument computes, and the functions that it calls."""
 
     expression: Any
@@ -76,7 +76,7 @@ class Formula(NamedTuple):
 
 def formula(
     module: nn.Module, width: int, like: torch.Tensor | None = None, dtypes: tuple[torch.dtype | None, ...] = (None,)
-) -> Formula | None:
+) -> ModuleFormula | None:
     """The one formula of a module in all modes and ``dtypes``, for rows of any leading dimensions; None if there is none.
 
     The module has no submodules. like: the parameter whose device and, where none of ``dtypes`` is given, dtype inputs have.
@@ -84,7 +84,7 @@ def formula(
     names = required_arguments(module)
     if len(names) != 1 or module._modules:
         return None
-    found: Formula | None = None
+    found: ModuleFormula | None = None
     for recording, in_autocast in _recordings(module, names[0], width, like, dtypes):
         try:
             now = expression(recording, in_autocast=in_autocast)
@@ -94,13 +94,13 @@ def formula(
             return None
         if found is None:
             called = (str(node.target) for node in recording.nodes if node.op == "call_method")
-            found = Formula(now, frozenset(called))
+            found = ModuleFormula(now, frozenset(called))
     return found
 
 
 def _recordings(
     module: nn.Module, name: str, width: int, like: torch.Tensor | None, dtypes: tuple[torch.dtype | None, ...]
-) -> Iterator[tuple[Recording, bool]]:
+) -> Iterator[tuple[RecordedForward, bool]]:
     """The forward in all modes, in all dtypes and leading dimensions in one of them, and under torch.autocast."""
     kind = "cpu" if like is None else like.device.type
     for each in MODES:
@@ -156,18 +156,18 @@ def why_refused(module: nn.Module) -> tuple[str, str, str] | None:
 # -- ops -------------------------------------------------------------------------------------------------------------------------
 
 
-def _layer_norm(module: nn.Module) -> Leaf | None:
+def _layer_norm(module: nn.Module) -> LeafModule | None:
     if not runs(module, nn.LayerNorm) or module._parameters.get("weight") is None or module._parameters.get("bias") is None:
         return None
     norm: nn.LayerNorm = module  # type: ignore[assignment]
-    return Leaf(borrowing(LayerNorm, (norm.normalized_shape, norm.eps), module, "weight", "bias"))
+    return LeafModule(borrowing(LayerNorm, (norm.normalized_shape, norm.eps), module, "weight", "bias"))
 
 
 NORM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes in which a norm has to be the same formula; it is converted for those alone."""
 
 
-def _rms_norm(module: nn.Module) -> Leaf | None:
+def _rms_norm(module: nn.Module) -> LeafModule | None:
     """One of torch, and any module with one vector of parameters, of whatever name, that computes the same."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     if len(own) != 1 or module._buffers or module._modules:
@@ -177,7 +177,7 @@ def _rms_norm(module: nn.Module) -> Leaf | None:
         norm: nn.RMSNorm = module  # type: ignore[assignment]
         computed = torch.promote_types(weight.dtype, torch.float32)  # by torch, whose default is the eps of that
         eps = torch.finfo(computed).eps if norm.eps is None else norm.eps
-        return Leaf(borrowing(RMSNorm, (norm.normalized_shape, eps), module, "weight"))
+        return LeafModule(borrowing(RMSNorm, (norm.normalized_shape, eps), module, "weight"))
     if weight.dim() != 1 or not weight.is_floating_point():
         return None
     found = formula(module, weight.numel(), weight, NORM_DTYPES)
@@ -186,19 +186,19 @@ def _rms_norm(module: nn.Module) -> Leaf | None:
         return None
     fields = tuple(weight.shape), form.eps, form.zero_centered
     if name == "weight":
-        return Leaf(borrowing(RMSNorm, fields, module, "weight"), dtypes=NORM_DTYPES)
+        return LeafModule(borrowing(RMSNorm, fields, module, "weight"), dtypes=NORM_DTYPES)
     made = MadeParameters({"weight": ((module, name, False),)})
-    return Leaf(borrowing(RMSNorm, fields, made, "weight"), dtypes=NORM_DTYPES, made=made)
+    return LeafModule(borrowing(RMSNorm, fields, made, "weight"), dtypes=NORM_DTYPES, made=made)
 
 
-def norm_of(module: nn.Module) -> Leaf | None:
+def norm_of(module: nn.Module) -> LeafModule | None:
     """What a norm is; None for a module that is none."""
     return _layer_norm(module) or _rms_norm(module)
 
 
-def _identity(module: nn.Module) -> Leaf | None:
+def _identity(module: nn.Module) -> LeafModule | None:
     """Also a dropout, which draws nothing in evaluation. In training the module itself draws its mask, as torch does."""
-    return Leaf(Identity(), keeps_dtype=True) if runs(module, nn.Identity, nn.Dropout) else None
+    return LeafModule(Identity(), keeps_dtype=True) if runs(module, nn.Identity, nn.Dropout) else None
 
 
 DTYPES = (*NORM_DTYPES, torch.float64)
@@ -208,30 +208,30 @@ KEEPING = {"relu", "silu", "gelu", "sigmoid", "tanh", "mul", "add"}
 """Functions that torch.autocast casts on no device."""
 
 
-def _activation(module: nn.Module) -> Leaf | None:
+def _activation(module: nn.Module) -> LeafModule | None:
     if any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
         return None
     found = formula(module, 8, None, DTYPES)
     name = found and activations().get(found.expression)
     if not found or not name:
         return None
-    return Leaf(UNGATED[name](), name, keeps_dtype=found.functions <= KEEPING, dtypes=DTYPES)
+    return LeafModule(UNGATED[name](), name, keeps_dtype=found.functions <= KEEPING, dtypes=DTYPES)
 
 
-def _own(module: nn.Module) -> Leaf | None:
+def _own(module: nn.Module) -> LeafModule | None:
     """An activation of opfuse, or one that is derived from it: the op that it is, with the spec that it has."""
     known = isinstance(module, activation.Activation) and type(module).forward is activation.Activation.forward
     name = next((name for name, cls in UNGATED.items() if type(module) is cls), "")
-    return Leaf(copy.deepcopy(module), name, keeps_dtype=True) if known and not module.num_extra_inputs else None  # type: ignore[arg-type]
+    return LeafModule(copy.deepcopy(module), name, keeps_dtype=True) if known and not module.num_extra_inputs else None  # type: ignore[arg-type]
 
 
-LEAVES: tuple[Callable[[nn.Module], Leaf | None], ...] = (_layer_norm, _rms_norm, _identity, _own, _activation)
+LEAVES: tuple[Callable[[nn.Module], LeafModule | None], ...] = (_layer_norm, _rms_norm, _identity, _own, _activation)
 """What each makes of a module: its op with its parameters, None for one that it does not recognise. Products are not among them:
 :func:`weight_of` recognises these, since several can become one.
 """
 
 
-def leaf_of(module: nn.Module) -> Leaf | None:
+def leaf_of(module: nn.Module) -> LeafModule | None:
     """What ``module`` is, by the first of :data:`LEAVES` that recognises it."""
     return next((leaf for recognised in LEAVES if (leaf := recognised(module)) is not None), None)
 

@@ -95,7 +95,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 @dataclass
-class Recording:
+class RecordedForward:
     """A forward that ran.
 
     graph: inputs are placeholders, parameters and buffers ``get_attr`` with their names, calls of submodules ``call_module``,
@@ -122,13 +122,13 @@ class Recording:
         return any(node.meta.get("modes", self.modes) != self.modes for node in self.graph.nodes)
 
 
-def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_write: bool = False) -> Recording:
+def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_write: bool = False) -> RecordedForward:
     """Run the forward of the module's class on ``given``, arguments by name, and write it down as far as it can be followed.
 
     Runs in the modes of the caller. The attributes of the module and of all inside it, and the states of random generators, are
     what they were afterwards. may_write: the forward may write to its arguments, which are the caller's to give away.
     """
-    recorder = _Recorder(module, given, may_write)
+    recorder = _ForwardRecorder(module, given, may_write)
     found, states = recorder.found, random_states()
     try:
         with restored(module) as changed, recorder.calls_followed():
@@ -164,7 +164,7 @@ def _like_an_activation(x: torch.Tensor) -> torch.Tensor:
     return x * 1.0
 
 
-class _Recorder(TorchFunctionMode):
+class _ForwardRecorder(TorchFunctionMode):
     """Writes the forward of ``module`` down. What submodules do inside is checked, and not written.
 
     nodes: by the ``id()`` of a tensor. alive: all tensors with a node, so that none gets the ``id()`` of another one. foreign:
@@ -173,7 +173,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, given: Mapping[str, Any], may_write: bool) -> None:
         super().__init__()
-        self.found = Recording()
+        self.found = RecordedForward()
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[torch.Tensor] = []
         self.paths = {id(part): path for path, part in module.named_modules()}

@@ -327,7 +327,7 @@ QUESTIONS = (
         FILES,
         "Which modules of my model were not fused, and why?",
         "from torch import nn\nmodel = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LSTM(64, 32))\n",
-        "for entry in opfuse.fuse_(model, recipes.MXFP8BlockScaling()):\n    if not entry.became:\n        print(entry.why)\n",
+        "for entry in opfuse.fuse_(model, recipes.MXFP8BlockScaling()):\n    if not entry.became:\n        print(entry.kind, entry.why)\n",
         ("LSTM",),
     ),
 )

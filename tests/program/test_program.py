@@ -317,6 +317,7 @@ def test_an_address_of_nowhere_is_refused():
         ("IPqq", ((1, 1),)),
         ("PPPqPqqfIII", ((0, 0), (1, 1), (2, 2), (4, 4))),
         ("2P2qIf0qP0q", ((0, 0), (1, 1), (6, 5))),
+        ("PI0qIP", ((0, 0), (3, 3))),
     ],
 )
 def test_where_the_addresses_of_a_parameter_stand(layout, found):

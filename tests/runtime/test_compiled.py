@@ -373,6 +373,25 @@ def test_arguments_and_results_may_be_written_over():
             torch.ops.opfuse.pipeline_backward(token + 1, [dy], sizes, looks, x.device)
 
 
+def test_results_may_be_written_over_though_ops_have_saved_them():
+    """The extra output is the input that the product saves."""
+    model = ops.Sequential(ops.GELU(), ops.MakeExtraOutput(), ops.Linear(32, 32))
+    x = torch.randn(8, 32)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def written(x):
+        y, extra = model(x)
+        with torch.no_grad():
+            extra.detach().zero_()
+        return y
+
+    written(x).sum().backward()
+    found = model[2].weight.grad
+    model.zero_grad()
+    model(x)[0].sum().backward()
+    assert torch.equal(found, model[2].weight.grad)
+
+
 def test_a_parameter_that_changes_before_the_backward_pass():
     model = small()
     y = torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(4, 32, requires_grad=True))

@@ -82,3 +82,27 @@ def test_results_may_be_parts_of_one_block_and_nothing_else_of_others():
         made = apart(given, others)
         assert all(map(torch.equal, made, given))
         assert made[-1].data_ptr() != given[-1].data_ptr()
+
+
+def test_what_is_saved_is_known_until_the_call_is_over_so_that_results_are_copies_of_it():
+    x, factor = torch.randn(3), torch.randn(3)
+    ledger = Ledger([x, factor], [x])
+    ledger.keep([x, factor])
+    assert [each is factor for each in ledger.kept] == [False, True]
+    assert torch.equal(ledger.kept[0], x)
+    (made,) = apart([factor.view(3)], ledger.kept)
+    assert made.data_ptr() != factor.data_ptr()
+    ledger.close([])
+    assert ledger.kept == []
+
+
+def test_a_write_to_a_watched_tensor_is_refused_though_no_step_has_saved_it():
+    x, source = torch.randn(3), torch.randn(3)
+    ledger = Ledger([x], [x])
+    ledger.watch([source])
+    ledger.note([x], [y := 2 * x], lambda received, keep: [2 * received[0]])
+    ledger.close([y])
+    assert torch.equal(ledger.gradients([x], keep=True)[0], 2 * x)
+    source.mul_(2)
+    with raised(SavedTensorError, RuntimeError, "as the forward pass left them", "changed in place"):
+        ledger.gradients([x], keep=False)

@@ -18,7 +18,7 @@ DOCUMENT = ROOT / "docs" / "acceptance.md"
 TESTS = ROOT / "tests"
 
 OVERRIDE = {
-    "B01": "Every recipe class has `backward_override`: None by default, two more values, anything else refused",
+    "B01": "Every recipe has `backward_override`: None by default; two more values, which delayed scaling refuses; nothing else",
     "B02": "The environment gives its default when a recipe is built, not at import; an empty variable is no value",
     "B03": "An outdated value, or a pair of switches, is refused with the value to write instead",
     "B04": "Delayed scaling refuses an override with a real exception that names both, under `python -O` too",
@@ -99,7 +99,7 @@ HYBRID = {
     "H27": "A gather over ranks moves cast planes, or both directions are cast after it; a gather that fails changes nothing",
     "H28": "Pickle and checkpoints keep every bit; state that cannot be written is refused",
     "H29": "Dropping planes is checked before anything changes",
-    "H30": "A tensor with a columnwise plane alone describes and dequantizes itself",
+    "H30": "A tensor of any format with a columnwise plane alone describes and dequantizes itself",
     "H31": "Hybrid training with Adam follows the plain recipe, and the loss falls",
     "H32": "Delayed scaling inside a hybrid, and another recipe in mid-training, work or say why not",
     "H33": "`dequantized` equals a hybrid recipe bit for bit, run for run",
@@ -112,7 +112,7 @@ DEQUANTIZE = {
     "D02": "NVFP4, both directions, against the formula",
     "D03": "Tiled scales dequantize to the bits of compact ones",
     "D04": "Empty tensors have shape and dtype, and launch nothing",
-    "D05": "Every listed size, ragged ones included, times three dtypes and two layouts",
+    "D05": "The definition at every listed size, ragged ones too, in three dtypes and two layouts; launches equal it",
     "D06": "Padding of scales is never read, and is zero when tiled",
     "D07": "Extreme scale codes: 2^-127 and not zero, NaN and not a number",
     "D08": "The tiled layout stays under `dequantized`",

@@ -13,7 +13,8 @@ from benchmarks.memory import plane_bytes
 from opfuse import ops
 from opfuse.compiler.graph import QUANTIZE
 from opfuse.compiler.registry import RuleSet
-from opfuse.compiler.rules import fusion, is_, maybe
+from opfuse.compiler.rules import JOINT, PASSES, Fusion, above, at_least, at_most, fusion, is_, is_not, maybe, multiple_of, one_of
+from opfuse.fusions.declared import declared, extended
 from opfuse.ops.chains import run_chain, run_chain_backward
 from opfuse.recipes import CustomRecipe, MXFP8BlockScaling, QuantizerRole, Recipe
 from opfuse.recipes.recipe import TENSOR_TYPES
@@ -22,6 +23,7 @@ from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import (
     HAS_OVERRIDE,
     OVERRIDES,
+    Result,
     Step,
     differences,
     plain,
@@ -153,6 +155,67 @@ def test_b18_b19_one_guard_keeps_both_passes_of_a_rule_from_overrides(override, 
         assert (outcome.status, outcome.guard, outcome.got) == ("missed", "env.recipe.backward_override", repr(override))
         assert took == []
     assert differences(result.tensors, run(model, x, step=Step(recipe, RuleSet(()))).tensors) == []
+
+
+GUARDS = {
+    "nothing": (),
+    "the override": (NO_OVERRIDE,),
+    "the recipe": (is_("env.recipe.kind", "mxfp8"),),
+    "several": (NO_OVERRIDE, at_least("linear.out_features", 64), one_of("env.device", "cpu", "cuda")),
+    "an op": (multiple_of("linear.out_features", 48),),
+    "a parameter": (is_("bias.bias.requires_grad", True),),
+    "the environment": (is_not("env.autocast", torch.float16), at_most("env.rows_class", 32)),
+    "a cast that may be absent": (is_("quantize.role", "grad_output"),),
+    "the level": (above("env.level", 2),),
+}
+
+
+def passes_of(rule: Fusion, result: Result) -> set[str]:
+    """The passes in which a rule runs anything."""
+    segments = [segment for plan in result.plans for segment in plan.segments]
+    return {side for side in PASSES[JOINT] for segment in segments for group in getattr(segment, side) if group.rule is rule}
+
+
+@pytest.mark.row("B19")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("guards", GUARDS)
+def test_b19_a_rule_of_both_passes_runs_in_both_or_in_none(guards, override, frozen):
+    """Whatever its guards read: of functions, of chains that files declare, and of their extensions."""
+    model = to(ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 96), ops.GELU()), BF16)
+    model[0].bias.requires_grad_(not frozen)
+    when = GUARDS[guards]
+    own = fusion("own", PATTERN, when=when, forward=overlapped_forward, backward=overlapped_backward)
+    chain = declared(
+        "chain",
+        "bias act=gelu",
+        when=tuple(guard for guard in when if guard.reads.startswith(("env", "bias"))),
+        emit="chain",
+        direction=JOINT,
+    )
+    part = extended(chain, "part", chain.pattern, when=(is_("env.grad", True),))
+    recipe = MXFP8BlockScaling(backward_override=override)
+    for rule in (own, chain, part):
+        result = run(model, randn(32, 64), step=Step(recipe, RuleSet((rule,))))
+        took, statuses = passes_of(rule, result), {outcome.status for outcome in result.outcomes(rule.name)}
+        assert took == (set(PASSES[JOINT]) if "fused" in statuses else set())
+        assert differences(result.tensors, run(model, randn(32, 64), step=Step(recipe, RuleSet(()))).tensors) == []
+
+
+@pytest.mark.row("B19")
+def test_b19_each_guard_of_the_table_fires_somewhere_and_nowhere():
+    """So that the test above sees both."""
+    seen = {name: set() for name in GUARDS}
+    for name, when in GUARDS.items():
+        own = fusion("own", PATTERN, when=when, forward=overlapped_forward, backward=overlapped_backward)
+        for override in OVERRIDES:
+            model = to(ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 96), ops.GELU()), BF16)
+            result = run(model, randn(32, 64), step=Step(MXFP8BlockScaling(backward_override=override), RuleSet((own,))))
+            seen[name] |= {outcome.status for outcome in result.outcomes("own")}
+    assert {"fused", "missed"} <= set().union(*seen.values())
+    assert seen["the override"] == {"fused", "missed"}
+    assert seen["an op"] == {"fused", "missed"}
+    assert seen["the level"] == {"missed"}
 
 
 # -- the environment ------------------------------------------------------------------------------------------------------

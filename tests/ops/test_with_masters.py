@@ -198,6 +198,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, dtype, model_first):
     assert_equal(resumed, straight)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_masters_that_are_loaded_are_cast_into_the_parameters(kind):
+    """At once, also where nobody loads the model: what it computes is what the masters say."""
+    one, two = model(kind), model(kind, seed=1)
+    optimizer, other = (opfuse.with_masters(ADAMW(m.parameters(), lr=1e-1)) for m in (one, two))
+    run(one, optimizer, range(2))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    x = torch.randn(32, 64)
+    for layer, loaded in zip(one[:2], two[:2]):
+        assert_same(loaded.weight.record.tensors(), layer.weight.record.tensors())
+        loaded.bias = layer.bias
+        assert torch.equal(loaded(x), layer(x))
+    assert not torch.equal(two[2].weight, one[2].weight)  # which has no master
+
+
 def test_state_by_names_of_torch_distributed_checkpoint():
     """It asks for the state of an optimizer that has not stepped, too, and reads into what it finds there."""
     one, two = model(), model(seed=1)

@@ -85,6 +85,14 @@ def test_b01_override_accepts_three_values(cls, value):
     assert build(cls, backward_override=value).backward_override == value
 
 
+@pytest.mark.row("B01")
+@pytest.mark.parametrize("value", OVERRIDES[1:])
+def test_b01_delayed_scaling_takes_none_of_them(value):
+    assert DelayedScaling(backward_override=None).backward_override is None
+    with pytest.raises(RecipeError, match=rf"DelayedScaling: wants backward_override=None, got backward_override='{value}'"):
+        DelayedScaling(backward_override=value)
+
+
 @pytest.mark.row("B02")
 @OVERRIDABLE
 def test_b02_r4_environment_is_read_when_the_recipe_is_built(cls, monkeypatch):

@@ -162,6 +162,64 @@ def test_programs_take_what_is_kept_as_inputs():
     assert 0 < steps[0] < steps[1]
 
 
+@pytest.mark.row("H34")
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block", "fp8_current", "nvfp4"])
+def test_h34_a_kept_cast_is_made_again_for_other_planes_or_formats(name: str, casts: list[str]):
+    """Rows alone, which inference reads, are no cast for training; nor is one of a recipe for another; each is found again."""
+    first = recipe_for(name)
+    if name == "nvfp4":
+        first = first.replace(disable_stochastic_rounding=True)
+    other = recipe_for("mxfp8" if name == "fp8_row" else "fp8_row")
+    uses: list[tuple[dict[str, Any], int]] = [
+        ({"train": False}, 2),
+        ({"train": False}, 0),
+        ({"train": True}, 2),
+        ({"train": True}, 0),
+        ({"train": False}, 0),
+        ({"train": True, "recipe": other}, 2),
+        ({"train": True}, 0),
+        ({"train": True, "recipe": other}, 0),
+    ]
+
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for options, made in uses:
+            before = len(casts)
+            run.call(**options)
+            assert scope is None or len(casts) - before == made, options
+
+    scope = both(script, first)
+    assert scope.casts == 0
+
+
+class Streams:
+    """What stands for the streams of a device: kept casts ask for the number of that of a call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now: int | None = 0
+        monkeypatch.setattr(kept, "_stream", lambda device: self.now)
+
+
+def test_a_cast_is_kept_for_the_stream_that_made_it(casts: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Nothing waits for another stream, so what that may not have made yet is not read; nor is anything in a graph's capture."""
+    streams = Streams(monkeypatch)
+
+    def script(run: Run, scope: KeptWeights | None) -> None:
+        for stream, made in ((0, 2), (0, 0), (7, 2), (0, 0), (7, 0), (7, 0), (0, 0)):
+            streams.now, before = stream, len(casts)
+            run.call()
+            assert scope is None or len(casts) - before == made, stream
+        streams.now, before = None, len(casts)
+        run.call()
+        assert scope is None or (len(casts) - before, scope.casts) == (2, 4)
+        run.step()
+        for stream in (7, 0):
+            streams.now, before = stream, len(casts)
+            run.call()
+            assert scope is None or len(casts) - before == 2  # each stream has made its own of what was written
+
+    both(script)
+
+
 # -- changes of a weight inside the scope ------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,11 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import GemmError, MissingPlaneError, ShapeError
+from opfuse.formats import E4M3 as E4M3_ELEMENT
+from opfuse.formats import fp8_block
 from opfuse.numerics.sums import balanced
 from opfuse.recipes import QuantizerRole, Recipe
-from opfuse.tensors.gemm import GEMMS, gemm, gemm_of_groups
+from opfuse.tensors.gemm import GEMMS, clash, gemm, gemm_of_groups
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -23,6 +25,7 @@ from opfuse.tensors.quantizers import (
     NVFP4Quantizer,
 )
 from opfuse.tensors.storage import QuantizedStorage
+from tests.tensors.quantized_samples import Blocks64
 
 pytestmark = pytest.mark.cpu  # emulated sums; tests/gpu has those of a device
 
@@ -250,6 +253,20 @@ def test_two_operands_in_tiles_do_not_meet():
     tiles = Float8BlockQuantizer(E4M3, block_scaling_dim=2)
     with pytest.raises(GemmError, match="at most one operand with 128x128 blocks"):
         gemm("fprop", tiles.quantize(values("input")), tiles.quantize(values("weight")), dtype=BF16)
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_blocks_of_other_lengths_do_not_meet(name):
+    """In the plane that the product reads: a line is along the sum."""
+    usual, short = fp8_block(E4M3_ELEMENT, 1), Blocks64().formats[0]
+    for left, right in ((usual, short), (short, usual), (short, fp8_block(E4M3_ELEMENT, 2))):
+        assert "wants blocks of one length" in str(clash(name, left, right))
+    for one in (usual, short):
+        assert clash(name, one, one) is None
+    quantizers = Float8BlockQuantizer(E4M3, block_scaling_dim=1), Blocks64()
+    left, right = (made.quantize(values(role)) for made, role in zip(quantizers, (GEMMS[name].left, GEMMS[name].right)))
+    with pytest.raises(GemmError, match=f"{name} of .*: wants blocks of one length, got .* columnwise|rowwise blocks64"):
+        gemm(name, left, right, dtype=BF16)
 
 
 def test_a_rotated_and_a_plain_operand_do_not_meet():

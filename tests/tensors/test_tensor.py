@@ -71,14 +71,29 @@ def test_planes_usages_format_signature_and_repr():
     assert "grad_fn=CloneBackward0" in repr(torch.nn.Parameter(t).clone())
 
 
+TURNED = {"current", "delayed", "row", "block1d", "block2d", "mxfp8", "mxfp8_swizzled", "nvfp4"}
+"""Kinds whose columnwise plane is the rowwise one of the transpose."""
+
+
 @pytest.mark.row("H30")
-def test_h30_columnwise_only_tensor_describes_and_dequantizes_itself():
-    t = make("block1d")
+@every_kind
+def test_h30_columnwise_only_tensor_describes_and_dequantizes_itself(kind):
+    """With the values of a tensor that was cast from the transpose, or near what was cast: no plane is read that is not there."""
+    x, t = values(), make(kind)
     t.update_usage(rowwise_usage=False)
-    assert t.usages == ("columnwise",)
-    assert repr(t).startswith("QuantizedTensor(shape=(64, 96), dtype=torch.bfloat16, columnwise=fp8_block_1d_e4m3")
-    assert t.size() == SHAPE
-    assert torch.equal(t.dequantize(), make("block1d").dequantize(usage="columnwise"))
+    assert (t.usages, t.rowwise) == (("columnwise",), None)
+    text = repr(t)
+    assert text.startswith(f"QuantizedTensor(shape=(64, 96), dtype=torch.bfloat16, columnwise={t.plane('columnwise').format}")
+    assert "rowwise" not in text
+    assert (t.size(), t.stride(), t.numel(), t.dtype) == (SHAPE, (96, 1), 64 * 96, x.dtype)
+    assert t.format == t.plane("columnwise").format
+    if kind in TURNED:
+        turned = QUANTIZERS[kind]().wanting(rowwise=True, columnwise=False)(x.t().contiguous())
+        assert torch.equal(t.dequantize(), turned.dequantize().t())
+    got = t.dequantize()
+    assert (got.shape, got.dtype) == (SHAPE, torch.bfloat16)
+    assert (got - x).float().norm() < 0.15 * x.float().norm()
+    assert torch.equal(t + 0, got)
     with pytest.raises(MissingPlaneError, match="dropped by update_usage"):
         t.plane("rowwise")
 

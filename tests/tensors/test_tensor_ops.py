@@ -1,6 +1,7 @@
 """What operations do to a quantized tensor: compute, write back, keep the bytes, or refuse."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -13,6 +14,7 @@ from opfuse.recipes import MXFP8BlockScaling
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
+from opfuse.tensors.rows import cut_rows
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 from tests.turns import in_turn
 
@@ -289,15 +291,34 @@ def test_unsqueeze_squeeze_flatten_and_full_slices_are_views():
     assert isinstance(t.as_strided(SHAPE, (96, 1), 0), QuantizedTensor)
 
 
+CLONES = {
+    "clone": lambda t: t.clone(),
+    "clone in a layout": lambda t: t.clone(memory_format=torch.contiguous_format),
+    "detached clone": lambda t: t.detach().clone(),
+    "of a view": lambda t: t.view(2, 32, 96).clone().view(SHAPE),
+    "deepcopy": copy.deepcopy,
+    "copy_": lambda t: t.clone().zero_().copy_(t),
+}
+
+
+@pytest.mark.row("H24")
 @every_kind
-def test_clone_owns_its_bytes(kind):
+@pytest.mark.parametrize("name", CLONES)
+def test_h24_copies_and_clones_own_their_bytes(kind, name):
+    """They have the planes, the values and the quantizer of what they copy, and neither sees what is written into the other."""
     t = make(kind)
-    twin = t.clone()
+    twin = CLONES[name](t)
     assert isinstance(twin, QuantizedTensor)
+    assert (twin.usages, twin.signature, twin.quantizer, twin.dtype) == (t.usages, t.signature, t.quantizer, t.dtype)
     assert same_bytes(planes(twin), planes(t))
-    before = planes(t)
-    twin.zero_()
-    assert same_bytes(planes(t), before)
+    assert {each.untyped_storage().data_ptr() for each in twin.record.tensors()}.isdisjoint(
+        each.untyped_storage().data_ptr() for each in t.record.tensors()
+    )
+    for written, other in ((twin, t), (t, twin)):
+        before = planes(other)
+        written.zero_()
+        assert not written.dequantize().any()
+        assert same_bytes(planes(other), before)
 
 
 CUTS = {  # rows that a piece of (256, 96) can start at
@@ -323,6 +344,20 @@ def test_h24_rows_cut_between_blocks_stay_quantized_and_exact(kind):
     assert all(isinstance(piece, QuantizedTensor) for piece in t.split(128))
     assert all(isinstance(piece, QuantizedTensor) for piece in (*t.chunk(2), *t.split([128, 128]), t.narrow(0, 0, 128)))
     assert type(t[5:5]) is CopiedView
+
+
+@pytest.mark.parametrize("kind", ["block1d", "mxfp8", "mxfp8_swizzled", "nvfp4", "nvfp4_rotated", "row", "current"])
+def test_rows_are_cut_between_blocks_or_not_at_all(kind):
+    """Whatever the first and the last row: with one of them within a block there is no piece."""
+    storage = make(kind, shape=(256, 32)).record
+    unit, cuts = CUTS[kind], (0, 1, 15, 16, 31, 32, 33, 96, 127, 128, 129, 255, 256)
+    for start, stop in itertools.combinations(cuts, 2):
+        piece = cut_rows(storage, start, stop)
+        assert (piece is not None) == (start % unit == 0 and (stop % unit == 0 or stop == 256)), (start, stop)
+        if piece is not None:
+            for usage in storage.usages:
+                wanted = storage.dequantize(torch.float32, usage)[start:stop]
+                assert torch.equal(piece.dequantize(torch.float32, usage), wanted)
 
 
 @every_kind

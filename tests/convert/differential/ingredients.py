@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as of_all
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["F", "SimpleNamespace", "checkpoint", "copy", "functools", "nn", "of_all", "torch"]
@@ -457,13 +457,17 @@ def replaced_gradients(module: nn.Module, dx: Any, dy: Any) -> Any:
 
 
 @ingredient
-def tapped(log: Log) -> Callable[..., None]:
-    """A forward hook that gives the result a hook of its own."""
+def tapped(log: Log) -> Callable[..., Any]:
+    """A forward hook that gives a copy of the result a hook of its own; torch loses hooks of views that are written later."""
 
     def hook(module, args, result):
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(lambda gradient: log.append(("tensor", noted(gradient))))
+        return tree_map(tap, result)
+
+    def tap(value):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value = value * 1
+            value.register_hook(lambda gradient: log.append(("tensor", noted(gradient))))
+        return value
 
     return hook
 

@@ -1,0 +1,174 @@
+"""A pipeline runs for the calls that it was proven for; any other call is the module's own forward, around converted products."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import opfuse
+from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
+from opfuse.runtime.fuser import listed_plans
+from tests.convert.blocks import Attention, GatedMLP, Residual
+from tests.convert.test_fuse import EXACT, FP8
+
+
+def products(plans):
+    """How many products ran in how many pipelines."""
+    return [sum(name.startswith("BasicLinear") for name in plan.ops) for plan in plans]
+
+
+CALLS = {
+    "as proven": (lambda m, x: m(x, x.clone()), [1]),
+    "a residual that broadcasts": (lambda m, x: m(x, x[:1, :1].clone()), [1]),
+    "the input as its residual": (lambda m, x: m(x, x), [1]),
+    "five dimensions": (lambda m, x: m(x[None, None], x[None, None].clone()), [1]),
+    "no rows": (lambda m, x: m(x[:0], x[:0].clone()), [1]),
+    "torch.autocast": (lambda m, x: torch.autocast("cpu", torch.bfloat16)(m)(x, x.clone()), [1]),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_a_pipeline_is_not_for_are_those_of_the_module(name):
+    call, counts = CALLS[name]
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(4, 8, 32)
+    plain = copy.deepcopy(model)
+    opfuse.fuse_(model, EXACT)
+    with listed_plans() as plans:
+        found = call(model, x)
+    wanted = call(plain, x)
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(
+        found, wanted, rtol=1e-2 if "autocast" in name else 1e-5, atol=1e-2 if "autocast" in name else 1e-5
+    )
+    assert products(plans) == counts
+    whole = any("LayerNorm" in op for plan in plans for op in plan.ops)
+    assert whole == (name == "as proven")
+
+
+def test_a_block_with_a_vector_of_its_own_is_told_of_once():
+    """A layer scale, as in ConvNeXt."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.mlp = nn.Parameter(torch.full((32,), 0.1)), GatedMLP()
+
+        def forward(self, x):
+            return x + self.scale * self.mlp(x)
+
+    report = opfuse.fuse_(Scaled(), FP8)
+    assert report["mlp"].became == "Linear×2 → SwiGLU → Linear"
+    assert [entry.path for entry in report].count("") == 1
+    assert "mlp" in report
+    assert "other" not in report
+    assert len(report) == len(list(report))
+
+
+class Spelled(nn.Linear):
+    """As Falcon writes it."""
+
+    def forward(self, input):
+        hidden = input @ self.weight.T
+        return hidden if self.bias is None else hidden + self.bias
+
+
+def test_a_product_in_other_words_is_a_product():
+    model, x = nn.Sequential(Spelled(32, 64), nn.ReLU(), Spelled(64, 32, bias=False)), torch.randn(8, 32)
+    wanted = model(x)
+    assert opfuse.fuse_(model, EXACT).fused == {"": "Linear → ReLU → Linear"}
+    torch.testing.assert_close(model(x), wanted)
+
+
+class BareNorm(nn.Module):
+    """Divides by the root mean square, without an eps, and calls its parameter as JAX does."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * self.scale
+
+
+def test_padding_adds_nothing_behind_a_norm_without_eps():
+    """Rows of zeros would be divided by 0: NaN in the gradient of the norm's parameter."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(BareNorm(), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(5, 32, requires_grad=True)
+    plain = copy.deepcopy(model)
+    assert opfuse.fuse_(model, MXFP8BlockScaling()).fused == {"": "RMSNorm → Linear → GELUErf → Linear"}
+    grads = [torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()]) for each in (model, plain)]
+    for one, other in zip(*grads):
+        assert one.isfinite().all()
+        assert ((one - other).norm() / other.norm()).item() < 0.15
+
+
+def test_experts_without_tokens_and_a_gate_that_routes_nothing():
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x):
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    assert opfuse.fuse_(Dense(), FP8).fused == {"": "Linear×2 → SwiGLU → Linear"}
+
+
+def test_a_key_without_a_bias_has_a_product_of_its_own():
+    """As Whisper's."""
+    model = Attention()
+    model.k.bias = None
+    report = opfuse.fuse_(model, FP8)
+    assert {entry.path: entry.became for entry in report.of("joined")} == {"v": "in q"}
+    assert report["k"].became == "Linear"
+
+
+def test_a_key_without_a_bias_keeps_none_beside_a_query_with_one():
+    model, x = Attention(), torch.randn(2, 8, 32)
+    model.k.bias = None
+    wanted = model(x)
+    opfuse.fuse_(model, EXACT)
+    torch.testing.assert_close(model(x), wanted)
+
+
+def test_fusing_again_under_the_same_recipe_changes_no_delayed_scale():
+    recipe, x = DelayedScaling(amax_history_len=2), torch.randn(32, 32)
+    model = nn.ModuleDict({"mlp": GatedMLP(), "attention": Attention()})
+    opfuse.fuse_(model, recipe)
+    opfuse.prepare_delayed(model, recipe)
+    for scale in (1.0, 5.0):
+        y = model["mlp"](scale * x), model["attention"](scale * x[None])
+        sum(each.sum() for each in y).backward()
+    before = model.state_dict()
+    opfuse.fuse_(model, recipe)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert any("delayed_scaling" in key for key in before)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_an_exception_between_a_norm_and_its_reader_leaves_nothing_behind():
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = nn.RMSNorm(32), GatedMLP()
+
+        def forward(self, x, mask=None):
+            y = self.norm(x)
+            if mask is not None:
+                raise ValueError
+            return self.mlp(y)
+
+    model, x = Failing(), torch.randn(4, 32)
+    plain = copy.deepcopy(model)
+    opfuse.fuse_(model, EXACT)
+    with pytest.raises(ValueError):
+        model(x, mask=x)
+    torch.testing.assert_close(model(2 * x), plain(2 * x))
+    torch.testing.assert_close(model.mlp(x), plain.mlp(x))

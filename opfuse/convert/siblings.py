@@ -96,7 +96,7 @@ class Shared:
     def _state(self, x: torch.Tensor) -> tuple[Any, ...]:
         """What columns of ``x`` depend on: the recipe, the modes, counts of writes to ``x`` and to the parameters."""
         own = state_of(*(each.module for each in self.members))
-        return current_recipe(), torch.is_grad_enabled(), autocast_dtype(x), versions(x), own
+        return current_recipe(), torch.is_grad_enabled(), autocast_dtype(x), x.data_ptr(), versions(x), own
 
 
 class _Columns(torch.autograd.Function):

@@ -105,7 +105,12 @@ def test_who_is_called_out_of_turn_computes_by_itself():
             model.v(x)  # in another mode
         x.mul_(2)
         changed = model.v(x)
-    assert len(plans) == 4
+        model.q(x)
+        x.data = x / 2  # which counts no write
+        again = model.k(x)
+    assert len(plans) == 6
+    assert torch.equal(again, alone)
+    x.data = 2 * x
     assert torch.equal(changed, model.v(x))
     assert torch.equal(alone, model.k(x / 2))
 

@@ -118,7 +118,7 @@ def _widths(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, int],
     sizes = list(dict.fromkeys(size for p in module.parameters() for size in reversed(p.shape[:2]) if size > 1))[
         :MOST_WIDTHS
     ] or [8]
-    furthest: tuple[int, NotRecorded] | None = None
+    furthest, reached = NotRecorded("no input", "inputs of some width"), -1
     like = _first_parameter(module)
     with mode("training") as training:
         for widths in product(sizes, repeat=len(names)):
@@ -126,10 +126,9 @@ def _widths(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, int],
             recording = record(module, given, training=training)
             if recording.ended is None:
                 return dict(zip(names, widths)), _read(recording)
-            if furthest is None or len(recording.nodes) > furthest[0]:
-                furthest = len(recording.nodes), recording.ended
-    assert_never: Any = furthest
-    raise NoChain(assert_never[1].got, assert_never[1].wanted)
+            if len(recording.nodes) > reached:
+                furthest, reached = recording.ended, len(recording.nodes)
+    raise NoChain(furthest.got, furthest.wanted)
 
 
 MOST_WIDTHS = 4

@@ -261,11 +261,11 @@ class Converted:
             return type(self.module).forward(self.module, *args, **kwargs)
         return self._as_op(self.in_graph, given)
 
-    def _as_op(self, call: InGraph | None, given: Sequence[Any]) -> Any:
-        assert_made: Any = call
-        why = hindrance(assert_made, given[0], given[1:], None)
+    def _as_op(self, call: Any, given: Sequence[Any]) -> Any:
+        """The op of ``call``, an :class:`InGraph` that :meth:`get_ready` has made."""
+        why = hindrance(call, given[0], given[1:], None)
         if not why:
-            return follow(assert_made, given[0], given[1:])
+            return follow(call, given[0], given[1:])
         break_graph(why)
         made = outside(_call_outside)(call, *given)
         return made[0] if len(made) == 1 else made

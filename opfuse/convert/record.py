@@ -130,6 +130,7 @@ def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_w
     """
     recorder = _ForwardRecorder(module, given, may_write)
     found, states = recorder.found, random_states()
+    own, numpys = random.getstate(), np.random.get_state()  # torch's is drawn from by no function that runs
     try:
         with restored(module) as changed, recorder.calls_followed():
             for part in module.modules():
@@ -150,6 +151,8 @@ def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_w
         return found
     finally:
         drawn = random_states() != states
+        random.setstate(own)
+        np.random.set_state(numpys)
     if drawn:
         found.ended = NotRecorded("random numbers that the forward draws", "a forward that does the same at each call")
     elif stored := [f"self.{name}" for name in names] or recorder.still_alive():
@@ -168,7 +171,7 @@ class _ForwardRecorder(TorchFunctionMode):
     """Writes the forward of ``module`` down. What submodules do inside is checked, and not written.
 
     nodes: by the ``id()`` of a tensor. alive: all tensors with a node, so that none gets the ``id()`` of another one. foreign:
-    memory that the forward did not make. path: of the submodule that runs now, None outside of all.
+    memory that the forward did not make. inside: the submodules that run now. pauses: what is called is the recorder's own.
     """
 
     def __init__(self, module: nn.Module, given: Mapping[str, Any], may_write: bool) -> None:

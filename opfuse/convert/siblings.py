@@ -154,7 +154,7 @@ class Sibling(Converted):
         if not self.index and shared.in_graph is None:
             shared.in_graph = InGraph(self, others=[each for each in shared.members if each is not self])
 
-    def _as_op(self, call: InGraph | None, given: Sequence[Any]) -> Any:
+    def _as_op(self, call: Any, given: Sequence[Any]) -> Any:
         """In a graph the first computes all; the others recognise the tensor as long as nothing that the product read is written.
         Across graphs that is not known.
         """

@@ -292,7 +292,9 @@ def test_a_forward_that_draws_lots_goes_on_drawing(draw):
     np.random.seed(0)
     model = Skipping(*block())
     model.draw = draw
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     assert "" not in opfuse.fuse_(model, EXACT).fused
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert {torch.equal(model(X), X) for _ in range(32)} == {True, False}
 
 

@@ -76,6 +76,7 @@ class Build:
             raise NoChain(f"{path}, which takes {len(inner.arguments)} arguments", "submodules of one argument")
         self.members[path] = child
         self.inlined.append(child)
+        self.dtypes.append(() if inner.dtype is None else (inner.dtype,))
         self.add(inner.within(path))
 
     def _leaf(self, child: nn.Module, path: str) -> LeafModule | None:

@@ -50,8 +50,8 @@ class Proven:
 
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
-        if type(x) is not torch.Tensor:
-            return self.linear
+        if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
+            return self.linear and type(x) is not torch.Tensor
         cast = autocast_dtype(x)
         dtype = x.dtype if cast is None else cast
         if cast is None and not all(p is None or p.dtype == dtype for p in parameters):
@@ -188,12 +188,15 @@ class Converted:
 
     def _is_proven(self, given: Sequence[Any]) -> bool:
         x, *extras = given
-        return not any(each.training and each.p for each in self.dropouts) and self.proven.covers(x, extras, self._parameters())
+        return self._has_one_mode() and self.proven.covers(x, extras, self._parameters())
 
-    @property
-    def dropouts(self) -> list[Any]:
-        """The dropouts in its pipeline. Where they draw, the module's own forward runs, so that they draw what they did."""
-        return [member for member in self.guard.members.values() if isinstance(member, nn.Dropout)]
+    def _has_one_mode(self) -> bool:
+        """Whether all of the module trains or none of it, and no dropout draws: those of the module draw what they did."""
+        trains = self.module.training
+        for member in self.guard.members.values():
+            if member.training is not trains or (trains and isinstance(member, nn.Dropout) and member.p):
+                return False
+        return True
 
     def _parameters(self) -> list[torch.Tensor | None]:
         """The parameters of the modules that the pipeline stands for."""

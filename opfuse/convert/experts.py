@@ -156,7 +156,7 @@ def _with_gradients(function: Callable[..., Any], *given: torch.Tensor) -> list[
         if not isinstance(y, torch.Tensor) or not y.is_floating_point():
             return None
         return [y.detach(), *(torch.autograd.grad(y.sum(), leaves) if torch.is_grad_enabled() else ())]
-    except Exception:  # whatever a stranger's code raises, it is none of ours
+    except (Exception, NotRecorded):  # whatever a stranger's code raises, it is none of ours
         return None
 
 
@@ -184,7 +184,15 @@ class Routed(Converted):
         """Tokens (n, width) of the dtype of the matrices, an integer (n, k) of experts, and weights (n, k)."""
         x, index, weights = given
         plain = all(type(each) is torch.Tensor for each in given) and x.dim() == index.dim() == weights.dim() == 2
-        if not plain or 0 in x.shape or 0 in index.shape or index.is_floating_point() or not weights.is_floating_point():
+        if (
+            not plain
+            or index.shape != weights.shape
+            or len(index) != len(x)
+            or 0 in x.shape
+            or 0 in index.shape
+            or index.is_floating_point()
+            or not weights.is_floating_point()
+        ):
             return False
         cast = torch.is_autocast_enabled(x.device.type)
         return cast or all(p is None or p.dtype == x.dtype for p in self.module._parameters.values())

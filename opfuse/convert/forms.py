@@ -220,7 +220,10 @@ def expression(recording: RecordedForward, *, in_autocast: bool = False) -> Any:
         raise NoForm("a result of other rows")
     if result.meta["dtype"] != first.meta["dtype"] and not in_autocast:
         raise NoForm("a result of another dtype")
-    return _Builder({first: X}).of(result)
+    try:
+        return _Builder({first: X}).of(result)
+    except ArithmeticError as error:  # of constants
+        raise NoForm(str(error)) from error
 
 
 # -- activations -----------------------------------------------------------------------------------------------------------------
@@ -271,7 +274,7 @@ def activation_at(node: fx.Node, value: fx.Node) -> str | None:
     """The activation of ``value`` that one node of a graph computes."""
     try:
         return activations().get(_Builder({value: X}).of(node))
-    except NoForm:
+    except (NoForm, ArithmeticError):
         return None
 
 

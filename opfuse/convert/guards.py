@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -47,6 +48,9 @@ CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 """Types of attributes that are compared if the module itself has them."""
 
+DEPTH = 4
+"""How deep configs in configs, and lists in lists, are compared."""
+
 SIZES = ("in_features", "out_features")
 """Attributes that are compared even if no forward reads them: code that resizes a module sets them."""
 
@@ -54,12 +58,12 @@ SIZES = ("in_features", "out_features")
 class Settings(NamedTuple):
     """What a forward reads of a module beside tensors.
 
-    attributes: by name; of an object, such as a config, its fields that the forward may read. parameters, submodules: the
-    names of those that the module has. of_class: the forward of its class. Not the mode: a chain is the same in all.
+    attributes: by name; of an object, such as a config, its fields that the forward may read. parameters: names and
+    shapes. submodules: names. of_class: the forward of its class. Not the mode: a chain is the same in all.
     """
 
     attributes: tuple[tuple[str, Any], ...]
-    parameters: tuple[str, ...]
+    parameters: tuple[Any, ...]
     submodules: tuple[str, ...]
     of_class: Any
 
@@ -90,16 +94,20 @@ def settings_of(module: nn.Module) -> Settings:
     return Settings(attributes, _present(own["_parameters"]), tuple(own["_modules"]), kind.forward)
 
 
-def _seen(value: Any, kind: Any) -> Any:
-    """What is compared of an attribute's value. A tuple stands for a partial or an object, whose fields may change."""
-    if isinstance(value, (*CONSTANTS, *FUNCTIONS)):
+def _seen(value: Any, kind: Any, depth: int = DEPTH) -> Any:
+    """What is compared of an attribute's value. A tuple stands for what has parts or fields, which may change."""
+    if isinstance(value, (*CONSTANTS, *FUNCTIONS, Enum)):
         return value
-    if isinstance(value, partial):
-        return (value.func, *value.args, *(each for pair in value.keywords.items() for each in pair))
-    fields = getattr(value, "__dict__", None)
-    if isinstance(value, (nn.Module, torch.Tensor, type)) or not isinstance(fields, dict):
+    if isinstance(value, (nn.Module, torch.Tensor, type)) or not depth:
         return type(value)
-    return (type(value), *((name, fields[name]) for name in sorted(_read(kind) & fields.keys())))
+    if isinstance(value, (tuple, list)):
+        return (type(value), *(_seen(each, kind, depth - 1) for each in value))
+    if isinstance(value, dict):
+        return (dict, *((key, _seen(each, kind, depth - 1)) for key, each in value.items()))
+    if isinstance(value, partial):
+        return (value.func, *_seen(value.args, kind, depth - 1), *_seen(value.keywords, kind, depth - 1))
+    fields = getattr(value, "__dict__", None) or {}
+    return (type(value), *((name, _seen(fields[name], kind, depth - 1)) for name in sorted(_read(kind) & fields.keys())))
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -108,30 +116,31 @@ def _is_same(now: Any, before: Any) -> bool:
         return True
     if type(now) is not type(before):
         return False
-    if isinstance(now, tuple):
+    if type(now) is tuple:
         return len(now) == len(before) and all(map(_is_same, now, before))
     return isinstance(now, (*CONSTANTS, MethodType)) and bool(now == before)
 
 
 def _default(kind: type[nn.Module], name: str) -> Any:
-    """The class's value of an attribute that the module itself does not have; None for a method, which nothing may override."""
+    """The class's value of an attribute that the module itself does not have; None for what is neither constant nor function."""
     value = getattr(kind, name, None)
-    return value if isinstance(value, CONSTANTS) else None
+    return value if isinstance(value, (*CONSTANTS, *FUNCTIONS, Enum)) else None
 
 
-def _present(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple([name for name, value in parameters.items() if value is not None])
+def _present(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple([(name, tuple(value.shape)) for name, value in parameters.items() if value is not None])
 
 
 class ModuleGuard:
     """What must hold of a converted module.
 
-    label: how messages call it. members: the submodules that the pipeline runs without calling them, by path. forwards: by path,
-    what :func:`opfuse.fuse_` has put in the place of a member's forward; None: nothing, so it has that of its class.
+    label: how messages call it. members: if the pipeline stands for submodules, all that the module has, by path. forwards: by
+    path, what :func:`opfuse.fuse_` has put in the place of a member's forward; None: nothing, so it has that of its class.
     """
 
     def __init__(self, module: nn.Module, label: str, members: Mapping[str, nn.Module]) -> None:
-        self.module, self.label, self.members = module, label, dict(members)
+        self.module, self.label = module, label
+        self.members = dict(members) and {path: each for path, each in module.named_modules() if path}
         self.forwards: dict[str, Any] = {}
         self.settings = {path: settings_of(each) for path, each in {"": module, **members}.items()}
         self.places = {(name, parent): _at(module, f"{parent}.{name}".lstrip(".")) for name, parent in self._places()}

@@ -128,10 +128,12 @@ def _of_dtype(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 def weight_of(module: nn.Module) -> Weight | None:
     """What a module multiplies with, if it is nothing but a product and a bias."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if (weight is not None and 0 in weight.shape) or (bias is not None and bias.dim() != 1):
+        return None
     if runs(module, nn.Linear):
         linear: nn.Linear = module  # type: ignore[assignment]
         return Weight(module, linear.in_features, linear.out_features)
-    weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2 or module._modules or not module._parameters.keys() <= {"weight", "bias"}:
         return None
     forms = products(module._parameters.get("bias") is not None)

@@ -27,12 +27,15 @@ from torch.fx.node import map_aggregate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from opfuse.convert.guards import has_hooks
+from opfuse.convert.guards import has_global_hooks, has_hooks
 from opfuse.core.operation import FusibleOperation
 
 
-class NotRecorded(Exception):
-    """A forward does what cannot be written down. got: what. wanted: what a forward that can be has there."""
+class NotRecorded(BaseException):
+    """A forward does what cannot be written down. got: what. wanted: what a forward that can be has there.
+
+    No ``Exception``, which a forward may catch to do something else.
+    """
 
     def __init__(self, got: str, wanted: str) -> None:
         super().__init__(got, wanted)
@@ -131,6 +134,9 @@ def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_w
     recorder = _ForwardRecorder(module, given, may_write)
     found, states = recorder.found, random_states()
     own, numpys = random.getstate(), np.random.get_state()  # torch's is drawn from by no function that runs
+    if has_global_hooks():
+        found.ended = NotRecorded("hooks of all modules", "calls without them, while fuse_ runs")
+        return found
     try:
         with restored(module) as changed, recorder.calls_followed():
             for part in module.modules():
@@ -170,8 +176,9 @@ def _like_an_activation(x: torch.Tensor) -> torch.Tensor:
 class _ForwardRecorder(TorchFunctionMode):
     """Writes the forward of ``module`` down. What submodules do inside is checked, and not written.
 
-    nodes: by the ``id()`` of a tensor. alive: all tensors with a node, so that none gets the ``id()`` of another one. foreign:
-    memory that the forward did not make. inside: the submodules that run now. pauses: what is called is the recorder's own.
+    nodes: by the ``id()`` of a tensor. alive: all tensors with a node, so that none gets the ``id()`` of another one. made: the
+    tensor for which memory was made in the forward, by memory, which it may write. inside: the submodules that run now. pauses:
+    what is called is the recorder's own.
     """
 
     def __init__(self, module: nn.Module, given: Mapping[str, Any], may_write: bool) -> None:
@@ -186,10 +193,8 @@ class _ForwardRecorder(TorchFunctionMode):
         self.given = [each for each in given.values() if isinstance(each, torch.Tensor)]
         own = dict((*module.named_parameters(), *module.named_buffers()))
         self.attributes = {id(tensor): name for name, tensor in own.items()}
-        self.foreign = {_memory(tensor) for tensor in own.values()}
         self.inputs = {_memory(tensor) for tensor in self.given}
-        if not may_write:
-            self.foreign |= self.inputs
+        self.made = dict.fromkeys(self.inputs) if may_write else {}
         for name, each in given.items():
             if isinstance(each, torch.Tensor):
                 self._know(each, self.found.graph.placeholder(name))
@@ -212,22 +217,33 @@ class _ForwardRecorder(TorchFunctionMode):
         in_place = (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace"))
         name = name.rstrip("_") if in_place else name
         if name not in FUNCTIONS or "out" in kwargs:
+            map_aggregate((args, kwargs), self._mark_read)  # type: ignore[arg-type]
             raise NotRecorded(f"the call of {name}", "functions that depend on their arguments alone")
         if in_place:
             self._check_write(args[0])
         result = _stand_in(name, args, kwargs) if name in ("dropout", *PRODUCTS) else None
         result = func(*args, **kwargs) if result is None else result
+        given = {_memory(each) for each in _tensors(args, kwargs)}
+        for each in _tensors([result], {}):
+            if _memory(each) not in given:
+                self.made.setdefault(_memory(each), each)
         if not self.inside:
             self._write(name, args, {key: value for key, value in kwargs.items() if key != "inplace"}, result)
         return result
 
     def _check_write(self, target: Any) -> None:
         memory = _memory(target)
-        if memory in self.foreign:
+        if memory not in self.made:
             raise NotRecorded("a write to a tensor that the forward did not make", "a forward that writes to no argument")
         if any(each is not target and _memory(each) == memory for each in self.alive):
             raise NotRecorded("a write to memory that two tensors share", "writes to a tensor that has no views")
         self.found.writes |= memory in self.inputs
+
+    def _mark_read(self, value: Any) -> Any:
+        """Note that something reads a value, although it cannot be written down."""
+        if isinstance(value, torch.Tensor) and id(value) in self.nodes:
+            self.nodes[id(value)].meta["read"] = True
+        return value
 
     # -- nodes -----------------------------------------------------------------------------------------------------------------
 
@@ -245,7 +261,7 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
-            return int(value)
+            return operator.index(value)
         if not isinstance(value, torch.Tensor):
             return value
         node = self.nodes.get(id(value))
@@ -272,6 +288,7 @@ class _ForwardRecorder(TorchFunctionMode):
         """Values that live on although nobody has the result: the forward has put them somewhere."""
         told = [(weakref.ref(tensor), self.nodes[id(tensor)]) for tensor in self.alive if id(tensor) not in self.attributes]
         kept = {id(tensor) for tensor in self.given}
+        self.made = {}
         told = [(ref, node) for ref, node in told if id(ref()) not in kept]
         self.alive = []
         return [describe_node(node) for ref, node in told if ref() is not None]
@@ -350,6 +367,12 @@ def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    flat = [*args, *kwargs.values()]
+    flat += [each for part in flat if isinstance(part, (tuple, list)) for each in part]
+    return [each for each in flat if isinstance(each, torch.Tensor)]
+
+
 WORDS = {"call_module": "the submodule", "placeholder": "the argument", "get_attr": "the tensor"}
 
 
@@ -363,25 +386,39 @@ def describe_node(node: fx.Node) -> str:
 
 
 class _Uncompared(int):
-    """A size. It may be calculated with and handed to torch; a comparison would be a branch that no graph shows."""
-
-    def _refuse(self, *others: Any) -> NoReturn:
-        raise NotRecorded("a size that the forward compares", "a forward that does the same for all sizes")
-
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = _refuse  # type: ignore[assignment]
-    __hash__ = int.__hash__
+    """A size. It may be calculated with and handed to torch; what tells its value could be a branch, which no graph shows."""
 
 
 def _calculating(name: str) -> Callable[..., Any]:
     def calculate(self: int, *others: int) -> Any:
-        result = getattr(int, name)(int(self), *map(int, others))
+        result = getattr(int, name)(operator.index(self), *map(operator.index, others))
         return _Uncompared(result) if isinstance(result, int) else result
 
     return calculate
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod", "neg"):
-    setattr(_Uncompared, f"__{_name}__", _calculating(f"__{_name}__"))
+def _refused(self: int, *others: Any) -> NoReturn:
+    raise NotRecorded("a size that the forward compares", "a forward that does the same for all sizes")
+
+
+CALCULATIONS = {f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")} | {"__neg__"}
+OF_OBJECTS = {*vars(object)} - {
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__hash__",
+    "__str__",
+    "__repr__",
+    "__format__",
+}
+
+for _name in sorted(
+    vars(int).keys() - OF_OBJECTS - {"__new__", "__index__", "__getnewargs__", "real", "imag", "numerator", "denominator"}
+):
+    setattr(_Uncompared, _name, _calculating(_name) if _name in CALCULATIONS else _refused)
 
 
 def _uncompared(size: Any) -> Any:

@@ -62,7 +62,8 @@ class Shared:
     def parted(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The columns of all modules, each a tensor that may be written without the others."""
         parts: Sequence[torch.Tensor] = _Columns.apply(whole, self.columns, self.run.made[0])  # type: ignore[no-untyped-call]
-        return parts if self.plain else [part.contiguous() for part in parts]
+        plain = self.plain and not any(has_hooks(each.module) for each in self.members)
+        return parts if plain else [part.contiguous() for part in parts]
 
     def views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The same in a graph, whose compiler sees to it that views may be written."""
@@ -163,6 +164,8 @@ class Sibling(Converted):
         if whole is None or hindrance(whole, x, (), None):
             return super()._as_op(call, given)
         if self.index == 0:
+            if self._trains_apart(x):
+                return super()._as_op(call, given)
             first, *others = shared.views(super()._as_op(whole, given))
             shared.followed = moment(whole, x), others
             return first
@@ -184,13 +187,18 @@ class Sibling(Converted):
         if self.shared.is_blind(x):
             return super().compute(x, arguments)
         if self.index == 0:
-            changed = any(each.is_changed() for each in self.shared.members if each is not self)
-            return super().compute(x, arguments) if changed else self.shared.first(x)
+            alone = self._trains_apart(x) or any(each.is_changed() for each in self.shared.members if each is not self)
+            return super().compute(x, arguments) if alone else self.shared.first(x)
         found = self.shared.take(self.index, x)
         if found is None:
             return super().compute(x, arguments)
         note_use()
         return found
+
+    def _trains_apart(self, x: torch.Tensor) -> bool:
+        """Whether some of the results want a gradient and others do not."""
+        wants = {any(p is not None and p.requires_grad for p in each._parameters()) for each in self.shared.members}
+        return len(wants) > 1 and not x.requires_grad
 
 
 def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator[list[Sibling]]:
@@ -202,7 +210,10 @@ def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator
     calls = [node for node in _beginning(module, alone.values()) if node.op == "call_module"]
     counts = Counter(str(node.target) for node in calls)
     for node in calls:
-        if len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs and counts[str(node.target)] == 1:
+        reads = len(node.args) == 1 and isinstance(node.args[0], fx.Node) and not node.kwargs
+        if (
+            reads and counts[str(node.target)] == 1 and (node.users or "read" in node.meta)
+        ):  # else it is returned, for who knows what
             by_value[node.args[0], node.meta["modes"]].append(node)
     for readers in by_value.values():
         group = [node for node in readers if str(node.target) in alone]

@@ -6,6 +6,7 @@ quantized operands. *Native* means that the hardware has the product and that th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, cast
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 import torch
 
 from opfuse.domains import checked_arguments
-from opfuse.errors import RecipeError, describe, nearest
+from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.formats import DEQUANTIZED, FP8_ELEMENTS, IDENTITY, USAGES, NumberFormat, fp8_tensor
 from opfuse.kernels.products.hopper import FASTER, SCALING
 from opfuse.kernels.products.native import BACKENDS, ON_CPU, OWN, Machine, layout_refusal
@@ -87,7 +88,9 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
             got, cure = f"{recipe!r}{nearest(recipe, RECIPES)}", f"use one of {', '.join(RECIPES)}"
             raise RecipeError(describe("support", wanted="a recipe or its kind", got=got, cure=cure))
         try:
-            recipe = RECIPES[recipe]()
+            with warnings.catch_warnings():  # of the environment, which nobody asked about
+                warnings.simplefilter("ignore", OpfuseWarning)
+                recipe = RECIPES[recipe]()
         except RecipeError:
             return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for a recipe")
     try:

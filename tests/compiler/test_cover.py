@@ -418,7 +418,7 @@ def test_a_pattern_that_fits_nowhere_asks_of_each_node_a_few_times(pattern, monk
     assert counts[1] <= 4 * counts[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @hypothesis.given(
     st.lists(st.sampled_from(("relu", "gelu", "silu")), min_size=1, max_size=9), st.sets(st.integers(1, 8), max_size=3), PATTERNS
 )

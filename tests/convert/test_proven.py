@@ -27,6 +27,7 @@ CALLS = {
     "a residual that broadcasts": (lambda m, x: m(x, x[:1, :1].clone()), [1]),
     "the input as its residual": (lambda m, x: m(x, x), [1]),
     "five dimensions": (lambda m, x: m(x[None, None], x[None, None].clone()), [1]),
+    "a residual of another dtype": (lambda m, x: m(x, x.bfloat16()), [1]),
     "no rows": (lambda m, x: m(x[:0], x[:0].clone()), [1]),
     "torch.autocast": (lambda m, x: torch.autocast("cpu", torch.bfloat16)(m)(x, x.clone()), [1]),
 }

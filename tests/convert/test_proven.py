@@ -265,3 +265,22 @@ def test_what_torch_autocast_may_cast_otherwise_is_left_to_it(name):
     assert products(plans) == [1] * len(plans)
     assert not any(op in each for plan in plans for each in plan.ops)
     assert found.dtype == wanted.dtype
+
+
+def test_fp64_is_left_alone_by_torch_autocast_and_another_dtype_is_refused_as_before():
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).double(), torch.randn(8, 32).double()
+    wanted = model(x)
+    opfuse.fuse_(model, EXACT)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(x.float())
+
+
+def test_a_gate_without_a_bias_keeps_none_beside_an_up_with_one():
+    model, x = GatedMLP(bias=True), torch.randn(8, 32)
+    model.gate_proj.bias = None
+    wanted = model(x)
+    opfuse.fuse_(model, EXACT)
+    torch.testing.assert_close(model(x), wanted)

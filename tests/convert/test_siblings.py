@@ -49,6 +49,13 @@ class Written(Attention):
         return self.o(nn.functional.scaled_dot_product_attention(q, self.k(x), self.v(x), mask))
 
 
+class Twice(Attention):
+    """Queries that are keys as well."""
+
+    def forward(self, x, mask=None):
+        return self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.q(x), self.k(x), mask))
+
+
 class Fixed(Attention):
     """Queries that get no gradient."""
 
@@ -66,6 +73,7 @@ def test_which_modules_read_one_tensor():
     assert joined(opfuse.fuse_(Heads(), FP8)) == joined(opfuse.fuse_(Attention(), FP8)) == {"k": "in q", "v": "in q"}
     for one in (Cross, Written, Fixed):
         assert joined(opfuse.fuse_(one(), FP8)) == {"v": "in k"}
+    assert joined(opfuse.fuse_(Twice(), FP8)) == {}
     report = opfuse.fuse_(Heads(), FP8, policy={"k": MXFP8BlockScaling()})
     assert joined(report) == {"v": "in q"}
     assert report["k"].recipe == "MXFP8BlockScaling"

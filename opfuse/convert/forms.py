@@ -117,9 +117,14 @@ class _Builder:
 # -- functions whose arguments say more than expressions do ---------------------------------------------------------------------
 
 
+def _first(node: fx.Node) -> Any:
+    """The tensor that a call reads, whether or not it is given by name."""
+    return node.kwargs.get("input", *node.args[:1])
+
+
 def _cast(builder: _Builder, node: fx.Node) -> Any:
     """A cast to the dtype of the input, or to a wide one, changes no more than a rounding."""
-    x: Any = node.args[0]
+    x = _first(node)
     made = node.meta["dtype"]
     if made not in (torch.float32, torch.float64, x.meta["dtype"]) and not builder.begins_with(made):
         raise NoForm("a cast to fewer bits")
@@ -128,16 +133,18 @@ def _cast(builder: _Builder, node: fx.Node) -> Any:
 
 def _view(builder: _Builder, node: fx.Node) -> Any:
     """A view that keeps rows, whatever their leading dimensions, is the rows themselves."""
-    x: Any = node.args[0]
+    x = _first(node)
     if x.meta["shape"][-1:] != node.meta["shape"][-1:]:
         raise NoForm("a view of other rows")
     return builder.of(x)
 
 
 def _transposed(builder: _Builder, node: fx.Node) -> Any:
-    x: Any = node.args[0]
-    shape, dims = x.meta["shape"], [dim % 2 for dim in node.args[1:] if isinstance(dim, int)]
-    if len(shape) != 2 or node.meta["shape"] != shape[::-1] or dims not in ([], [0, 1], [1, 0]):
+    x = _first(node)
+    given = (*node.args[1:], *node.kwargs.values())
+    dims = [dim % 2 for each in given for dim in (each if isinstance(each, (tuple, list)) else (each,)) if isinstance(dim, int)]
+    stays = dims == [0, 1] and node.target == "permute"  # where 0, 1 is the order that there is, and no exchange
+    if len(x.meta["shape"]) != 2 or dims not in ([], [0, 1], [1, 0]) or stays:
         raise NoForm("another transpose than that of a matrix")
     return "transposed", builder.of(x)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import random
 from collections import deque
 
 import pytest
@@ -109,12 +110,27 @@ def listing(self, x):
     return self.b(y)
 
 
+def halves(a, b):
+    return F.silu(a) * b
+
+
+KEPT = []
+
+
+def listing_elsewhere(self, x):
+    y = self.a(x)
+    KEPT.append(y)
+    return self.b(y)
+
+
 REFUSED = {
     "many": (lambda self, x, y, z: self.a(x), "a forward that needs x, y, z"),
     "control flow": (lambda self, x: self.a(x) if x.sum() > 0 else x, "the call of sum"),
     "a comparison": (lambda self, x: self.a(x) if x[0, 0, 0] > 0 else x, "the call of gt"),
     "a size that decides": (lambda self, x: self.a(x) if x.shape[0] == 1 else x, "a size that the forward compares"),
     "a number of dimensions": (lambda self, x: self.a(x) if x.dim() > 2 else x, "a size that the forward compares"),
+    "whether there are rows": (lambda self, x: self.a(x) if x.shape[0] else x, "a size that the forward compares"),
+    "a lot that hits seldom": (lambda self, x: self.a(x) if random.random() >= 0 else x, "random numbers that the forward"),
     "a size that is calculated with": (lambda self, x: self.a(x) if x.numel() else x, "the call of numel"),
     "a device": (lambda self, x: self.a(x) if x.is_cuda else self.b(x), "the call of is_cuda"),
     "whether a gradient is wanted": (lambda self, x: self.a(x) if x.requires_grad else x, "the call of requires_grad"),
@@ -137,9 +153,14 @@ REFUSED = {
     "a shape": (lambda self, x: self.a(x).reshape(-1), "the call of reshape"),
     "its own parameter": (lambda self, x: self.a(x) * self.a.weight[0], "the call of mul"),
     "its own sum": (doubled, "the call of add"),
+    "another submodule beside": (lambda self, x, y: (self.b(y), self.a(x))[1], "the submodule b beside it"),
+    "a multiple of a residual": (lambda self, x, y: torch.add(self.a(x), y, alpha=2), "the call of add"),
+    "halves of the rows": (lambda self, x: halves(*self.a(x).chunk(2, 1)), "the call of chunk"),
+    "two of four parts": (lambda self, x: halves(*self.a(x).chunk(4, -1)[:2]), "the call of chunk"),
     "no gradients for a part": (without_gradients, "a block of other gradients or casts"),
     "autocast for a part": (under_autocast, "a block of other gradients or casts"),
     "what it lists": (listing, "self.seen, which the forward keeps"),
+    "what it lists elsewhere": (listing_elsewhere, "the submodule a, which the forward keeps"),
 }
 
 
@@ -226,6 +247,12 @@ def formula(x):
     return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
+def doubled_through_a_view(x):
+    y = F.silu(x)
+    y.view(y.shape).mul_(2)
+    return y
+
+
 def test_activations_are_known_by_their_formulas():
     assert activation_of(formula) == "gelu"
     assert activation_of(lambda x: x * torch.sigmoid(1.702 * x)) == "qgelu"
@@ -236,11 +263,28 @@ def test_activations_are_known_by_their_formulas():
     assert activation_of(lambda x: F.relu(x).clamp(max=65504)) is None
     assert activation_of(lambda x: (x.sqrt() * x.sqrt()) * torch.sigmoid(x)) is None
     assert activation_of(lambda x: x / torch.exp(-x).add_(1)) == "silu"
+    assert activation_of(lambda x: F.silu(x.bfloat16()).float()) is None
+    assert activation_of(doubled_through_a_view) is None
+    assert activation_of(lambda x: x * torch.sigmoid(1.7 * x)) is None
     assert activation_of(F.mish) is None
     assert activation_of(lambda x: 1 / 0) is None
     assert activation_of_module(nn.ReLU(inplace=True)) == "relu"
+    assert activation_of_module(Widened()) is None
     assert activation_of_module(nn.PReLU()) is None
     assert activation_of_module(nn.Softmax(-1)) is None
+
+
+class Widened(nn.SiLU):
+    """Returns fp32 for any input."""
+
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+def test_what_is_subtracted_from_what_is_told_apart():
+    minus = expression_of(lambda x: x - 2)
+    assert expression_of(lambda x: -2 + x) == minus
+    assert expression_of(lambda x: 2 - x) == expression_of(lambda x: -x + 2) == expression_of(lambda x: torch.rsub(x, 2)) != minus
 
 
 class Counting(nn.ReLU):
@@ -300,6 +344,17 @@ ADDMM = {
     "a matrix as it is": (lambda self, x: torch.addmm(self.bias, x, self.weight), False),
     "a product and a sum": (lambda self, x: x @ self.weight + self.bias, True),
     "a transposed matrix": (lambda self, x: x @ self.weight.T + self.bias, True),
+    "a multiple of the bias": (lambda self, x: torch.add(x @ self.weight, self.bias, alpha=2), False),
+    "a matrix turned by numbers": (lambda self, x: x @ self.weight.transpose(-1, 0) + self.bias, True),
+    "a matrix turned by a tuple": (lambda self, x: x @ self.weight.permute((1, 0)) + self.bias, True),
+    "a matrix that is named": (
+        lambda self, x: x @ torch.transpose(input=self.weight, dim0=0, dim1=1) + torch.reshape(input=self.bias, shape=(8,)),
+        True,
+    ),
+    "a matrix turned by names": (lambda self, x: x @ self.weight.transpose(dim0=0, dim1=1) + self.bias, True),
+    "a matrix that stays by numbers": (lambda self, x: x @ self.weight.permute(0, 1) + self.bias, False),
+    "a matrix that stays by a tuple": (lambda self, x: x @ self.weight.permute((0, 1)) + self.bias, False),
+    "a matrix that stays by names": (lambda self, x: x @ self.weight.transpose(dim0=1, dim1=1) + self.bias, False),
     "a matrix that is transposed back": (lambda self, x: x @ self.weight.T.T + self.bias, False),
 }
 
@@ -310,8 +365,9 @@ def test_a_product_of_ones_own_is_nothing_but_that(name):
     forward, is_product = ADDMM[name]
     made = type("Made", (Transposed,), {"forward": forward})(8, 8)
     assert (weight_of(made) is not None) == is_product
-    made = type("Made", (Transposed,), {"forward": lambda self, x: forward(self, 2 * x if self.training else x)})(8, 8)
-    assert weight_of(made.eval()) is None
+    for mode in (True, False):
+        doubling = {"forward": lambda self, x, mode=mode: forward(self, 2 * x if self.training is mode else x)}
+        assert weight_of(type("Made", (Transposed,), doubling)(8, 8).eval()) is None
 
 
 CUT_OFF = {

@@ -178,3 +178,17 @@ def test_gradients_of_tokens_are_sums_in_one_order():
     made = made_by(lambda: y.sum().backward())
     assert not {"index_add", "index_add_", "index_put", "index_put_"} & {*made.names}
     assert torch.equal(x.grad, sum(rows).bfloat16())
+
+
+def test_the_result_has_the_dtype_of_the_tokens_whatever_the_weights_have():
+    model, (x, chosen, weights) = Mixture().bfloat16(), routed()
+    opfuse.fuse_(model, EXACT)
+    assert model(x.bfloat16(), chosen, weights).dtype is torch.bfloat16
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(x, chosen, weights)  # as without opfuse
+
+
+def test_experts_that_are_spread_over_devices_stay():
+    model = Mixture()
+    model._is_expert_parallel = True
+    assert experts_of(model) is None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import opfuse
+from opfuse.convert.leaves import norm_of
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention, GatedMLP, Residual
@@ -26,6 +27,7 @@ CALLS = {
     "a residual that broadcasts": (lambda m, x: m(x, x[:1, :1].clone()), [1]),
     "the input as its residual": (lambda m, x: m(x, x), [1]),
     "five dimensions": (lambda m, x: m(x[None, None], x[None, None].clone()), [1]),
+    "a residual of another dtype": (lambda m, x: m(x, x.bfloat16()), [1]),
     "no rows": (lambda m, x: m(x[:0], x[:0].clone()), [1]),
     "torch.autocast": (lambda m, x: torch.autocast("cpu", torch.bfloat16)(m)(x, x.clone()), [1]),
 }
@@ -172,3 +174,113 @@ def test_an_exception_between_a_norm_and_its_reader_leaves_nothing_behind():
         model(x, mask=x)
     torch.testing.assert_close(model(2 * x), plain(2 * x))
     torch.testing.assert_close(model.mlp(x), plain.mlp(x))
+
+
+class Rooted(BareNorm):
+    """Multiplies by the root instead of dividing."""
+
+    def forward(self, x):
+        return x / torch.rsqrt(x.square().mean(-1, keepdim=True)) * self.scale
+
+
+class Whole(BareNorm):
+    """Divides by the mean over all rows."""
+
+    def forward(self, x):
+        y = x.reshape(-1)
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True))).view(x.shape) * self.scale
+
+
+class Crossed(BareNorm):
+    """Divides columns by the means of rows, of which there are as many."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1)) * self.scale
+
+
+def test_what_divides_by_another_root_is_no_norm():
+    for width in (3, 32):
+        assert norm_of(BareNorm(width)) is not None
+        assert [kind for kind in (Rooted, Whole, Crossed) if norm_of(kind(width)) is not None] == []
+
+
+class ByDtype(nn.Module):
+    """Another activation in half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(F.relu(y) if y.dtype == torch.bfloat16 else F.silu(y))
+
+
+def test_a_forward_that_asks_for_the_dtype_is_proven_for_one():
+    model, x = ByDtype(), torch.randn(8, 32)
+    assert opfuse.fuse_(model, EXACT).fused == {"": "Linear → SiLU → Linear"}
+    with listed_plans() as plans:
+        model(x)
+    assert products(plans) == [2]
+    model.bfloat16()
+    with listed_plans() as plans:
+        found = model(x.bfloat16())
+    assert products(plans) == [1, 1]
+    torch.testing.assert_close(found, copy.deepcopy(opfuse.unfuse_(model))(x.bfloat16()), rtol=2**-6, atol=2**-6)
+
+
+class Divided(nn.Module):
+    """A SiLU by a function that torch.autocast computes in fp32 on some devices."""
+
+    def forward(self, x):
+        return x / (1 + torch.exp(-x))
+
+
+class Gating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.act = nn.Linear(32, 32), nn.Linear(32, 32), Divided()
+
+    def forward(self, x):
+        return self.act(self.gate(x)) * self.up(x)
+
+
+AUTOCAST = {
+    "an activation before the product": (lambda: nn.Sequential(nn.SiLU(), nn.Linear(32, 32)), "SiLU"),
+    "a norm behind it": (lambda: nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)), "LayerNorm"),
+    "a function of many casts": (lambda: nn.Sequential(nn.Linear(32, 32), Divided()), "SiLU"),
+    "a gate of many casts": (Gating, "SwiGLU"),
+}
+"""Blocks, and what of them has another dtype under torch.autocast than the product."""
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_what_torch_autocast_may_cast_otherwise_is_left_to_it(name):
+    make, op = AUTOCAST[name]
+    model, x = make(), torch.randn(8, 32)
+    plain = copy.deepcopy(model)
+    assert op in opfuse.fuse_(model, EXACT).fused[""]
+    with listed_plans() as plans, torch.autocast("cpu", torch.bfloat16):
+        found, wanted = model(x), plain(x)
+    assert products(plans) == [1] * len(plans)
+    assert not any(op in each for plan in plans for each in plan.ops)
+    assert found.dtype == wanted.dtype
+
+
+def test_fp64_is_left_alone_by_torch_autocast_and_another_dtype_is_refused_as_before():
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).double(), torch.randn(8, 32).double()
+    wanted = model(x)
+    opfuse.fuse_(model, EXACT)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(x.float())
+
+
+def test_a_gate_without_a_bias_keeps_none_beside_an_up_with_one():
+    model, x = GatedMLP(bias=True), torch.randn(8, 32)
+    model.gate_proj.bias = None
+    wanted = model(x)
+    opfuse.fuse_(model, EXACT)
+    torch.testing.assert_close(model(x), wanted)

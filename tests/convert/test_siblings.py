@@ -18,7 +18,7 @@ from opfuse.errors import OpfuseWarning
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
 from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention
-from tests.convert.test_fuse import FP8, called, converted_exactly
+from tests.convert.test_fuse import EXACT, FP8, called, converted_exactly
 
 
 class Heads(Attention):
@@ -49,6 +49,13 @@ class Written(Attention):
         return self.o(nn.functional.scaled_dot_product_attention(q, self.k(x), self.v(x), mask))
 
 
+class Twice(Attention):
+    """Queries that are keys as well."""
+
+    def forward(self, x, mask=None):
+        return self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.q(x), self.k(x), mask))
+
+
 class Fixed(Attention):
     """Queries that get no gradient."""
 
@@ -66,6 +73,7 @@ def test_which_modules_read_one_tensor():
     assert joined(opfuse.fuse_(Heads(), FP8)) == joined(opfuse.fuse_(Attention(), FP8)) == {"k": "in q", "v": "in q"}
     for one in (Cross, Written, Fixed):
         assert joined(opfuse.fuse_(one(), FP8)) == {"v": "in k"}
+    assert joined(opfuse.fuse_(Twice(), FP8)) == {}
     report = opfuse.fuse_(Heads(), FP8, policy={"k": MXFP8BlockScaling()})
     assert joined(report) == {"v": "in q"}
     assert report["k"].recipe == "MXFP8BlockScaling"
@@ -137,6 +145,15 @@ def test_columns_of_former_weights_are_not_handed_out():
         found = model.q(x), model.k(x)
     for one, other in zip(found, [model.q(x), nn.functional.linear(x, model.k.weight, model.k.bias)]):
         torch.testing.assert_close(one, other, equal_nan=True, rtol=0, atol=0)
+
+
+def test_columns_of_another_recipe_are_not_handed_out():
+    model, x = Attention(), torch.randn(2, 16, 32)
+    opfuse.fuse_(model)
+    with opfuse.autocast(recipe=FP8):
+        model.q(x)
+    with opfuse.autocast(recipe=EXACT):
+        assert torch.equal(model.k(x), model.k(x.clone()))
 
 
 def test_columns_are_written_as_tensors_of_their_own():

@@ -172,7 +172,7 @@ REFUSED = "recomputation by a checkpoint"
 
 
 def differences(case: Case) -> list[str]:
-    """What differs between ``case`` plain and converted, each with its name first; nothing for a call that is refused in words."""
+    """What differs between ``case`` plain and converted, each with its name first; nothing for a call that is refused."""
     found = compared(case, Run(case).execute(), Run(case, converts=True).execute())
     return [] if any(REFUSED in each for each in found) else found
 

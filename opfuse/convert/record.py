@@ -304,6 +304,8 @@ class _ForwardRecorder(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
+                # torch keeps an entry for a hook that takes keywords after it is gone
+                nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if get_ident() != self.thread:

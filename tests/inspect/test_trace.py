@@ -146,7 +146,7 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, run: Run) -> 
     refused("", "a process in the first line, got an empty file")
     refused(f"{good}\n{{}}\n", r"bad\.jsonl:2: wants a line of format version 1")
     refused(f"{good}\nnothing\n", r"bad\.jsonl:2: .*Expecting value")
-    refused(f"{good}\n{'[' * 100_000}{']' * 100_000}\n", r"bad\.jsonl:2: .*recursion")
+    refused(f"{good}\n{'[' * 100_000}{']' * 100_000}\n", r"bad\.jsonl:2: .*nested too deeply")
     refused(good.replace('"version": 1', '"version": 2') + "\n", r"bad\.jsonl:1: .*process\.version")
     (tmp_path / "bad.jsonl").write_text(f'{good}\n{{"record": "pl')  # cut while it was written
     assert read(tmp_path)[0].counts is None

@@ -287,6 +287,8 @@ def test_a_gate_without_a_bias_keeps_none_beside_an_up_with_one():
 
 
 def test_reading_forwards_leaves_no_hook_behind():
-    hooks = {name: dict(value) for name, value in vars(nn.modules.module).items() if name.startswith("_global") and "hooks" in name}
+    hooks = {
+        name: dict(value) for name, value in vars(nn.modules.module).items() if name.startswith("_global") and "hooks" in name
+    }
     opfuse.fuse_(GatedMLP(), FP8)
     assert hooks == {name: dict(getattr(nn.modules.module, name)) for name in hooks}

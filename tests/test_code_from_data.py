@@ -63,13 +63,8 @@ NAMES = {
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
 }
 """Imports of what a table of the source names: public names of the package, commands, parts of CuPy, the built-in rules."""
-WRITTEN = {
-    "program/line.py": {"builtins.exec", "builtins.compile"},
-    "kernels/catalogue.py": {"importlib.import_module of f'{cases.__name__}.{found.name}'"},
-}
-"""Code that the library writes itself, from steps that it recorded: tests/program/test_line.py says what may stand in it. And the
-modules of its own package that have cases of kernels, which are found by their place.
-"""
+WRITTEN = {"program/line.py": {"builtins.exec", "builtins.compile"}}
+"""Code that the library writes itself, from steps that it recorded: tests/program/test_line.py says what may stand in it."""
 
 
 def used(tree: ast.Module, file: str = "") -> Iterator[str]:

@@ -157,19 +157,13 @@ def schema(
 
 
 def kernels(
-    arch: Annotated[
-        str, typer.Option(help="Architecture to compile for, such as sm_90a; by default this device's, or sm_90a.")
-    ] = "",
-    digest: Annotated[bool, typer.Option("--digest", help="Print a digest of all sources; compile nothing.")] = False,
+    digest: Annotated[bool, typer.Option("--digest", help="Print a digest of the code of all kernels alone.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the CUDA kernels: sources, tolerances, registers and spilled bytes of the largest variant.
-
-    Compiles every variant that the cache of kernels does not have, with or without a GPU: minutes, the first time.
-    """
+    """List the CUDA kernels: source, definition, tolerance. `opfuse cache ls` shows those that this machine has compiled."""
     from opfuse.cli.kernels import kernels
 
-    kernels(arch, digest=digest, as_json=as_json)
+    kernels(digest=digest, as_json=as_json)
 
 
 class DoctorSection(enum.StrEnum):

@@ -15,8 +15,6 @@ from opfuse import ops, recipes
 from opfuse.errors import ShapeError
 from opfuse.formats import E4M3, USAGES
 from opfuse.fusions import RULES
-from opfuse.kernels.cases.chain_casts import OF_GROUPS, Combination, chain_case
-from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.chains.cast import backward_chain_cast
 from opfuse.kernels.engine.registry import Kernel
 from opfuse.kernels.products import grouped
@@ -24,6 +22,8 @@ from opfuse.runtime.fuser import listed_plans
 from opfuse.runtime.recorded import Recorded, RecordedBackward
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import UNFUSED, Step, differences, gradient, randn, run
+from tests.kernels.cases.chain_casts import OF_GROUPS, Combination, chain_case
+from tests.kernels.cases.chains import ChainCase
 from tests.program.fake import fake_device, launches_told
 
 BF16 = torch.bfloat16

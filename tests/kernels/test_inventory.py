@@ -10,10 +10,10 @@ import pytest
 
 from opfuse.cli.app import main
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.engine.compiling import Variant, assemble, cubin
 from opfuse.kernels.engine.cubins import FACTS, CubinCache
 from opfuse.kernels.engine.inventory import inventory
+from tests.kernels.catalogue import CASES
 
 AMAX = next(iter(tensor_amax.launches({"one": next(iter(CASES[tensor_amax].values()))})))[0].defines
 FACT = {"amax": {"registers": 12, "spills": 0, "shared": 0}}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import opfuse
+from docs.tables import table
 from opfuse import ops, recipes
 from opfuse.compiler.plan import Plan
 from opfuse.formats import ROWWISE
@@ -95,11 +96,6 @@ uses an exponential, as GELU does:
 ```cuda
 {cuda}```
 """
-
-
-def table(head: Sequence[str], rows: Iterator[Sequence[object]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *rows])
 
 
 def _plan() -> tuple[Plan, ops.Sequential, torch.Tensor, torch.Tensor]:

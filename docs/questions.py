@@ -1,8 +1,8 @@
 """Asks the questions of docs/questions.md again, and rewrites the answers that the page has: ``python -m docs.questions``.
 
 The page is its own source: a question is a heading, code that plants the case if it needs any, the one command or call that is
-asked, and what that prints. A test asks each again and compares. What a run decides by itself is written the same every time: keys
-by their order, milliseconds and versions by their names.
+asked, and what that prints. A test asks each again and compares. What differs from run to run is written the same way: keys by
+their order, milliseconds and versions by their names.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _ask(text: str, space: dict[str, Any]) -> None:
 
 @contextmanager
 def _elsewhere() -> Iterator[Path]:
-    """An empty directory, with a cache of kernels of its own; variables, arguments and the writer of traces as before afterwards."""
+    """An empty directory, with a cache of kernels of its own; afterwards variables, arguments and traces are as before."""
     before, variables, arguments, number = os.getcwd(), dict(os.environ), list(sys.argv), torch.random.get_rng_state()
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)

@@ -138,7 +138,7 @@ BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
 def opened(page: Path) -> tuple[str, list[str]]:
     """What a browser makes of a page: its DOM, and what it wrote to the console."""
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,1150", "--dump-dom")
-    done = subprocess.run([BROWSER, *flags, page.absolute().as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([BROWSER, *flags, page.absolute().as_uri()], capture_output=True, text=True, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 

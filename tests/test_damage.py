@@ -29,7 +29,6 @@ from opfuse.kernels.engine.cubins import CUBIN, FACTS, CubinCache
 from opfuse.runtime import trace as writing
 from opfuse.tensors import QuantizedTensor
 from opfuse.train.checkpoints import read
-from opfuse.train.generate import restored
 from opfuse.train.runs import configuration_of, known_run
 from tests.tensors.quantized_samples import make, planes
 
@@ -144,7 +143,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "policy": ("policy.yaml", understood),
     "report": ("run/report.json", known_run),
     "configuration of a report": ("run/config.yaml", lambda path: configuration_of(path.parent)),
-    "configuration of a checkpoint": ("run/config.yaml", lambda path: restored(path.parent, torch.device("cpu"))[1:]),
 }
 """The files that are read, and what reads them."""
 
@@ -209,7 +207,6 @@ def test_a_digit_that_changed_in_the_configuration_of_a_run_is_refused(folder: P
     path.write_text(content.replace("steps: 2", "steps: 6"))
     try:
         for command, told in (
-            (["generate", str(folder / "run")], "wants line 5 to be 'train: {steps: 2, batch_size: 32,"),
             (["report", str(folder / "run"), "--out", str(folder / "page.html")], "wants the configuration that the run had"),
             (["diff", str(folder / "run"), str(folder / "run"), "--localize"], "wants the configuration that the run had"),
         ):

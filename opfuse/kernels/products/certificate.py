@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -52,12 +53,12 @@ from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, layout_of, store_data, store_scale
 
-Product = Callable[[Stored, Stored, torch.dtype, bool], torch.Tensor]
+Multiply = Callable[[Stored, Stored, torch.dtype, bool], torch.Tensor]
 """A product of two planes in a dtype, with fast sums or without: (left lines, right lines)."""
 
 
-class Verdict(NamedTuple):
-    """What trials found. fault: the first wrong element, or what was raised; an empty string if there is none."""
+class Certificate(NamedTuple):
+    """What trials of a product found. fault: the first wrong element, or what was raised; an empty string if there is none."""
 
     fault: str
 
@@ -68,13 +69,11 @@ class Verdict(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Two planes on the CPU, and how they are multiplied. name: what is tried."""
+    """Two planes on the CPU. name: what is tried."""
 
     name: str
     left: Stored
     right: Stored
-    out_dtype: torch.dtype
-    fast: bool
 
 
 # -- trials ----------------------------------------------------------------------------------------------------------------------
@@ -100,12 +99,8 @@ _SEED = 20250731
 
 def trials(family: str, backend: Backend) -> Iterator[Trial]:
     """What a product of ``family`` is tried on, as far as the rules of ``backend`` take it."""
-    for name, left, right in _pairs(family, torch.Generator().manual_seed(_SEED)):
-        if any(rule.miss(left.layout, right.layout) for rule in backend.rules):
-            continue
-        for out_dtype in _OUT_BITS:
-            for fast in (False, True)[: 1 + backend.fast]:
-                yield Trial(f"{name}, {dtype_name(out_dtype)}{', fast sums' * fast}", left, right, out_dtype, fast)
+    every = (Trial(*each) for each in _pairs(family, torch.Generator().manual_seed(_SEED)))
+    return (trial for trial in every if not any(rule.miss(trial.left.layout, trial.right.layout) for rule in backend.rules))
 
 
 def _pairs(family: str, random: torch.Generator) -> Iterator[tuple[str, Stored, Stored]]:
@@ -182,35 +177,48 @@ def exact_values(plane: Stored) -> torch.Tensor:
     return values if lines.factor is None else values * (lines.factor.double() / lines.unit)
 
 
-def fault_of(trial: Trial, got: torch.Tensor) -> str:
-    """The first element of ``got`` outside of the bound; an empty string if there is none."""
-    left, right = (exact_values(plane) for plane in (trial.left, trial.right))
-    exact = left @ right.t()
-    steps = 1 + left.shape[1] / _STEP
-    bound = steps * 2.0**-_STEP_BITS * (left.abs() @ right.abs().t()) + 2.0 ** -_OUT_BITS[trial.out_dtype] * exact.abs()
-    got = got.double()
-    if got.shape != exact.shape:
-        return f"{trial.name}: wants the shape {tuple(exact.shape)}, got {tuple(got.shape)}"
-    beyond = exact.abs() > torch.finfo(trial.out_dtype).max  # such a result overflows, or nearly does
-    right_ones = ((got - exact).abs() <= bound) | (got.isnan() & exact.isnan()) | (beyond & (got.abs() >= exact.abs() / 2))
-    if right_ones.all():
-        return ""
-    row, column = (int(i) for i in (~right_ones).nonzero()[0])
-    element = f"element ({row}, {column}) is {got[row, column].item():g}"
-    return f"{trial.name}: {element}, wants {exact[row, column].item():g} within {bound[row, column].item():g}"
+class Exact(NamedTuple):
+    """The exact product of two planes in fp64, and the sums of the magnitudes that it adds. steps: of the unit, in a sum."""
+
+    product: torch.Tensor
+    magnitudes: torch.Tensor
+    steps: float
+
+    @staticmethod
+    def of(trial: Trial) -> Exact:
+        """That of a trial."""
+        left, right = (exact_values(plane) for plane in (trial.left, trial.right))
+        return Exact(left @ right.t(), left.abs() @ right.abs().t(), 1 + left.shape[1] / _STEP)
+
+    def fault(self, got: torch.Tensor) -> str:
+        """The first element of ``got`` that is not within the bound of its dtype; an empty string if there is none."""
+        if got.shape != self.product.shape:
+            return f"wants the shape {tuple(self.product.shape)}, got {tuple(got.shape)}"
+        bound = self.steps * 2.0**-_STEP_BITS * self.magnitudes + 2.0 ** -_OUT_BITS[got.dtype] * self.product.abs()
+        overflows = self.product.abs() > torch.finfo(got.dtype).max
+        got = got.double()
+        right = ((got - self.product).abs() <= bound) | (got.isnan() & self.product.isnan())
+        right |= overflows & (got == self.product.sign() * torch.inf)
+        if right.all():
+            return ""
+        row, column = (int(i) for i in (~right).nonzero()[0])
+        wanted = f"wants {self.product[row, column].item():g} within {bound[row, column].item():g}"
+        return f"element ({row}, {column}) is {got[row, column].item():g}, {wanted}"
 
 
-def examine(family: str, backend: Backend, product: Product, device: torch.device) -> Verdict:
-    """Try ``product`` on every trial, on ``device``. Waits for the device."""
+def examine(family: str, backend: Backend, product: Multiply, device: torch.device) -> Certificate:
+    """Try ``product`` on every trial, in every dtype, with fast sums where the back end has them, on ``device``; waits for it."""
     for trial in trials(family, backend):
-        try:
-            left, right = (_moved(plane, device) for plane in (trial.left, trial.right))
-            got = product(left, right, trial.out_dtype, trial.fast).cpu()
-        except Exception as error:  # whatever the library raises: it does not multiply these here
-            return Verdict(f"{trial.name}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-        if fault := fault_of(trial, got):
-            return Verdict(fault)
-    return Verdict("")
+        exact = Exact.of(trial)
+        left, right = (_moved(plane, device) for plane in (trial.left, trial.right))
+        for out_dtype, fast in itertools.product(_OUT_BITS, (False, True)[: 1 + backend.fast]):
+            try:
+                fault = exact.fault(product(left, right, out_dtype, fast).cpu())
+            except Exception as error:  # whatever the library raises: it does not multiply these here
+                fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            if fault:
+                return Certificate(f"{trial.name}, {dtype_name(out_dtype)}{', fast sums' * fast}: {fault}")
+    return Certificate("")
 
 
 def _moved(plane: Stored, device: torch.device) -> Stored:
@@ -222,18 +230,17 @@ def _moved(plane: Stored, device: torch.device) -> Stored:
 # -- certificates ----------------------------------------------------------------------------------------------------------------
 
 _CERTIFICATE = "certificate"
-_verdicts: dict[tuple[str, int], Verdict] = {}
+_known: dict[tuple[str, int], Certificate] = {}
 """By family and device, those that this process knows."""
 
 
-def certified(family: str, device: int, machine: Machine, product: Product) -> Verdict:
-    """The verdict on the library's product of ``family`` on a CUDA device, which is found if it is not known.
+def certified(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
+    """The certificate of the library's product of ``family`` on a CUDA device, which is found if it is not known.
 
     PlanMissError if a stream is being captured and the product was never tried: trials wait for the device.
     """
-    known = _verdicts.get((family, device))
-    if known is None:
-        known = _verdicts[family, device] = _found(family, device, machine, product)
+    if (known := _known.get((family, device))) is None:
+        known = _known[family, device] = _found(family, device, machine, product)
     return known
 
 
@@ -242,23 +249,23 @@ def standing(family: str, machine: Machine) -> str:
     backend = backend_of(BACKENDS[family], machine)
     if isinstance(backend, str) or backend.recorded:
         return ""
-    return "certified here" if known_verdict(family, machine) else "certified on first use"
+    return "certified here" if known_certificate(family, machine) else "certified on first use"
 
 
-def known_verdict(family: str, machine: Machine) -> Verdict | None:
-    """The verdict on a family on the current CUDA device, if that is such a machine and somebody has asked for it before."""
+def known_certificate(family: str, machine: Machine) -> Certificate | None:
+    """The certificate of a family on the current CUDA device, if that is such a machine and somebody has asked for it before."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != machine.arch:
         return None
     device = torch.cuda.current_device()
-    return _verdicts.get((family, device)) or _read(_key(family, device))
+    return _known.get((family, device)) or _read(_key(family, device))
 
 
-def _found(family: str, device: int, machine: Machine, product: Product) -> Verdict:
+def _found(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
     backend = backend_of(BACKENDS[family], machine)
     if isinstance(backend, str):
-        return Verdict(backend)
+        return Certificate(backend)
     if backend.recorded:
-        return Verdict("")
+        return Certificate("")
     key = _key(family, device)
     if (kept := _read(key)) is None:
         if torch.cuda.is_current_stream_capturing():
@@ -273,7 +280,7 @@ def _found(family: str, device: int, machine: Machine, product: Product) -> Verd
     return kept
 
 
-def _examined(family: str, backend: Backend, product: Product, device: int) -> Verdict:
+def _examined(family: str, backend: Backend, product: Multiply, device: int) -> Certificate:
     """Trials see no recorder, no mode of the caller and no autograd."""
     with ExitStack() as stack:
         for around in (torch.cuda.device(device), _disable_current_modes(), torch.inference_mode(mode=False), torch.no_grad()):
@@ -281,9 +288,9 @@ def _examined(family: str, backend: Backend, product: Product, device: int) -> V
         return examine(family, backend, product, torch.device("cuda", device))
 
 
-def _read(key: str) -> Verdict | None:
+def _read(key: str) -> Certificate | None:
     content = _cache().find(key, _CERTIFICATE)
-    return None if content is None else Verdict(json.loads(content)["fault"])
+    return None if content is None else Certificate(json.loads(content)["fault"])
 
 
 @functools.cache
@@ -293,7 +300,7 @@ def _cache() -> CubinCache:
 
 @functools.cache
 def _key(family: str, device: int) -> str:
-    """A digest of all that a verdict depends on."""
+    """A digest of all that a certificate depends on."""
     facts = (
         family,
         sources_digest(),

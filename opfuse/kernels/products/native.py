@@ -41,7 +41,7 @@ from opfuse.kernels.products.backends import (
     library_name,
     library_operand,
 )
-from opfuse.kernels.products.certificate import certified, known_verdict, standing
+from opfuse.kernels.products.certificate import certified, known_certificate, standing
 from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_faster
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import lines_from, rows_of
@@ -144,8 +144,8 @@ def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
     """:func:`layout_refusal`, or why the product was found to be wrong on the device at hand, if that is such a machine."""
     if refused := layout_refusal(left, right, out_dtype, machine):
         return refused
-    verdict = known_verdict(left.format.family, machine)
-    return "" if verdict is None or verdict.passed else f"its certificate: {verdict.fault}"
+    known = known_certificate(left.format.family, machine)
+    return "" if known is None or known.passed else f"wrong here: {known.fault}"
 
 
 def native_name(left: NumberFormat, right: NumberFormat, machine: Machine) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,15 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
 from opfuse.formats import COLUMNWISE, DEQUANTIZED, IDENTITY, USAGES, NumberFormat
-from opfuse.kernels.products.backends import Machine, library_name
+from opfuse.kernels.products.backends import Machine, library_name, reads_tiled_scales
 from opfuse.kernels.products.native import OWN, invariant_refusal, layout_refusal, machine, native_name, native_refusal
 from opfuse.kernels.products.tiles import rows_of
 from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
 from opfuse.tensors.gemm import GEMMS
+from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.quantizers.own import casts_itself
 from opfuse.tensors.tensor import QuantizedTensor
 
 GEMM = "gemm"
@@ -104,6 +107,12 @@ def products_of(
 
 def _plain(fmt: NumberFormat) -> NumberFormat | None:
     return None if fmt == IDENTITY else fmt
+
+
+def in_read_order(quantizer: Quantizer, env: Env) -> Quantizer:
+    """The quantizer, whose casts store scales as the products of the device read them: one kernel writes them so at once."""
+    reads_tiles = any(reads_tiled_scales(fmt.family, machine(env.arch)) for fmt in quantizer.formats)
+    return replace(quantizer, optimize_for_gemm=True) if reads_tiles and casts_itself(quantizer) else quantizer
 
 
 class How(NamedTuple):

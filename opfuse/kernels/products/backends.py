@@ -161,6 +161,11 @@ def library_name(family: str) -> str:
     return BACKENDS[family][0].name
 
 
+def reads_tiled_scales(family: str, machine: Machine) -> bool:
+    """Whether a machine has a product that reads the byte scales of a family in 128x4 tiles."""
+    return family in ("mx", "nv") and isinstance(backend_of(BACKENDS[family], machine), Backend)
+
+
 def _ranges(rows: tuple[Backend, ...]) -> str:
     """The compute capabilities of rows, ranges that meet as one."""
     ranges: list[list[Version]] = []

@@ -103,7 +103,7 @@ def names(pairs: Sequence[tuple[str, Backend]]) -> list[str]:
 @pytest.mark.parametrize(("family", "row"), ROWS, ids=names(ROWS))
 def test_a_right_product_passes(family: str, row: Backend, library: Callable[..., None]) -> None:
     library(row)
-    assert examine(family, row, native._library_product, CPU).fault == ""
+    assert examine(family, row, native.library_product, CPU).fault == ""
     tried = [trial.name for trial in trials(family, row)]
     assert len(tried) > 12
     assert any("columnwise" in name for name in tried)
@@ -173,5 +173,5 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], None], Sequence[str]]] = [
 def test_each_planted_fault_is_found(fault: Callable[..., None], family: str, library: Callable[..., None]) -> None:
     row = BACKENDS[family][-1]
     library(row, fault)
-    found = examine(family, row, native._library_product, CPU).fault
+    found = examine(family, row, native.library_product, CPU).fault
     assert ("CUBLAS_STATUS_NOT_SUPPORTED" if fault is refusing else "element (") in found

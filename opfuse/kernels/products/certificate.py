@@ -107,11 +107,11 @@ def _pairs(family: str, random: torch.Generator) -> Iterator[tuple[str, Stored, 
     for left_lines, right_lines, length in _SHAPES:
         for left_usage, right_usage in _USAGES:
             for one, other in _FORMATS[family]:
-                left = _plane(one, left_usage, left_lines, length, random)
-                right = _plane(other, right_usage, right_lines, length, random)
+                left = random_plane(one, left_usage, left_lines, length, random)
+                right = random_plane(other, right_usage, right_lines, length, random)
                 yield _name(left, right), left, right
     one, other = _FORMATS[family][0]
-    left, right = (_plane(fmt, ROWWISE, lines, 256, random) for fmt, lines in ((one, 128), (other, 64)))
+    left, right = (random_plane(fmt, ROWWISE, lines, 256, random) for fmt, lines in ((one, 128), (other, 64)))
     yield "zeros", left._replace(data=torch.zeros_like(left.data)), right
     yield "outliers", _planted(left, _largest(left.layout.element)), right
     if (nan := left.layout.element.nan_code) is not None:
@@ -136,7 +136,7 @@ def _name(left: Stored, right: Stored) -> str:
     return f"{sizes}, {left.layout.format} {left.layout.usage} times {right.layout.format} {right.layout.usage}"
 
 
-def _plane(fmt: NumberFormat, usage: Usage, lines: int, length: int, random: torch.Generator) -> Stored:
+def random_plane(fmt: NumberFormat, usage: Usage, lines: int, length: int, random: torch.Generator) -> Stored:
     """A plane of random finite codes, whose scales are of seven powers of two, times 4 to 7 where a scale has a mantissa."""
     layout = layout_of(fmt, usage, (lines, length) if usage == ROWWISE else (length, lines))
     element = layout.element
@@ -210,7 +210,7 @@ def examine(family: str, backend: Backend, product: Multiply, device: torch.devi
     """Try ``product`` on every trial, in every dtype, with fast sums where the back end has them, on ``device``; waits for it."""
     for trial in trials(family, backend):
         exact = Exact.of(trial)
-        left, right = (_moved(plane, device) for plane in (trial.left, trial.right))
+        left, right = (plane.to(device) for plane in (trial.left, trial.right))
         for out_dtype, fast in itertools.product(_OUT_BITS, (False, True)[: 1 + backend.fast]):
             try:
                 fault = exact.fault(product(left, right, out_dtype, fast).cpu())
@@ -219,12 +219,6 @@ def examine(family: str, backend: Backend, product: Multiply, device: torch.devi
             if fault:
                 return Certificate(f"{trial.name}, {dtype_name(out_dtype)}{', fast sums' * fast}: {fault}")
     return Certificate("")
-
-
-def _moved(plane: Stored, device: torch.device) -> Stored:
-    return plane._replace(
-        data=plane.data.to(device), scale=plane.scale.to(device), amax=None if plane.amax is None else plane.amax.to(device)
-    )
 
 
 # -- certificates ----------------------------------------------------------------------------------------------------------------

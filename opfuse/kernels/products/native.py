@@ -133,10 +133,11 @@ def _library_takes(left: Stored, right: Stored, out_dtype: torch.dtype) -> bool:
 
 def is_certified(family: str, device: int) -> bool:
     """Whether the library's product of a family that it takes on a CUDA device is right there (certificate.py)."""
-    return certified(family, device, _machine(device), _library_product).passed
+    return certified(family, device, _machine(device), library_product).passed
 
 
-def _library_product(left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+def library_product(left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+    """The product by the library, whatever is known of it; the arguments are those of :func:`multiply`."""
     return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast)
 
 

@@ -90,8 +90,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., native.F]:
 
     def put(row: Backend, spoil: Callable[[dict[str, Any]], None] = lambda given: None) -> None:
         monkeypatch.setattr(native.F, "scaled_mm", partial(mock, spoil=spoil))
-        monkeypatch.setattr(native, "library_backend", lambda *_: row)
-        monkeypatch.setattr(native, "_machine", lambda index: None)
+        monkeypatch.setattr(native, "has_fast_sums", lambda *_: row.fast)
 
     return put
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -278,9 +278,8 @@ def multiply_groups(
 def _scaled_mm(
     left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    backend = library_backend(left.layout.format.family, _machine(left.data.get_device()))
     a, b = library_operand(left, is_right=False), library_operand(right, is_right=True)
-    fast = fast and backend.fast
+    fast = fast and has_fast_sums(left.layout.format.family, _machine(left.data.get_device()))
     if out is None or tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16):
         return F.scaled_mm(
             a.codes,
@@ -300,9 +299,10 @@ def _scaled_mm(
     return result
 
 
-def library_backend(family: str, machine: Machine) -> Backend:
-    """The library's product of a family on a machine that has one."""
-    return cast(Backend, backend_of(BACKENDS[family], machine))
+def has_fast_sums(family: str, machine: Machine) -> bool:
+    """Whether the library's product of a family can keep its sums in the matrix unit of a machine."""
+    backend = backend_of(BACKENDS[family], machine)
+    return isinstance(backend, Backend) and backend.fast
 
 
 def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:
@@ -318,7 +318,8 @@ def multiplies_runs(left: Layout, right: Layout, out_dtype: torch.dtype, device:
 
 @functools.cache
 def _machine(device: int) -> Machine:
-    return machine(torch.cuda.get_device_capability(device))
+    """That of a CUDA device; -1: of the CPU."""
+    return machine((0, 0) if device < 0 else torch.cuda.get_device_capability(device))
 
 
 def machine(arch: Version) -> Machine:

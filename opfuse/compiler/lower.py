@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, GROUPED, TRANSPARENT, CastSpec, Graph, Meeting, Node, ProductFormats
 from opfuse.compiler.meetings import Beside, Carried, carried, carrier, rows_behind
-from opfuse.compiler.products import products_of, stored_formats
+from opfuse.compiler.products import in_read_order, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
@@ -168,7 +168,7 @@ def _casts(
             recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
         narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
         if narrowed is not None:
-            casts[role] = CastSpec(role, narrowed, state, op.cast_groups(role))
+            casts[role] = CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
     for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
         if product.clash is not None and not recipe.allow_mixed_emulation:
             if product.name in backward:

@@ -47,7 +47,7 @@ from opfuse.recipes import note_use
 from opfuse.runtime.compiled import hindrance, moment
 
 
-class Place(NamedTuple):
+class CallingPlace(NamedTuple):
     """Where modules are called: in a method of the class ``kind``, as children ``names``, beside others that are ``known``."""
 
     kind: type[nn.Module]
@@ -63,7 +63,7 @@ class Shared:
     follows that code; the moment of the product, and the columns not yet returned.
     """
 
-    def __init__(self, run: PipelineRun, columns: Sequence[int], place: Place) -> None:
+    def __init__(self, run: PipelineRun, columns: Sequence[int], place: CallingPlace) -> None:
         self.run = run
         self.columns = tuple(columns)
         self.place = place
@@ -234,7 +234,7 @@ def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator
     for group in by_value.values():
         agreeing = [node for node in group if _agree(alone[str(group[0].target)], alone[str(node.target)], made)]
         names = [str(node.target) for node in agreeing]
-        place = Place(type(module), tuple(names), frozenset(str(node.target) for node in calls))
+        place = CallingPlace(type(module), tuple(names), frozenset(str(node.target) for node in calls))
         if len(agreeing) > 1 and _meet(agreeing, found.returned) and _code_at(place) is not None:
             weights = [alone[name] for name in names]
             yield _joined(weights, [made[weight.module] for weight in weights], place)
@@ -251,7 +251,7 @@ REPEATS = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
 @cache
-def _code_at(place: Place) -> CodeType | None:
+def _code_at(place: CallingPlace) -> CodeType | None:
     """The code of the method that calls the modules of a place, each once, if it calls nothing unknown between; else None.
 
     A recording shows one way through a forward. Its code shows all, also the branch that writes where nothing counts it.
@@ -281,7 +281,7 @@ def _span(node: Any) -> tuple[Spot, Spot]:
     return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
-def _disturbs(node: Any, place: Place, first: Spot, last: Spot) -> bool:
+def _disturbs(node: Any, place: CallingPlace, first: Spot, last: Spot) -> bool:
     """Whether what a node does between two spots of a method may be more than known functions do."""
     start, end = _span(node)
     if isinstance(node, ast.Call):
@@ -337,7 +337,7 @@ def _agree(one: Weight, other: Weight, made: Mapping[nn.Module, Converted]) -> b
     return one.agrees(other) and made[one.module].recipe == made[other.module].recipe
 
 
-def _joined(weights: Sequence[Weight], alone: Sequence[Converted], place: Place) -> list[Sibling]:
+def _joined(weights: Sequence[Weight], alone: Sequence[Converted], place: CallingPlace) -> list[Sibling]:
     name = "+".join(each.path for each in alone)
     run = PipelineRun(path=short(name))
     run.multiply(weights, name, (name, f"{name}.bias"))

@@ -5,10 +5,11 @@ fp64 on the CPU. Trials have tails, every usage and order of elements that the r
 Scales differ from block to block, so that an operand that is read in the wrong order, or a scale that is left out, is far outside
 of the bound:
 
-    |got - exact| <= (1 + length / 32) 2^-13 sum |left| |right|  +  2^-b |exact|
+    |got - exact| <= 2^-13 (length max |left| max |right| + (1 + length / 32) sum |left| |right|)  +  2^-b |exact|
 
-The first part is that of a unit that keeps 13 fraction bits of each step of 32 products, the coarsest that is known (compute
-capability 9.0); the second is one rounding to the ``b`` bits of the result's dtype.
+That is of a unit with 13 fraction bits, the coarsest that is known (compute capability 9.0): in each step of 32 it cuts every
+product off at 2^-13 of the largest, and then the sum of what it has. The last part is one rounding to the ``b`` bits of the
+result's dtype. Maxima are those of a line.
 
 A family that passes is native from then on. Its certificate is kept beside the compiled kernels, for this code, device, driver
 and library. One that fails, or raises, is emulated, and an OpfuseWarning tells the first wrong element.
@@ -178,23 +179,24 @@ def exact_values(plane: Stored) -> torch.Tensor:
 
 
 class Exact(NamedTuple):
-    """The exact product of two planes in fp64, and the sums of the magnitudes that it adds. steps: of the unit, in a sum."""
+    """The exact product of two planes in fp64, and how far the sums of a unit may be from it."""
 
     product: torch.Tensor
-    magnitudes: torch.Tensor
-    steps: float
+    bound: torch.Tensor
 
     @staticmethod
     def of(trial: Trial) -> Exact:
         """That of a trial."""
         left, right = (exact_values(plane) for plane in (trial.left, trial.right))
-        return Exact(left @ right.t(), left.abs() @ right.abs().t(), 1 + left.shape[1] / _STEP)
+        length, one, other = left.shape[1], left.abs(), right.abs()
+        cut = length * torch.outer(one.amax(1), other.amax(1)) + (1 + length / _STEP) * (one @ other.t())
+        return Exact(left @ right.t(), 2.0**-_STEP_BITS * cut)
 
     def fault(self, got: torch.Tensor) -> str:
         """The first element of ``got`` that is not within the bound of its dtype; an empty string if there is none."""
         if got.shape != self.product.shape:
             return f"wants the shape {tuple(self.product.shape)}, got {tuple(got.shape)}"
-        bound = self.steps * 2.0**-_STEP_BITS * self.magnitudes + 2.0 ** -_OUT_BITS[got.dtype] * self.product.abs()
+        bound = self.bound + 2.0 ** -_OUT_BITS[got.dtype] * self.product.abs()
         overflows = self.product.abs() > torch.finfo(got.dtype).max
         got = got.double()
         right = ((got - self.product).abs() <= bound) | (got.isnan() & self.product.isnan())

@@ -19,7 +19,6 @@ import torch
 from torch import fx, nn
 
 from opfuse.convert.converted import Converted, casting
-from opfuse.convert.guards import has_global_hooks, has_hooks
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.leaves import weight_of
 from opfuse.convert.pipeline import PipelineRun
@@ -30,6 +29,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.inspect.alike import short
 from opfuse.recipes import current_recipe, note_use
 from opfuse.runtime.compiled import autocast_dtype, hindrance, moment
+from opfuse.torch_private.modules import has_global_hooks, has_hooks
 
 
 class _Waiting(NamedTuple):

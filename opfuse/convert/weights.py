@@ -25,7 +25,7 @@ from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
 from opfuse.runtime.ledger import Ledger
-from opfuse.tensors.storage import share_memory
+from opfuse.torch_private.tensors import share_memory, storage_number
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
 
@@ -193,7 +193,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def state_of(*modules: nn.Module) -> list[tuple[Any, ...]]:
     """Which parameters modules have, where these lie, and how often each was written."""
     own = [value for module in modules for value in module._parameters.values() if value is not None]
-    return [(id(value), value.untyped_storage()._cdata, value.storage_offset(), *versions(value)) for value in own]
+    return [(id(value), storage_number(value), value.storage_offset(), *versions(value)) for value in own]
 
 
 def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -36,6 +36,7 @@ from opfuse.kernels.products.hopper import SCALING, grouped_product, is_faster
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import lines_from, rows_of
 from opfuse.numerics.layouts import Layout, are_known
+from opfuse.torch_private.operations import scaled_mm_into
 
 Version = tuple[int, int]
 
@@ -333,11 +334,9 @@ def _scaled_mm(
     fast = fast and backend.fast
     if out is None or tuple(out.shape) != (len(a), len(b)) or not on_bytes(out, 16):
         return F.scaled_mm(a, b.t(), scale_a, scaling_a, scale_b, scaling_b, output_dtype=out_dtype, use_fast_accum=fast)
-    into: Any = torch._scaled_mm_v2  # as F.scaled_mm, which has no out
     left_scale: Any = [scale_a], [scaling_a.value], []
     right_scale: Any = [scale_b], [scaling_b.value], []
-    result: torch.Tensor = into(a, b.t(), *left_scale, *right_scale, None, out_dtype, [], fast, out=out)
-    return result
+    return scaled_mm_into(a, b.t(), *left_scale, *right_scale, None, out_dtype, [], fast, out=out)
 
 
 def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:

@@ -67,7 +67,7 @@ saving_hooks: Callable[[bool], Any] = private(
 """The innermost hooks of ``torch.autograd.graph.saved_tensors_hooks``, or None. The argument: also while torch traces."""
 
 
-class _Sample(torch.autograd.Function):
+class _SampleFunction(torch.autograd.Function):
     """Calls a function in its forward."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class _Sample(torch.autograd.Function):
 
 def _is_off_in_functions(enabled: Callable[[], bool]) -> bool:
     seen: list[bool] = []
-    _Sample.apply(torch.ones(1, requires_grad=True), seen, enabled)  # type: ignore[no-untyped-call]
+    _SampleFunction.apply(torch.ones(1, requires_grad=True), seen, enabled)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         seen.append(enabled())
     return seen == [False, True] and enabled()

@@ -48,7 +48,7 @@ class FoundCheckpoint(NamedTuple):
     trains: bool
 
 
-class _Places(NamedTuple):
+class _OwnerPlaces(NamedTuple):
     """Where a non-reentrant checkpoint has its object.
 
     first: by the code of a function on the stack of its first run, the names that lead to the object: of a local variable, or of
@@ -60,12 +60,12 @@ class _Places(NamedTuple):
     again: dict[CodeType, tuple[str, str]]
 
 
-_Names = dict[tuple[str, ...], Any]
+_NamedValues = dict[tuple[str, ...], Any]
 """The variables of a function, and of its generators, by the names that lead to them."""
 
 
-def _names_of(frame: FrameType) -> _Names:
-    found: _Names = {}
+def _names_of(frame: FrameType) -> _NamedValues:
+    found: _NamedValues = {}
     for name, value in frame.f_locals.items():
         found[(name,)] = value
         if isinstance(value, GeneratorType) and value.gi_frame is not None:
@@ -82,14 +82,14 @@ def _value(frame: FrameType, names: tuple[str, ...]) -> Any:
     return value
 
 
-_Run = tuple[list[tuple[CodeType, _Names]], int]
+_SeenRun = tuple[list[tuple[CodeType, _NamedValues]], int]
 """The functions of torch.utils.checkpoint around a run of a function, innermost first, and the number of its backward pass."""
 
 
 @cache
-def _places() -> _Places:
+def _places() -> _OwnerPlaces:
     """UnsupportedError under a torch whose checkpoint has no such object: nothing here could be told from an ordinary call."""
-    runs: list[_Run] = []
+    runs: list[_SeenRun] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
         around = [(frame.f_code, _names_of(frame)) for frame in frames() if _is_of_checkpoints(frame)]
@@ -111,7 +111,7 @@ def _places() -> _Places:
     return found
 
 
-def _shared(first: _Run, again: _Run) -> _Places | None:
+def _shared(first: _SeenRun, again: _SeenRun) -> _OwnerPlaces | None:
     """Where two runs have one object of a class of torch's checkpoint; None if they have none, or several."""
     ids = [{id(each) for _, names in run for each in names.values() if _is_own(each)} for run, _ in (first, again)]
     both = ids[0] & ids[1]
@@ -127,7 +127,7 @@ def _shared(first: _Run, again: _Run) -> _Places | None:
         for number, value in names.items()
         if type(value) is int and value == again[1] and len(number) == 1
     }
-    return _Places(at_first, at_again) if at_first and at_again else None
+    return _OwnerPlaces(at_first, at_again) if at_first and at_again else None
 
 
 def _is_own(value: Any) -> bool:

@@ -26,11 +26,11 @@ def _compiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _is_exported() -> bool:
-    class Seen(torch.nn.Module):
+    class ExportedSample(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + int(in_export())
 
-    exported = torch.export.export(Seen(), (torch.zeros(1),)).module()(torch.zeros(1))
+    exported = torch.export.export(ExportedSample(), (torch.zeros(1),)).module()(torch.zeros(1))
     compiled = _compiled(lambda x: x + int(in_export()), torch.zeros(1))
     return bool(exported == 1) and bool(compiled == 0) and not in_export()
 
@@ -52,14 +52,14 @@ def in_export() -> bool:
 def _is_called_back(callback: Callable[[], Any]) -> bool:
     seen: list[bool] = []
 
-    class Made:
+    class MadeInside:
         def __init__(self) -> None:
             if torch.compiler.is_compiling():
                 break_graph("an object is made")
             seen.append(callable(callback()))
 
     def make(x: torch.Tensor) -> torch.Tensor:
-        Made()
+        MadeInside()
         return x + 1
 
     with warnings.catch_warnings():  # of a function that dynamo does not follow
@@ -302,13 +302,13 @@ def runs_compiled_backward(frame: FrameType) -> bool:
 def _runs_backward() -> bool:
     seen: list[bool] = []
 
-    class Seen(TorchDispatchMode):
+    class StackOfOperations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(any(map(runs_compiled_backward, frames())))
             return func(*args, **(kwargs or {}))
 
     y = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")(torch.ones(2, requires_grad=True))
-    with Seen():  # type: ignore[no-untyped-call]
+    with StackOfOperations():  # type: ignore[no-untyped-call]
         torch.ones(1)
         y.backward()
     return any(seen) and not seen[0]

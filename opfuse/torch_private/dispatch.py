@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opfuse.torch_private.names import attribute, convention, private
 
 
-class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NotedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations that it sees."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _sees_operations() -> bool:
-    with _Noted() as mode:
+    with _NotedOperations() as mode:
         torch.zeros(1).exp()
     return mode.seen[-1] == "aten.exp.default"
 
@@ -43,7 +43,9 @@ convention(
 
 
 def _is_plain() -> bool:
-    return _Noted.__torch_dispatch__.__qualname__.startswith("_Noted.") and not hasattr(_Noted.__torch_dispatch__, "__wrapped__")
+    return _NotedOperations.__torch_dispatch__.__qualname__.startswith("_NotedOperations.") and not hasattr(
+        _NotedOperations.__torch_dispatch__, "__wrapped__"
+    )
 
 
 convention(
@@ -55,7 +57,7 @@ convention(
 
 
 def _counts_modes(count: Callable[[], int]) -> bool:
-    with _Noted():
+    with _NotedOperations():
         inside = count()
     return count() == 0 and inside == 1
 
@@ -70,7 +72,7 @@ active_modes: Callable[[], int] = private(
 
 
 def _hides_modes(disable: Callable[[], Any]) -> bool:
-    with _Noted() as mode, disable():
+    with _NotedOperations() as mode, disable():
         torch.zeros(1)
     return not mode.seen
 
@@ -298,12 +300,12 @@ def _names_grad_mode() -> bool:
 
     seen: list[str] = []
 
-    class Names(TorchFunctionMode):
+    class FunctionNames(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(func.__name__)
             return func(*args, **(kwargs or {}))
 
-    with Names(), torch.no_grad():
+    with FunctionNames(), torch.no_grad():
         pass
     return set(seen) == {"_set_grad_enabled"}
 

@@ -143,7 +143,7 @@ def forget_global_hook(number: int) -> None:
 # -- methods to override ---------------------------------------------------------------------------------------------------------
 
 
-class _Sample(nn.Linear):
+class _SampleModule(nn.Linear):
     """Notes the methods that torch calls."""
 
     def __init__(self) -> None:
@@ -167,9 +167,9 @@ class _Sample(nn.Linear):
         return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _calls(name: str, use: Callable[[_Sample], Any]) -> Callable[[], bool]:
+def _calls(name: str, use: Callable[[_SampleModule], Any]) -> Callable[[], bool]:
     def check() -> bool:
-        module = _Sample()
+        module = _SampleModule()
         use(module)
         return module.called == [name]
 

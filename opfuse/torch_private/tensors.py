@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opfuse.torch_private.names import attribute, private
-
-Tensor = torch.Tensor
 
 
 def _counts(read: Callable[[Tensor], int]) -> bool:
@@ -79,7 +78,7 @@ share_memory: Callable[[Tensor, Tensor], bool] = private(
 """Whether two tensors lie in one block of memory, whichever parts of it they are."""
 
 
-class _Sample(Tensor):
+class _SampleTensor(Tensor):
     """A class to try."""
 
     @classmethod
@@ -89,8 +88,8 @@ class _Sample(Tensor):
 
 def _over_memory(make: Callable[..., Tensor]) -> bool:
     x = torch.zeros(2)
-    made = make(_Sample, x)
-    return type(made) is _Sample and made.data_ptr() == x.data_ptr()
+    made = make(_SampleTensor, x)
+    return type(made) is _SampleTensor and made.data_ptr() == x.data_ptr()
 
 
 make_subclass: Callable[..., Any] = private(
@@ -103,8 +102,8 @@ make_subclass: Callable[..., Any] = private(
 
 
 def _without_memory(make: Callable[..., Tensor]) -> bool:
-    made = make(_Sample, (2, 3), dtype=torch.bfloat16, device=torch.device("cpu"), requires_grad=False)
-    return type(made) is _Sample and made.shape == (2, 3) and made.dtype == torch.bfloat16
+    made = make(_SampleTensor, (2, 3), dtype=torch.bfloat16, device=torch.device("cpu"), requires_grad=False)
+    return type(made) is _SampleTensor and made.shape == (2, 3) and made.dtype == torch.bfloat16
 
 
 make_wrapper_subclass: Callable[..., Any] = private(

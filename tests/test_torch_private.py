@@ -100,6 +100,9 @@ ATTRIBUTES = {name.rpartition(".")[2] for name in NAMES} | {name for kind in TYP
 PRIVATE = {name for name in ATTRIBUTES if name.startswith("_") and not name.startswith("__")} - ALLOWED.keys()
 
 
+WORDS = "|".join((r"torch(\.\w+)*\._[\w.]*", *sorted(PRIVATE | STACK)))
+"""What a text may not be as a whole: getattr and sys.modules take these."""
+
 ATEN = "torch.ops.aten"
 """torch's operations, whose names are theirs wherever they come from."""
 
@@ -140,9 +143,8 @@ def findings(source: str) -> Iterator[str]:
             of_another = node.attr in PRIVATE and not path.startswith(ATEN) and (node.attr not in own or first != "self")
             if of_torch or of_another or node.attr in STACK:
                 yield path
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value in PRIVATE | STACK or re.fullmatch(r"torch(\.\w+)*\._[\w.]*", node.value):
-                yield repr(node.value)
+        elif isinstance(node, ast.Constant) and re.fullmatch(WORDS, str(node.value)):
+            yield repr(node.value)
 
 
 def is_private(path: str) -> bool:

@@ -2,6 +2,9 @@
 
 Calling a kernel launches it for a CUDA tensor, and runs the definition for any other tensor, and for all under
 ``OPFUSE_REFERENCE=1``. The calls on which the two are compared are in ``kernels/cases``, which nothing that runs a kernel loads.
+
+Running the cases with a launcher that records shows what a kernel launches, on a CPU. So tests compile variants without a GPU:
+as many as cover each definition and each op of a chain once in every run, all of them for every architecture among slow tests.
 """
 
 from __future__ import annotations

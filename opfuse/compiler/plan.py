@@ -306,7 +306,7 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     viewed = not claimed and all(VIEW in node.traits for node in members)
     inputs = tuple(sorted(read, key=lambda value: (value not in written, places[value])))
     # Of inputs only those of channels have several: what is cast, forwards or backwards, is read by one op.
-    readers = Counter(graph.gradient_of(value) for node in members if not node.is_cast for value in node.inputs)
+    readers = Counter(value for node in members if not node.is_cast for value in node.inputs)
     return Segment(
         nodes,
         inputs,

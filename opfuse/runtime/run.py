@@ -14,7 +14,7 @@ from opfuse.compiler.plan import Plan, Segment
 from opfuse.compiler.remade import RemadeOperand
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value, plain, plain_or_none
+from opfuse.core.context import Context, Value, in_memory, plain, plain_or_none
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.numbered import run_backward, run_forward
 from opfuse.core.operation import BasicOperation
@@ -176,7 +176,7 @@ class Runner:
         if len(outputs) != len(numbers):
             cure = "return all of them, or leave them in its context, and set num_extra_outputs to their number"
             raise PipelineError(describe(f"{self.ops[node.op].label} outputs", wanted=len(numbers), got=len(outputs), cure=cure))
-        values.update(zip(numbers, outputs))
+        values.update(zip(numbers, map(in_memory, outputs)))
         if dirty := self.contexts[node.index].dirty:
             self.dirty += [(node.outputs[0], tensor) for tensor in dirty]
 
@@ -213,7 +213,7 @@ class Runner:
         check_result(f"{group.name} fuser_forward", output)
         if not group.opaque.overrides("fuser_backward"):
             check_saved(group.name, ((f"basic_op_ctxs[{i}]", context) for i, context in enumerate(contexts)))
-        values[chain[-1].outputs[0]] = output
+        values[chain[-1].outputs[0]] = in_memory(output)
         self._check_outputs(group, nodes.values(), values)
 
     def _check_outputs(self, group: Group, nodes: Iterable[Node], values: Mapping[int, Value | None]) -> None:

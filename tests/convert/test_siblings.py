@@ -310,6 +310,21 @@ class Failing(Attention):
         return torch.stack([q, self.k(x), self.v(x)])
 
 
+class NarrowAdapter(Adapter):
+    """Around a layer in 16 bits, as those of frozen models are."""
+
+    def forward(self, x):
+        return self.base_layer(x.bfloat16()).to(x.dtype) + self.lora_B(self.lora_A(x))
+
+
+def test_a_layer_of_another_dtype_has_a_product_of_its_own():
+    model, x = Heads(), torch.randn(2, 16, 32)
+    model.k = NarrowAdapter(model.k.bfloat16())
+    wanted = model(x)
+    assert joined(opfuse.fuse_(model, EXACT)) == {"v": "in q"}
+    torch.testing.assert_close(model(x), wanted, rtol=2**-7, atol=2**-9)
+
+
 def test_nothing_is_kept_longer_than_the_tensor():
     model, x = Failing(), torch.randn(2, 16, 32)
     opfuse.fuse_(model, FP8)

@@ -66,6 +66,15 @@ def test_commands_verify_show_and_prune(directory: Path, capsys: pytest.CaptureF
     assert not list(directory.iterdir())
 
 
+def test_facts_that_nobody_can_read_are_told_as_damage(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (facts,) = directory.glob("a*.json")
+    for damage in ("{", "[" * 100_000 + "]" * 100_000):
+        facts.write_text(damage)
+        assert main(["cache", "show", "aaaa", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["entries"], found["faults"]) == ({}, [f"{facts.name} is not what was stored"])
+
+
 def test_a_cubin_that_its_source_does_not_compile_to_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,7 +71,7 @@ def _kept(key: str, paths: Sequence[Path]) -> KeptCubin:
     text = next((content.decode(errors="replace") for path, content in contents.items() if path.suffix == ".cu"), "")
     facts = next((content for path, content in contents.items() if path.suffix == f".{FACTS}"), b"")
     entries: Any = {}
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         entries = json.loads(facts or b"{}")
     named = _files(text)
     source = next((name for name in named if name.endswith(".cu")), "")

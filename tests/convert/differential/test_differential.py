@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from tests.convert.differential.grammar import TABLE, Block, Case, case, minimised
-from tests.convert.differential.runner import Run, compared, differences
+from tests.convert.differential.runner import Run, _is_refused, compared, differences
 
 pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
 STEP = 50
@@ -78,6 +78,15 @@ def test_cases_have_what_they_promise() -> None:
     assert counts["raised"] < counts["calls"] / 6
     assert counts["left alone"] < 15
     assert counts["broken"] < 3
+
+
+def test_a_refused_call_hides_no_other_difference() -> None:
+    """Of a call that a checkpoint refuses the result is compared, and so are other calls, and the case with other checkpoints."""
+    names = ["result: values differ", "gradient of x: None in place of"]
+    assert [_is_refused(f"call 2 (plain): {each}", [2]) for each in names] == [False, True]
+    assert not any(_is_refused(f"call 3 (plain): {each}", [2]) for each in names)
+    found = of_body("h = checkpoint(self.l, x, use_reentrant=True)").without_reentrant()
+    assert "h = checkpoint(self.l, x, use_reentrant=False)" in found.text
 
 
 def of_body(body: str) -> Case:

@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from opfuse.convert.guards import has_global_hooks, has_hooks
 from opfuse.core.operation import FusibleOperation
@@ -110,7 +111,7 @@ class RecordedForward:
     functions ``call_method`` with a name of :data:`FUNCTIONS`; ``meta`` has the ``shape`` and ``dtype`` of a result, and the
     ``modes`` of autograd and autocast in which it was made. reads_dtype: the forward asked for the dtype of a tensor, so that it
     may do something else for another one. writes: it writes to its first argument. ended: why it was not recorded to its end.
-    modes: those around it.
+    modes: those around it. returned: what is among its results, if it ran to its end.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -118,6 +119,7 @@ class RecordedForward:
     writes: bool = False
     ended: NotRecorded | None = None
     modes: tuple[Any, ...] = field(default_factory=_modes)
+    returned: list[fx.Node] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -285,6 +287,9 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def finish(self, result: Any) -> None:
         """Write the result down."""
+        if any(vars(each) for each in self.alive if id(each) not in self.attributes):
+            raise NotRecorded("attributes of a tensor", "a forward that assigns none to tensors")
+        self.found.returned = [self.nodes[id(each)] for each in tree_leaves(result) if id(each) in self.nodes]
         if not isinstance(result, torch.Tensor):
             raise NotRecorded(f"a {type(result).__name__} as its result", "one tensor")
         self.found.graph.output(self._argument(result))

@@ -190,12 +190,6 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def state_of(*modules: nn.Module) -> list[tuple[Any, ...]]:
-    """Which parameters modules have, where these lie, and how often each was written."""
-    own = [value for module in modules for value in module._parameters.values() if value is not None]
-    return [(id(value), value.untyped_storage()._cdata, value.storage_offset(), *versions(value)) for value in own]
-
-
 def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """A stand-in for the concatenation of ``parts``, with the memory of one element."""
     rows = sum(part.shape[0] for part in parts)

@@ -50,6 +50,13 @@ def check_followed(label: str, tensors: Iterable[object]) -> None:
             _refuse(label, "plain tensors", "a dual tensor of forward-mode AD", cure)
 
 
+def is_transformed(values: Iterable[object]) -> bool:
+    """Whether a transform of torch.func wraps one of ``values``, or it has a tangent."""
+    tensors = [each for each in values if isinstance(each, torch.Tensor)] if is_followed() else ()
+    wraps, level = torch._C._functorch.is_functorch_wrapped_tensor, forward_ad._current_level
+    return any(wraps(each) or (level >= 0 and forward_ad.unpack_dual(each).tangent is not None) for each in tensors)
+
+
 def check_batched(label: str, grads: Iterable[torch.Tensor | None]) -> None:
     """UnsupportedError for gradients that are many in one: a backward pass keeps scales and amaxes, one of each a call."""
     functorch = torch._C._functorch

@@ -7,12 +7,11 @@ holds that the pipeline was proven on. Without a recipe, and for any other call,
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from opfuse.convert.in_graph import InGraph
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.weights import MadeParameters, stand_ins
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import break_graph, check_exported, check_partial, enroll, is_transformed, outside, prepared
+from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, outside, prepared
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
@@ -32,6 +31,7 @@ from opfuse.runtime.compiled import autocast_dtype, follow, hindrance
 from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.segment import unlisted_saves
+from opfuse.torch_private.stack import module_that_calls
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Converted:
             return run()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._recipe() is None or is_transformed((*args, *kwargs.values(), *self._parameters())):
+        if self._recipe() is None or any_transformed((*args, *kwargs.values(), *self._parameters())):
             return self.plain(*args, **kwargs)
         given = self._given(args, kwargs)
         if given is None or not self._is_proven(given) or self.is_changed():
@@ -306,27 +306,15 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
         @wraps(kind.forward, updated=())
         def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
             own = vars(self)[OWN] if isinstance(self, nn.Module) else self
-            if (
-                not torch.compiler.is_compiling()
-                and stand_ins() is None
-                and (copy := _called(sys._getframe(1))) is not own.module
-            ):
-                return own.beside(copy, args, kwargs)
-            return own(*args, **kwargs)
+            if torch.compiler.is_compiling() or stand_ins() is not None:
+                return own(*args, **kwargs)
+            called = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
+            return own(*args, **kwargs) if called in (None, own.module) else own.beside(called, args, kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)
         _forwards[kind] = forward
     return _forwards[kind]
-
-
-def _called(frame: FrameType) -> nn.Module | None:
-    """The module whose call goes on in ``frame``; None if that is no code of torch's modules, which calls a ``forward``.
-
-    A copy of a module's attributes has its ``forward``, which knows the original alone.
-    """
-    module = frame.f_locals.get("self") if frame.f_code.co_filename == nn.Module._call_impl.__code__.co_filename else None
-    return module if isinstance(module, nn.Module) else None
 
 
 OWN = "opfuse_forward"

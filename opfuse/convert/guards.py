@@ -20,25 +20,7 @@ import torch
 from torch import nn
 
 from opfuse.errors import Described, describe
-
-# -- hooks -----------------------------------------------------------------------------------------------------------------------
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward."""
-    own = vars(module)
-    return any(own.get(hooks) for hooks in HOOKS)
-
-
-def has_global_hooks() -> bool:
-    """Whether a call of any module runs hooks that torch has for all of them."""
-    own = vars(nn.modules.module)
-    return any(own.get(hooks) for hooks in _GLOBAL_HOOKS)
-
-
-_GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in HOOKS)
+from opfuse.torch_private.modules import has_global_hooks, has_hooks
 
 # -- the module as it was --------------------------------------------------------------------------------------------------------
 

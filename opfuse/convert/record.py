@@ -27,10 +27,12 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from opfuse.convert.guards import has_global_hooks, has_hooks
 from opfuse.core.operation import FusibleOperation
+from opfuse.torch_private.dispatch import GRAD_MODE
+from opfuse.torch_private.modules import forget_global_hook, has_global_hooks, has_hooks
+from opfuse.torch_private.operations import tree_leaves
+from opfuse.torch_private.tensors import base_of, storage_number
 
 
 class NotRecorded(BaseException):
@@ -213,7 +215,7 @@ class _ForwardRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             name = func.__self__.__name__
-        if name == "_set_grad_enabled":  # by torch.no_grad() and the like; nodes tell their modes
+        if name == GRAD_MODE:  # by torch.no_grad() and the like; nodes tell their modes
             return func(*args, **kwargs)
         if name in SIZES:
             return _uncompared(func(*args, **kwargs))
@@ -314,8 +316,7 @@ class _ForwardRecorder(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
-                # torch keeps an entry for a hook that takes keywords after it is gone
-                nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
+                forget_global_hook(hook.id)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if get_ident() != self.thread:
@@ -342,7 +343,7 @@ class _ForwardRecorder(TorchFunctionMode):
 def _memory(tensor: torch.Tensor) -> int:
     """A number for the memory that a tensor lies in, the same for all of its views."""
     try:
-        number: int = tensor.untyped_storage()._cdata
+        number = storage_number(tensor)
     except (NotImplementedError, RuntimeError):  # of a tensor without a storage, such as one of several planes
         number = id(tensor)
     return number
@@ -361,7 +362,7 @@ def _stand_in(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
         kwargs
         or weight.dim() != 2
         or (name != "matmul" and x.dim() != 2)
-        or not (isinstance(weight, nn.Parameter) or weight._base is not None)
+        or not (isinstance(weight, nn.Parameter) or base_of(weight) is not None)
     ):
         return None
     return _product(x, weight.shape[0], weight, weight.shape[1], *added)

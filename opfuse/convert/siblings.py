@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cache
 from itertools import combinations
 from textwrap import dedent
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from torch import fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opfuse.convert.converted import Converted, casting
-from opfuse.convert.guards import codes_of, has_global_hooks, has_hooks
+from opfuse.convert.guards import codes_of
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.leaves import weight_of
 from opfuse.convert.pipeline import PipelineRun
@@ -45,6 +44,8 @@ from opfuse.core.operation import BasicOperation
 from opfuse.inspect.alike import short
 from opfuse.recipes import note_use
 from opfuse.runtime.compiled import hindrance, moment
+from opfuse.torch_private.modules import has_global_hooks, has_hooks
+from opfuse.torch_private.stack import run_of
 
 
 class CallingPlace(NamedTuple):
@@ -107,12 +108,7 @@ class Shared:
         code, follows = _code_at(self.place), torch.compiler.is_compiling()
         if code is None or has_global_hooks() or any(has_hooks(each.module) for each in self.members):
             return None
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code is code or (follows and getattr(frame.f_locals.get("self"), "f_code", None) is code):
-                return id(frame)
-            frame = frame.f_back
-        return None
+        return run_of(code, followed=follows)
 
 
 class _Columns(torch.autograd.Function):

@@ -25,7 +25,7 @@ from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
 from opfuse.runtime.ledger import Ledger
-from opfuse.tensors.storage import share_memory
+from opfuse.torch_private.tensors import share_memory
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
 

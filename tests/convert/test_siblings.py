@@ -16,9 +16,9 @@ from opfuse import ops
 from opfuse.convert.converted import converted
 from opfuse.errors import OpfuseWarning
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
-from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention
 from tests.convert.test_fuse import EXACT, FP8, called, converted_exactly
+from tests.plans import plans_used
 
 
 class Heads(Attention):
@@ -96,7 +96,7 @@ def test_the_product_is_the_one_that_one_would_write():
     with opfuse.autocast(recipe=FP8):
         wanted = own(x).split(32, -1)
     opfuse.fuse_(model, FP8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         found = [one(x) for one in (model.q, model.k, model.v)]
     assert len(plans) == 1
     assert all(map(torch.equal, found, wanted))
@@ -106,7 +106,7 @@ def test_the_product_is_the_one_that_one_would_write():
 def test_who_is_called_out_of_turn_computes_by_itself():
     model, x = Attention(), torch.randn(2, 16, 32)
     opfuse.fuse_(model, FP8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         alone = model.k(x)
         model.q(x)
         with torch.no_grad():

@@ -64,7 +64,7 @@ class LookedAt:
         self._look: AbstractContextManager[None] | None = None
         self._hooks = (
             model.register_forward_pre_hook(self._before),
-            # Before later hooks of others, as contexts end: the latest of several looks at a model is the first to end.
+            # Prepended, so that of several looks at one model the last to begin is the first to end, as contexts must.
             model.register_forward_hook(self._after, always_call=True, prepend=True),
         )
 

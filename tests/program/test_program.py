@@ -182,6 +182,21 @@ def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
     assert state["calls"] == 2
 
 
+def test_a_function_of_the_host_that_fails_is_no_step_and_ends():
+    tape = Tape([torch.ones(2)])
+
+    def fail() -> list[Tensor]:
+        torch.ones(3)  # a tensor from elsewhere, which the tape must not see
+        raise ValueError("no numbers")
+
+    with tape.recording():
+        with pytest.raises(ValueError, match="no numbers"):
+            launching.host_call(fail)
+        tape.given[0] + 1
+    assert tape.refusal == ""
+    assert len(tape.steps) == 1
+
+
 class Live:
     """A function of the host that may be called with others; all are told of in ``log``."""
 

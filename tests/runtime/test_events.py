@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Iterator
 from contextvars import copy_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,20 @@ import torch
 
 import opfuse
 from opfuse import events, ops, recipes
-from opfuse.events import GroupRan, PlanMissed, PlanUsed, ProductChosen, TensorSaved, collected, emit, silenced, subscribed
+from opfuse.events import (
+    GroupRan,
+    KernelLaunched,
+    PlanMissed,
+    PlanUsed,
+    ProductChosen,
+    TensorSaved,
+    collected,
+    emit,
+    silenced,
+    subscribed,
+)
+from opfuse.kernels.engine import launch as launching
+from opfuse.kernels.engine.compiling import Variant
 from opfuse.runtime.misses import plan_policy, trial_plans
 from opfuse.runtime.observed import observed
 from tests.plans import plans_used
@@ -157,3 +172,25 @@ def test_a_policy_for_misses_and_one_for_trials_do_not_undo_each_other() -> None
         called(model)
     assert len({id(plan) for plan in plans}) == 2  # made for one call each, and missed by none
     assert model.cache_info().plans == 0
+
+
+# -- launches -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_launch_is_heard_before_it_is_queued_and_by_nobody_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[object] = []
+    variant, grid, layout = Variant("a.cu"), launching.Grid(2, 32, 64), struct.Struct("Pq")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(launching, "function", lambda variant, entry, device: 5)
+    monkeypatch.setattr(launching, "bind", lambda device: None)
+    queue = SimpleNamespace(launchKernel=lambda *call: heard.append((call[0], *call[7:9])))
+    monkeypatch.setattr(launching, "driver", lambda: queue)
+    with subscribed(heard.append, KernelLaunched):
+        launching.launch(variant, "a", grid, layout, 16, 3, device=0)
+        with launching.dry_run() as needed:
+            launching.launch(Variant("b.cu"), "b", grid, layout, 16, 3, device=0)
+    launching.launch(variant, "a", grid, layout, 16, 3, device=0)
+    assert heard == [KernelLaunched(variant, "a", grid, layout, (16, 3), 0), (5, 64, 7), (5, 64, 7)]
+    assert needed == [Variant("b.cu")]
+    assert bytes(launching._parameters.buffer[: layout.size]) == layout.pack(16, 3)

@@ -6,7 +6,15 @@ An event is made only if somebody listens. Where nobody does, it costs one look 
         emit(TensorSaved(plan, node, name, value))
 
 A subscription holds inside its block, for its own thread or task, and for code that runs in a copy of its context, as the
-recomputations of checkpoints do. Fields whose classes belong to later packages are of type Any, and name the class.
+recomputations of checkpoints do. Groups of a backward pass go to the listeners of its forward pass, whose block may have ended,
+on whatever thread it runs. Subscriptions add up. A block may silence those around it: looks that leave no trace and dry runs
+silence all, a recomputation what its first run has emitted.
+
+No event changes what is computed. What a report wants of a call beside events, as plans that no cache keeps, is a policy that it
+sets (``runtime/misses.py``). But a program emits no more than the plan that it repeats, so calls are interpreted, with the same
+bits, while somebody listens to what the interpreter alone sees (``INTERPRETED``).
+
+Fields whose classes belong to later packages are of type Any, and name the class.
 """
 
 from __future__ import annotations

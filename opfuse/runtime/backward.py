@@ -16,6 +16,7 @@ from opfuse.program.tape import Tape
 from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.recorded import REFUSED, Programs, RecordedBackward, program_of, without_autocast
 from opfuse.tensors.capture import is_capturing
+from opfuse.torch_private.dispatch import active_modes
 
 GradOutputs = dict[int, torch.Tensor | None]
 """Gradients of a segment's outputs, by value number."""
@@ -40,7 +41,7 @@ class BackwardPass:
 
     def look(self, grad_outputs: GradOutputs, saved: list[torch.Tensor]) -> tuple[Any, ...] | None:
         """How what comes in looks; None if no program may run."""
-        if self.told is None or not self.programs.limit or torch._C._len_torch_dispatch_stack():
+        if self.told is None or not self.programs.limit or active_modes():
             return None
         look = look_of([*grad_outputs.values(), *saved])
         return None if look is None else (*self.told, *grad_outputs, *look)

@@ -31,6 +31,7 @@ from opfuse.runtime.recorded import REFUSED, Programs, RecordedValues, program_o
 from opfuse.runtime.run import Runner
 from opfuse.runtime.stretches import repeat
 from opfuse.tensors.capture import is_capturing
+from opfuse.torch_private.dispatch import active_modes, in_transform
 
 
 class SteppedRunner(Runner):
@@ -70,7 +71,7 @@ class SteppedRunner(Runner):
 
     def _backward_pass(self, grads: Gradients) -> None:
         stretches = self._stretches
-        if not stretches or torch._C._len_torch_dispatch_stack():
+        if not stretches or active_modes():
             return super()._backward_pass(grads)
         for at, (stretch, told) in enumerate(zip(stretches, self._told_each)):
             if stretch.repeats and told is not None:
@@ -116,7 +117,7 @@ class _Repeated:
 
 def _look(source: Value) -> tuple[Any, ...] | None:
     """The look of a tensor; None if no program may run, since a mode or a transform of torch, or autograd, follows each op."""
-    seen = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+    seen = active_modes() or in_transform()
     if seen or not isinstance(source, torch.Tensor) or (source.requires_grad and torch.is_grad_enabled()):
         return None
     return look_of([source])

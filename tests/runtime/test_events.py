@@ -180,8 +180,8 @@ def test_a_policy_for_misses_and_one_for_trials_do_not_undo_each_other() -> None
 def test_a_launch_is_heard_before_it_is_queued_and_by_nobody_in_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[object] = []
     variant, grid, layout = Variant("a.cu"), launching.Grid(2, 32, 64), struct.Struct("Pq")
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
+    monkeypatch.setattr(launching, "raw_stream", lambda device: 7)
     monkeypatch.setattr(launching, "function", lambda variant, entry, device: 5)
     monkeypatch.setattr(launching, "bind", lambda device: None)
     queue = SimpleNamespace(launchKernel=lambda *call: heard.append((call[0], *call[7:9])))

@@ -11,7 +11,7 @@ from opfuse.cli.app import main
 from opfuse.config import load
 from opfuse.config.schema import configuration_schema
 from opfuse.recipes import RECIPES
-from opfuse.runtime.fuser import listed_plans
+from tests.plans import plans_used
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_rank11_custom_fusion_does_what_it_says():
     config = load(ROOT / "configs/custom_fusion.yaml")
     x = torch.randn(32, 256, dtype=config.dtype)
-    with opfuse.autocast(recipe=config.recipe), listed_plans() as plans:
+    with opfuse.autocast(recipe=config.recipe), plans_used() as plans:
         config.build()(x)
     fused = plans[0].fusions
     assert fused[:2] == ("gemm_act_mxfp8", "gemm_gated_mxfp8")

@@ -10,7 +10,7 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.recipes import Float8CurrentScaling
-from opfuse.runtime.fuser import listed_plans
+from tests.plans import plans_used
 
 BF16 = torch.bfloat16
 SIZE = 64
@@ -94,7 +94,7 @@ def test_gradients_of_one_tensor_are_summed_in_one_order(case, own, recipe):
         torch.nn.init.normal_(parameter, std=0.3)
     for _ in range(4):
         x, dy = torch.randn(32, SIZE).to(BF16), torch.randn(32, SIZE).to(BF16)
-        with listed_plans() as plans, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        with plans_used() as plans, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
             found = gradients(fused, parameters, x, dy, uses)
             wanted = gradients(apart, parameters, x, dy, uses)
         assert plans[0].fusions

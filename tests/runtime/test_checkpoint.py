@@ -18,9 +18,9 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
 from opfuse.runtime import recompute
-from opfuse.runtime.fuser import listed_plans
 from opfuse.runtime.programs import interpreted
 from opfuse.torch_private import checkpoints as known
+from tests.plans import plans_used
 
 RECIPES = {
     "none": None,
@@ -87,7 +87,7 @@ def test_it_keeps_no_activations_and_recomputes_each_block_once() -> None:
 
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t)
-    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()), listed_plans() as plans, hooks:
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()), plans_used() as plans, hooks:
         y = opfuse.checkpoint(run, x)
     assert sum(saved) <= x.nbytes
     y.sum().backward()

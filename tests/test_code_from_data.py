@@ -63,7 +63,7 @@ NAMES = {
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
     "torch_private/names.py": ("module",),
 }
-"""Imports of what a table of the source names: public names, commands, parts of CuPy, the built-in rules, private parts of torch."""
+"""Imports of what a table of the source names: public names, commands, parts of CuPy, built-in rules, private parts of torch."""
 WRITTEN = {"program/line.py": {"builtins.exec", "builtins.compile"}}
 """Code that the library writes itself, from steps that it recorded: tests/program/test_line.py says what may stand in it."""
 

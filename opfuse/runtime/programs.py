@@ -23,13 +23,14 @@ from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.environment import variable
+from opfuse.events import INTERPRETED, GroupRan, listeners
 from opfuse.program.tape import Tape
 from opfuse.recipes.counting import PassAround
 from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
 from opfuse.runtime.before import made_before
 from opfuse.runtime.kept import Held, KeptCasts, held_casts
 from opfuse.runtime.looks import firsts, given, look_of
-from opfuse.runtime.observed import ObservedRunner, current_observer
+from opfuse.runtime.observed import ObservedRunner
 from opfuse.runtime.own import own_code
 from opfuse.runtime.recorded import (
     BACKWARD_LOOKS,
@@ -43,7 +44,7 @@ from opfuse.runtime.recorded import (
     without_autocast,
 )
 from opfuse.runtime.rehearsal import RehearsedRunner
-from opfuse.runtime.run import Kwargs, NamedSave, Runner
+from opfuse.runtime.run import Kwargs, Runner
 from opfuse.runtime.stepped import SteppedRunner
 from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
@@ -73,10 +74,11 @@ def runner_of(
 ) -> Runner | Recorder | Repeater:
     """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
     kept = held_casts(plan, segment, ops)
-    if (observer := current_observer()) is not None:
-        runner = ObservedRunner(plan, segment, ops, kwargs, kept.casts)
-        runner.observer = observer
-        return runner
+    if heard := listeners():
+        if GroupRan in heard:
+            return ObservedRunner(plan, segment, ops, kwargs, kept.casts)
+        if not INTERPRETED.isdisjoint(heard):
+            tensors = None
     own = _own_code(plan, segment, ops)
     before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
     held = (*before, *kept.casts) if before else kept.casts
@@ -226,8 +228,8 @@ class Recorder(Runner):
             self._end([])
         return values
 
-    def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
-        saved = super().released(saves)
+    def released(self) -> list[torch.Tensor]:
+        saved = super().released()
         self._end(saved)
         return saved
 
@@ -277,7 +279,7 @@ class Repeater:
         self._saved = results[recorded.results :]
         return recorded.values(results)
 
-    def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
+    def released(self) -> list[torch.Tensor]:
         """The tensors that are saved for the backward pass."""
         saved, self._saved = self._saved, []
         return saved

@@ -20,7 +20,7 @@ from opfuse.core.context import Value, plain
 from opfuse.kernels.casts.delayed import updating
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import with_joined
-from opfuse.kernels.engine.launch import compiled_ahead, noting
+from opfuse.kernels.engine.launch import compiled_ahead, dry_run
 from opfuse.program.tape import PLAIN
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.run import Runner
@@ -96,15 +96,15 @@ class RehearsedRunner(Runner):
             return []
         twin = Runner(self.plan, self.segment, self.ops, ({},) * len(self.ops))
         twin.held = dict(self.held)
-        with noting() as noted, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
+        with dry_run() as needed, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
             try:
                 with _Harmless():
                     self._run(twin, tensors)
             except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
                 _log.debug("%s, nodes %s: rehearsed in part, since %s", self.plan.name, self.segment.nodes, reason)
             if any(cast.is_delayed for cast in self.plan.casts.values()):  # by who owns the region, when its passes are over
-                noted.append(updating())
-            return with_joined(noted)
+                needed.append(updating())
+            return with_joined(needed)
 
     def _run(self, twin: Runner, tensors: Sequence[torch.Tensor]) -> None:
         values = twin.forward(tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -14,28 +14,20 @@ from opfuse.compiler.plan import Plan, Segment
 from opfuse.compiler.remade import RemadeOperand
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value, plain, plain_or_none
+from opfuse.core.context import Context, Value, in_memory, plain, plain_or_none
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.numbered import run_backward, run_forward
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import NEIGHBOURS, checked_lists
 from opfuse.core.quantizers import recording_gradients
 from opfuse.errors import FusionError, PipelineError, describe
+from opfuse.events import TensorSaved, emit, listeners
 from opfuse.recipes.counting import PassAround
 from opfuse.runtime.blocks import PlaceInBlock, gathered, scattered
 from opfuse.runtime.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.kept import Held
 
 Kwargs = Sequence[Mapping[str, Any]]
-
-
-class NamedSave(NamedTuple):
-    """What an op saved under a name: its plan, its node, the value."""
-
-    plan: Plan
-    node: int
-    name: str
-    value: Value
 
 
 class Runner:
@@ -176,7 +168,7 @@ class Runner:
         if len(outputs) != len(numbers):
             cure = "return all of them, or leave them in its context, and set num_extra_outputs to their number"
             raise PipelineError(describe(f"{self.ops[node.op].label} outputs", wanted=len(numbers), got=len(outputs), cure=cure))
-        values.update(zip(numbers, outputs))
+        values.update(zip(numbers, map(in_memory, outputs)))
         if dirty := self.contexts[node.index].dirty:
             self.dirty += [(node.outputs[0], tensor) for tensor in dirty]
 
@@ -213,7 +205,7 @@ class Runner:
         check_result(f"{group.name} fuser_forward", output)
         if not group.opaque.overrides("fuser_backward"):
             check_saved(group.name, ((f"basic_op_ctxs[{i}]", context) for i, context in enumerate(contexts)))
-        values[chain[-1].outputs[0]] = output
+        values[chain[-1].outputs[0]] = in_memory(output)
         self._check_outputs(group, nodes.values(), values)
 
     def _check_outputs(self, group: Group, nodes: Iterable[Node], values: Mapping[int, Value | None]) -> None:
@@ -249,12 +241,13 @@ class Runner:
         taken = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
         return {role: self._caster(group.nodes[0], cast) for casts in (*own, taken) for role, cast in casts.items()}
 
-    def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
+    def released(self) -> list[torch.Tensor]:
         """The saved tensors of the segment; whatever else its contexts hold of this call is let go."""
-        if saves is not None:
+        if TensorSaved in listeners():
             for index, context in self.contexts.items():
-                named = context.saved_state().items()
-                saves += [NamedSave(self.plan, index, name, value) for name, value in named if value is not None]
+                for name, value in context.saved_state().items():
+                    if value is not None:
+                        emit(TensorSaved(self.plan, index, name, value))
         saved = [tensor for context in self.contexts.values() for tensor in context.release()]
         if self.blocks:
             saved, self.places = gathered(saved, self.blocks)

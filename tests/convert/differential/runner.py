@@ -203,8 +203,6 @@ def _is_refused(difference: str, refused: list[int]) -> bool:
     call = int(at.split()[1]) if at.startswith("call") else 0
     ended = call in refused and (not what.startswith("result") or "only converted" in what)
     return ended or (call > refused[0] and what.startswith("buffer"))
-        call > refused[0] and what.startswith("buffer")
-    )
 
 
 def compared(case: Case, plain: Run, other: Run) -> list[str]:

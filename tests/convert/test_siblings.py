@@ -68,12 +68,35 @@ class Fixed(Attention):
         return self.o(nn.functional.scaled_dot_product_attention(q, self.k(x), self.v(x), mask))
 
 
+class Shaped(Attention):
+    """As in Whisper: a method between the calls, of views alone."""
+
+    def heads(self, x):
+        return x.view(*x.shape[:-1], 4, 8).transpose(1, 2)
+
+    def forward(self, x, mask=None):
+        q, k, v = self.heads(self.q(x) * 0.5), self.heads(self.k(x)), self.heads(self.v(x))
+        return self.o(nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(x.shape))
+
+
+class Either(Attention):
+    """As in T5: keys and values of the same tensor, or of another one."""
+
+    def forward(self, x, other=None):
+        is_cross = other is not None
+        q = self.q(x)
+        source = other if is_cross else x
+        return self.o(nn.functional.scaled_dot_product_attention(q, self.k(source), self.v(source)))
+
+
 def joined(report):
     return {entry.path: entry.became for entry in report.of("joined")}
 
 
 def test_which_modules_read_one_tensor():
     assert joined(opfuse.fuse_(Heads(), FP8)) == joined(opfuse.fuse_(Attention(), FP8)) == {"k": "in q", "v": "in q"}
+    for one in (Shaped, Either):
+        assert joined(opfuse.fuse_(one(), FP8)) == {"k": "in q", "v": "in q"}
     for one in (Cross, Written, Fixed):
         assert joined(opfuse.fuse_(one(), FP8)) == {"v": "in k"}
     assert joined(opfuse.fuse_(Twice(), FP8)) == {}
@@ -84,7 +107,7 @@ def test_which_modules_read_one_tensor():
     assert joined(opfuse.fuse_(Heads(), FP8, filter_fn=lambda module, path: isinstance(module, nn.Linear))) == {}
 
 
-@pytest.mark.parametrize("make", [Heads, Attention])
+@pytest.mark.parametrize("make", [Heads, Attention, Shaped, Either])
 def test_columns_of_one_product_are_what_the_products_were(make):
     model, x = make().double(), [torch.randn(2, 16, 32, dtype=torch.float64)]
     converted_exactly(model, lambda: called(model, x))
@@ -196,6 +219,34 @@ class Looping(Attention):
         return torch.stack([one(x) for one in (self.q, self.k, self.v)])
 
 
+class Branching(Attention):
+    """One product or the other, never both."""
+
+    def forward(self, x, mask=None):
+        return self.q(x) if mask is None else self.k(x)
+
+
+class Rounds(Attention):
+    """Keys of a tensor that a round before has written."""
+
+    def forward(self, x, mask=None):
+        q = self.q(x)
+        for at in range(2):
+            if at:
+                q = q + self.k(x)
+            x.data.mul_(2)
+        return q
+
+
+class Later(Attention):
+    """Keys of a tensor that is written after they were asked for."""
+
+    def forward(self, x, mask=None):
+        q, later = self.q(x), lambda: self.k(x)
+        x.data.mul_(2)
+        return q + later()
+
+
 class Handing(Attention):
     """Nothing but views of its parts, on each of which a backward pass may start."""
 
@@ -203,7 +254,7 @@ class Handing(Attention):
         return self.q(x).view(-1), self.k(x).view(-1)
 
 
-@pytest.mark.parametrize("make", [Interfering, Doubling, Scaling, Storing, Untracked, Looping, Handing])
+@pytest.mark.parametrize("make", [Interfering, Doubling, Scaling, Storing, Untracked, Looping, Branching, Rounds, Later, Handing])
 def test_where_code_may_do_more_between_the_calls_nothing_is_shared(make):
     report = opfuse.fuse_(make(), FP8)
     assert "q" not in {entry.became.removeprefix("in ") for entry in report.of("joined")}

@@ -167,9 +167,12 @@ class Build:
         )
 
     def _dtypes(self, chain: TracedChain) -> tuple[torch.dtype, ...]:
-        """The dtypes in which the forward and all its leaves were read; empty: any."""
+        """The dtypes in which the forward and all its leaves were read; empty: any. NoChain where these have none in common."""
         found = [dtypes for dtypes in (*self.dtypes, () if chain.dtype is None else (chain.dtype,)) if dtypes]
-        return tuple(dtype for dtype in found[0] if all(dtype in each for each in found)) if found else ()
+        common = tuple(dtype for dtype in found[0] if all(dtype in each for each in found)) if found else ()
+        if found and not common:  # none at all, where nothing would mean any
+            raise NoChain(f"parts that are known in {' and in '.join(map(str, found))}", "a dtype in which all of it is known")
+        return common
 
 
 def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, Build]:

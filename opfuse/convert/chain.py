@@ -16,12 +16,12 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
+from opfuse.convert.effects import NotRecorded
 from opfuse.convert.forms import activation_at
 from opfuse.convert.record import (
     LEADING,
     MODES,
     NotOfThisWidth,
-    NotRecorded,
     RecordedForward,
     describe_node,
     mode,

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from opfuse.convert.converted import Converted, Proven
+from opfuse.convert.effects import BUILTINS, NotRecorded, check_effects
 from opfuse.convert.leaves import GATED, UNGATED, leaf_of, obstacle
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.record import (
@@ -24,11 +25,9 @@ from opfuse.convert.record import (
     CASTS,
     MODES,
     NAMES,
-    NotRecorded,
     mode,
-    random_states,
     required_arguments,
-    restored,
+    training_or_not,
 )
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.activation import Activation
@@ -150,16 +149,15 @@ def _computes(found: Experts, each: str, dtype: torch.dtype, tokens: int) -> boo
 
     def theirs(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> Any:
         vars(found.module)["_parameters"] = {found.both: both, found.down: down}
+        check_effects(found.module, BUILTINS | {"range"}, unwraps=True)
         with _OnlyFunctions():
             return inspect.unwrap(type(found.module).forward)(found.module, x, index, weights)
 
-    states = random_states()
-    with restored(found.module) as changed, mode(each) as training:
-        for part in found.module.modules():
-            vars(part)["training"] = training
+    state = torch.get_rng_state()
+    with mode(each) as training, training_or_not(found.module, training):
         given = [each.to(dtype) for each in (x, both, down, weights)]
         got = _with_gradients(theirs, *given)
-        if {name.rpartition(".")[2] for name in changed()} - {"_parameters", "training"} or random_states() != states:
+        if not torch.equal(torch.get_rng_state(), state):
             return False
         wanted = _with_gradients(ours, *[each.double() for each in given])
     if got is None or wanted is None or got[0].shape != wanted[0].shape:

@@ -262,7 +262,7 @@ class _FunctionModule(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, *self._parameters.values())
+        return self.function(x, *self.parameters())
 
 
 def expression_of(function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> Any:

@@ -7,28 +7,23 @@ forward was tried on. Otherwise its own forward runs, over its converted submodu
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from functools import cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import CodeType, MethodType
 from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
 from torch import nn
 
+from opfuse.convert.effects import CONSTANTS, FUNCTIONS, nested, reach_of
 from opfuse.errors import Described, describe
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 
 # -- the module as it was --------------------------------------------------------------------------------------------------------
 
-CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
+COMPARED = (*CONSTANTS, *FUNCTIONS, property)
 """Types of attributes that are compared, on the module itself or on its class."""
-
-FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
-"""Types of attributes that are compared if the module itself has them."""
 
 DEPTH = 4
 """How deep configs in configs, and lists in lists, are compared."""
@@ -78,7 +73,7 @@ def settings_of(module: nn.Module) -> Settings:
 
 def _seen(value: Any, kind: Any, depth: int = DEPTH) -> Any:
     """What is compared of an attribute's value. A tuple stands for what has parts or fields, which may change."""
-    if isinstance(value, (*CONSTANTS, *FUNCTIONS, Enum)):
+    if isinstance(value, COMPARED):
         return value
     if isinstance(value, (nn.Module, torch.Tensor, type)) or not depth:
         return type(value)
@@ -106,11 +101,41 @@ def _is_same(now: Any, before: Any) -> bool:
 def _default(kind: type[nn.Module], name: str) -> Any:
     """The class's value of an attribute that the module itself does not have; None for what is neither constant nor function."""
     value = getattr(kind, name, None)
-    return value if isinstance(value, (*CONSTANTS, *FUNCTIONS, Enum)) else None
+    return value if isinstance(value, COMPARED) else None
 
 
 def _present(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple([(name, tuple(value.shape)) for name, value in parameters.items() if value is not None])
+
+
+class Outside:
+    """What the forwards of classes read beside arguments and attributes: globals, variables of functions around, functions of
+    modules.
+
+    places: of each, how it is read, and what it was. A copy reads the same; in another process constants are what they were here.
+    """
+
+    def __init__(self, kinds: Iterable[type[nn.Module]], constants: Sequence[Any] = ()) -> None:
+        self.kinds = tuple(dict.fromkeys(kinds))
+        found = [(get, key, get(key)) for get, key in reach_of(self.kinds).places.values()]
+        if len(constants) == len(found):
+            found = [(get, key, then if isinstance(now, CONSTANTS) else now) for (get, key, now), then in zip(found, constants)]
+        self.places = tuple(found)
+
+    def __deepcopy__(self, memo: Any) -> Outside:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Outside, (self.kinds, [then if isinstance(then, CONSTANTS) else None for _, _, then in self.places])
+
+    def change(self) -> tuple[str, str] | None:
+        """What was read and what is there now, of something that is another one; None: nothing."""
+        for get, key, then in self.places:
+            now = get(key)
+            if now is not then and not _is_same(now, then):
+                name = key if isinstance(key, str) else "a variable of a function around it"
+                return f"{name} {then!r:.80}", f"{now!r:.80}"
+        return None
 
 
 class ModuleGuard:
@@ -125,6 +150,7 @@ class ModuleGuard:
         self.members = dict(members) and {path: each for path, each in module.named_modules() if path}
         self.forwards: dict[str, Any] = {}
         self.settings = {path: settings_of(each) for path, each in {"": module, **members}.items()}
+        self.outside = Outside(map(type, (module, *members.values())))
         self.places = {(name, parent): _at(module, f"{parent}.{name}".lstrip(".")) for name, parent in self._places()}
 
     def _places(self) -> Iterator[tuple[str, str]]:
@@ -154,9 +180,10 @@ class ModuleGuard:
             own = vars(member).get("forward")
             if (own is not None) if (given := self.forwards.get(path)) is None else (getattr(own, "__self__", None) is not given):
                 return self._told(path, "its forward", "another one, put in its place")
-        if self.members and has_global_hooks():
-            return self._told("", "no hooks of all modules", "some, for which its submodules are called")
-        return None
+        outside = self.outside.change()
+        if outside is None and self.members and has_global_hooks():
+            outside = "no hooks of all modules", "some, for which its submodules are called"
+        return None if outside is None else self._told("", *outside)
 
     def _told(self, path: str, wanted: str, got: str) -> Described:
         where = f"{self.label}.{path}".rstrip(".")
@@ -181,27 +208,16 @@ def _at(module: nn.Module, path: str) -> nn.Module | None:
 @cache
 def _read(kind: Any) -> frozenset[str]:
     """Attributes that the forward of a class reads, with the methods and properties that it names."""
-    steps = (step for code in codes_of(kind) for step in dis.get_instructions(code))
-    return frozenset(step.argval for step in steps if step.opname in READS) - _OF_TORCH
+    return frozenset(reach_of([kind]).names) - _OF_TORCH
 
 
 _OF_TORCH = {*vars(nn.Module()), "forward"}
 """What torch and opfuse themselves assign in every module."""
 
 
-READS = ("LOAD_ATTR", "LOAD_METHOD")
-
-
-def codes_of(kind: type[nn.Module]) -> set[CodeType]:
-    """The code of a class's forward, and of everything in the class and its bases that it names."""
-    bases = _bases(kind)
-    waiting, seen = ["forward"], set[CodeType]()
-    while waiting:
-        name = waiting.pop()
-        found = {code for base in bases for code in _nested(_function(vars(base).get(name)))} - seen
-        seen |= found
-        waiting += [each for code in found for each in code.co_names]
-    return seen
+def codes_of(kind: type[nn.Module]) -> list[CodeType]:
+    """The code of a class's forward, and of all functions and methods that it names."""
+    return [code for function in reach_of([kind]).functions for code in nested(function)]
 
 
 def code_of(kinds: Iterable[Any]) -> int:
@@ -218,18 +234,3 @@ def _text(kind: type[nn.Module]) -> str:
 def _bases(kind: type[nn.Module]) -> Sequence[type]:
     """The class and its bases below ``nn.Module``."""
     return kind.__mro__[: kind.__mro__.index(nn.Module)]
-
-
-def _function(value: Any) -> Any:
-    """The function behind a method, a property or a decorated function."""
-    return inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
-
-
-def _nested(function: Any) -> Iterator[CodeType]:
-    """The code of a function, and of functions inside of it."""
-    waiting = [getattr(function, "__code__", None)]
-    while waiting:
-        code = waiting.pop()
-        if isinstance(code, CodeType):
-            yield code
-            waiting += code.co_consts

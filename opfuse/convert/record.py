@@ -11,39 +11,23 @@ from __future__ import annotations
 
 import inspect
 import operator
-import random
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from threading import get_ident
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from opfuse.convert.effects import NotRecorded, check_effects
 from opfuse.core.operation import FusibleOperation
 from opfuse.torch_private.dispatch import GRAD_MODE
 from opfuse.torch_private.modules import forget_global_hook, has_global_hooks, has_hooks
-from opfuse.torch_private.operations import tree_leaves
 from opfuse.torch_private.tensors import base_of, storage_number
-
-
-class NotRecorded(BaseException):
-    """A forward does what cannot be written down. got: what. wanted: what a forward that can be has there.
-
-    No ``Exception``, which a forward may catch to do something else.
-    """
-
-    def __init__(self, got: str, wanted: str) -> None:
-        super().__init__(got, wanted)
-        self.got, self.wanted = got, wanted
 
 
 class NotOfThisWidth(NotRecorded):
@@ -110,71 +94,46 @@ class RecordedForward:
     """A forward that ran.
 
     graph: inputs are placeholders, parameters and buffers ``get_attr`` with their names, calls of submodules ``call_module``,
-    functions ``call_method`` with a name of :data:`FUNCTIONS`; ``meta`` has the ``shape`` and ``dtype`` of a result, and the
-    ``modes`` of autograd and autocast in which it was made. reads_dtype: the forward asked for the dtype of a tensor, so that it
-    may do something else for another one. writes: it writes to its first argument. ended: why it was not recorded to its end.
-    modes: those around it. returned: what is among its results, if it ran to its end.
+    functions ``call_method`` with a name of :data:`FUNCTIONS`; ``meta`` has the ``shape`` and ``dtype`` of a result. reads_dtype:
+    the forward asked for the dtype of a tensor, so that it may do something else for another one. ended: why it was not recorded
+    to its end.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     reads_dtype: bool = False
-    writes: bool = False
     ended: NotRecorded | None = None
-    modes: tuple[Any, ...] = field(default_factory=_modes)
-    returned: list[fx.Node] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[fx.Node]:
         """The nodes in order."""
         return list(self.graph.nodes)
 
-    @property
-    def changes_modes(self) -> bool:
-        """Whether parts of it ran in other modes of autograd or autocast, as inside of ``torch.no_grad()``."""
-        return any(node.meta.get("modes", self.modes) != self.modes for node in self.graph.nodes)
-
 
 def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_write: bool = False) -> RecordedForward:
     """Run the forward of the module's class on ``given``, arguments by name, and write it down as far as it can be followed.
 
-    Runs in the modes of the caller. The attributes of the module and of all inside it, and the states of random generators, are
-    what they were afterwards. may_write: the forward may write to its arguments, which are the caller's to give away.
+    Runs in the modes of the caller, and not at all if it could do what others notice. may_write: the forward may write to its
+    arguments, which are the caller's to give away.
     """
     recorder = _ForwardRecorder(module, given, may_write)
-    found, numpys = recorder.found, np.random.get_state()
-    states = random_states(numpys)
+    found = recorder.found
     if has_global_hooks():
         found.ended = NotRecorded("hooks of all modules", "calls without them, while fuse_ runs")
         return found
     try:
-        with restored(module) as changed, recorder.calls_followed():
+        check_effects(module)
+        with training_or_not(module, training), recorder.calls_followed():
             for part in module.modules():
-                vars(part)["training"] = training
                 if isinstance(part, FusibleOperation):  # which runs plans of its own
                     vars(part)["forward"] = _like_an_activation
             with recorder:
                 result = type(module).forward(module, **given)
             recorder.finish(result)
-            del result
-            names = [name for name in changed() if name.rpartition(".")[2] not in ("training", "forward")]
     except NotRecorded as error:
         found.ended = error
-        return found
     except Exception as error:  # whatever a stranger's code raises
         text = str(error).strip().partition("\n")[0]
         found.ended = NotOfThisWidth(f"{type(error).__name__}: {text}", "a forward that runs on tensors of its width")
-        return found
-    finally:
-        if drawn := random_states() != states:  # not from torch's, of which no function that runs draws
-            random.setstate(states[1])
-            np.random.set_state(numpys)
-    if drawn:
-        found.ended = NotRecorded("random numbers that the forward draws", "a forward that does the same at each call")
-    elif stored := [f"self.{name}" for name in names] or recorder.still_alive():
-        found.ended = NotRecorded(f"{', '.join(stored)}, which the forward keeps", "a forward that leaves nothing but its result")
-    elif found.changes_modes:
-        got = "a block of other gradients or casts in the forward"
-        found.ended = NotRecorded(got, "one mode of autograd and autocast for all of it")
     return found
 
 
@@ -199,11 +158,10 @@ class _ForwardRecorder(TorchFunctionMode):
         self.inside: list[nn.Module] = []
         self.pauses = False
         self.thread = get_ident()
-        self.given = [each for each in given.values() if isinstance(each, torch.Tensor)]
+        self.modes = _modes()
         own = dict((*module.named_parameters(), *module.named_buffers()))
         self.attributes = {id(tensor): name for name, tensor in own.items()}
-        self.inputs = {_memory(tensor) for tensor in self.given}
-        self.made = dict.fromkeys(self.inputs) if may_write else {}
+        self.made = {_memory(each): each for each in given.values() if may_write and isinstance(each, torch.Tensor)}
         for name, each in given.items():
             if isinstance(each, torch.Tensor):
                 self._know(each, self.found.graph.placeholder(name))
@@ -215,7 +173,7 @@ class _ForwardRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             name = func.__self__.__name__
-        if name == GRAD_MODE:  # by torch.no_grad() and the like; nodes tell their modes
+        if name == GRAD_MODE:  # by torch.no_grad() and the like, which end the next call
             return func(*args, **kwargs)
         if name in SIZES:
             return _uncompared(func(*args, **kwargs))
@@ -226,7 +184,6 @@ class _ForwardRecorder(TorchFunctionMode):
         in_place = (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace"))
         name = name.rstrip("_") if in_place else name
         if name not in FUNCTIONS or "out" in kwargs:
-            map_aggregate((args, kwargs), self._mark_read)  # type: ignore[arg-type]
             raise NotRecorded(f"the call of {name}", "functions that depend on their arguments alone")
         if in_place:
             self._check_write(args[0])
@@ -246,20 +203,15 @@ class _ForwardRecorder(TorchFunctionMode):
             raise NotRecorded("a write to a tensor that the forward did not make", "a forward that writes to no argument")
         if any(each is not target and _memory(each) == memory for each in self.alive):
             raise NotRecorded("a write to memory that two tensors share", "writes to a tensor that has no views")
-        self.found.writes |= memory in self.inputs
-
-    def _mark_read(self, value: Any) -> Any:
-        """Note that something reads a value, although it cannot be written down."""
-        if isinstance(value, torch.Tensor) and id(value) in self.nodes:
-            self.nodes[id(value)].meta["read"] = True
-        return value
 
     # -- nodes -----------------------------------------------------------------------------------------------------------------
 
     def _write(self, name: str, args: Any, kwargs: Any, result: Any, op: str = "call_method") -> None:
         taken = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
         node = self.found.graph.create_node(op, name, *taken)  # type: ignore[arg-type]
-        node.meta["modes"] = _modes()
+        if _modes() != self.modes:
+            got = "a block of other gradients or casts in the forward"
+            raise NotRecorded(got, "one mode of autograd and autocast for all of it")
         if isinstance(result, torch.Tensor):
             self._know(result, node)
             return
@@ -289,21 +241,9 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def finish(self, result: Any) -> None:
         """Write the result down."""
-        if any(vars(each) for each in self.alive if id(each) not in self.attributes):
-            raise NotRecorded("attributes of a tensor", "a forward that assigns none to tensors")
-        self.found.returned = [self.nodes[id(each)] for each in tree_leaves(result) if id(each) in self.nodes]
         if not isinstance(result, torch.Tensor):
             raise NotRecorded(f"a {type(result).__name__} as its result", "one tensor")
         self.found.graph.output(self._argument(result))
-
-    def still_alive(self) -> list[str]:
-        """Values that live on although nobody has the result: the forward has put them somewhere."""
-        told = [(weakref.ref(tensor), self.nodes[id(tensor)]) for tensor in self.alive if id(tensor) not in self.attributes]
-        kept = {id(tensor) for tensor in self.given}
-        self.made = {}
-        told = [(ref, node) for ref, node in told if id(ref()) not in kept]
-        self.alive = []
-        return [describe_node(node) for ref, node in told if ref() is not None]
 
     # -- submodules ------------------------------------------------------------------------------------------------------------
 
@@ -404,6 +344,8 @@ class _Uncompared(int):
 
 def _calculating(name: str) -> Callable[..., Any]:
     def calculate(self: int, *others: int) -> Any:
+        if not all(isinstance(each, int) for each in others):
+            _refused(self)  # as a list that is repeated
         result = getattr(int, name)(operator.index(self), *map(operator.index, others))
         return _Uncompared(result) if isinstance(result, int) else result
 
@@ -411,7 +353,7 @@ def _calculating(name: str) -> Callable[..., Any]:
 
 
 def _refused(self: int, *others: Any) -> NoReturn:
-    raise NotRecorded("a size that the forward compares", "a forward that does the same for all sizes")
+    raise NotRecorded("a size that the forward compares or counts with", "a forward that does the same for all sizes")
 
 
 CALCULATIONS = {f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")} | {"__neg__"}
@@ -448,8 +390,8 @@ def required_arguments(module: nn.Module) -> tuple[str, ...]:
     return tuple(each.name for each in given if each.kind in plain and each.default is inspect.Parameter.empty)
 
 
-LEADING = ((2, 3), (3,), (2, 1, 3))
-"""Leading dimensions of the rows that forwards are tried on."""
+LEADING = ((2, 3), (1,), (5, 1, 2))
+"""Leading dimensions of the rows that forwards are tried on: counted from either end, none is the same in two of them."""
 
 MODES: Mapping[str, tuple[bool, Callable[[], AbstractContextManager[Any]]]] = {
     "training": (True, torch.enable_grad),
@@ -482,76 +424,15 @@ def mode(name: str) -> Iterator[bool]:
         yield training
 
 
-# -- what is as it was -----------------------------------------------------------------------------------------------------------
-
-CONTAINERS = (list, dict, set, deque)
-"""What a forward may keep values in, as an attribute or inside of another one."""
-
-
-class _Attributes:
-    """The attributes of a module as they were, with what containers in them held."""
-
-    def __init__(self, module: nn.Module, prefix: str) -> None:
-        self.module, self.prefix = module, prefix
-        self.values = dict(vars(module))
-        containers = [(name, value) for name, value in self.values.items() if isinstance(value, CONTAINERS)]
-        self.held = [(name, each, _parts(each)) for name, value in containers for each in _containers(value)]
-
-    def changed(self) -> Iterator[str]:
-        """Names of attributes that were assigned, deleted or written to."""
-        now, before = vars(self.module), self.values
-        written = {name for name, each, parts in self.held if not _holds(each, parts)}
-        for name in dict.fromkeys((*before, *now)):
-            if name in written or name not in now or name not in before or now[name] is not before[name]:
-                yield f"{self.prefix}{name}"
-
-    def restore(self) -> None:
-        """Have all attributes and containers what they had."""
-        for _, each, parts in self.held:
-            if not _holds(each, parts):
-                each.clear()
-                fill = each.update if isinstance(each, (dict, set)) else each.extend
-                fill(zip(parts[::2], parts[1::2]) if isinstance(each, dict) else parts)
-        vars(self.module).clear()
-        vars(self.module).update(self.values)
-
-
-def _containers(value: Any, seen: tuple[int, ...] = ()) -> Iterator[Any]:
-    """``value`` and what it holds, as far as these are containers."""
-    if isinstance(value, CONTAINERS) and id(value) not in seen:
-        yield value
-        for each in (value.values() if isinstance(value, dict) else value) if value else ():
-            yield from _containers(each, (*seen, id(value)))
-
-
-def _parts(container: Any) -> tuple[Any, ...]:
-    """Keys and values of a dictionary in turn, the parts of another container."""
-    if not container:  # as most are
-        return ()
-    return tuple(chain.from_iterable(container.items())) if isinstance(container, dict) else tuple(container)
-
-
-def _holds(container: Any, parts: tuple[Any, ...]) -> bool:
-    """Whether a container has the same objects in the same order."""
-    now = _parts(container)
-    return len(now) == len(parts) and all(map(operator.is_, now, parts))
-
-
 @contextmanager
-def restored(module: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """After the block, attributes of the module and of all inside it are what they were, and what containers in them hold.
-
-    Yields a function that returns the names of those that were assigned or written to since.
-    """
-    parts = [_Attributes(part, f"{name}." * bool(name)) for name, part in module.named_modules()]
+def training_or_not(module: nn.Module, training: bool) -> Iterator[None]:
+    """Inside, the module and all in it train or do not; afterwards their attributes are what they were."""
+    before = [(part, dict(vars(part))) for part in module.modules()]
     try:
-        yield lambda: [name for part in parts for name in part.changed()]
+        for part, _ in before:
+            vars(part)["training"] = training
+        yield
     finally:
-        for part in parts:
-            part.restore()
-
-
-def random_states(numpys: Any = None) -> tuple[Any, ...]:
-    """The states of the host's random generators, which are equal as long as nobody draws. numpys: that of NumPy, if known."""
-    _, numbers, *rest = np.random.get_state() if numpys is None else numpys
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(numbers).tobytes(), rest
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)

@@ -122,6 +122,70 @@ class Configured(nn.Module):
         return self.second(F.gelu(y) if self.config.smooth else F.relu(y))
 
 
+SMOOTH = True
+
+
+def helper(y):
+    return F.gelu(y) if SMOOTH else F.relu(y)
+
+
+def closed():
+    """A forward that reads a variable of a function around it."""
+    smooth = True
+
+    class Closed(Configured):
+        def forward(self, x):
+            y = self.first(x)
+            return self.second(F.gelu(y) if smooth else F.relu(y))
+
+        def change(self):
+            nonlocal smooth
+            smooth = False
+
+    return Closed()
+
+
+class Global(Configured):
+    """Calls a function that reads a global."""
+
+    @property
+    def function(self):
+        return helper
+
+    def forward(self, x):
+        return self.second(self.function(self.first(x)))
+
+
+class Exactly(Settled):
+    """Asks whether an attribute is True, and not 1."""
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(F.gelu(y) if self._on is True else F.relu(y))
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "told"),
+    [
+        (Global, lambda model, patch: patch.setitem(globals(), "SMOOTH", False), "SMOOTH True, got False"),
+        (Global, lambda model, patch: patch.setitem(globals(), "helper", F.relu), "helper <function helper"),
+        (Global, lambda model, patch: patch.setattr(Global, "function", property(lambda self: F.relu)), "'function': <property"),
+        (Global, lambda model, patch: patch.setattr(F, "gelu", F.silu), "gelu <built-in"),
+        (closed, lambda model, patch: model.change(), "a variable of a function around it True, got False"),
+        (Exactly, lambda model, patch: setattr(model, "_on", 1), r"{'_on': True}, got {'_on': 1}"),
+    ],
+    ids=["a global", "a function", "a property", "a function of torch", "a variable around", "1 for True"],
+)
+def test_what_the_code_reads_from_outside_is_watched(make, change, told, monkeypatch):
+    model = make()
+    opfuse.fuse_(model, EXACT)
+    assert torch.equal(copy.deepcopy(model)(X), model(X))
+    change(model, monkeypatch)
+    with pytest.warns(OpfuseWarning, match=told):
+        found = model(X)
+    torch.testing.assert_close(found, opfuse.unfuse_(model)(X))
+
+
 def bound():
     return Held(functools.partial(F.gelu, approximate="tanh"))
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import logging
+import time
+import warnings
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -325,6 +330,222 @@ def test_what_no_pipeline_can_run_is_the_forward_of_the_module(name):
     wanted = FOLLOWED[name](model, x)
     opfuse.fuse_(model, FP8)
     torch.testing.assert_close(FOLLOWED[name](model, x), wanted)
+
+
+# -- what others could notice ----------------------------------------------------------------------------------------------------
+
+LOG, COUNTS, STATE = [], np.zeros(1), SimpleNamespace(calls=0)
+LOGGER = logging.getLogger("tests.convert.test_proven")
+CALLS_MADE = 0
+HOOKED = nn.ReLU()
+
+
+class Noted:
+    """What a class keeps."""
+
+    calls = 0
+    seen: list = []
+
+
+def raise_global(self, x):
+    global CALLS_MADE  # noqa: PLW0603
+    CALLS_MADE += 1
+
+
+def raise_caught(self, x):
+    try:
+        _ = x.no_such_thing
+    except AttributeError:
+        LOG.append(1)
+
+
+def count_in_default(self, x, log=LOG):
+    log.append(1)
+
+
+EFFECTS = {
+    "print": lambda self, x: print("called"),  # noqa: T201
+    "a list": lambda self, x: LOG.append(x.shape),
+    "a list as a default": count_in_default,
+    "a warning": lambda self, x: warnings.warn("called", UserWarning, stacklevel=1),
+    "a logger": lambda self, x: LOGGER.warning("called"),
+    "a global": raise_global,
+    "an array": lambda self, x: COUNTS.__iadd__(1),
+    "an array that it has": lambda self, x: self.counts.__iadd__(1),
+    "a class": lambda self, x: Noted.seen.append(1),
+    "an attribute of a class": lambda self, x: setattr(Noted, "calls", Noted.calls + 1),
+    "an object": lambda self, x: vars(STATE).update(calls=STATE.calls + 1),
+    "a config": lambda self, x: self.cfg.count(),
+    "after an error": raise_caught,
+    "a generator of numbers": lambda self, x: self.draw.random(),
+    "the time": lambda self, x: LOG.append(time.time()),
+    "a method of torch": lambda self, x: self.register_buffer("called", x),
+    "a function of torch": lambda self, x: torch.manual_seed(0),
+    "modules": lambda self, x: self.parts.append(nn.Identity()),
+    "an object of torch": lambda self, x: self.handle.remove(),
+}
+
+
+class Cfg:
+    def __init__(self):
+        self.calls = 0
+
+    def count(self):
+        self.calls += 1
+
+
+class Effective(nn.Module):
+    """Does something that others notice, beside what it computes."""
+
+    effect = None
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.counts, self.cfg, self.draw = np.zeros(1), Cfg(), np.random.default_rng(0)
+        self.parts, self.handle = nn.ModuleList(), HOOKED.register_forward_hook(print)
+
+    def forward(self, x):
+        self.effect(x)
+        return self.down(F.gelu(self.up(x)))
+
+
+def noticed(model):
+    """All that effects change."""
+    state = (
+        CALLS_MADE,
+        len(LOG),
+        COUNTS.tolist(),
+        vars(STATE).copy(),
+        Noted.calls,
+        len(Noted.seen),
+        torch.initial_seed(),
+        len(HOOKED._forward_hooks),
+    )
+    return (
+        *state,
+        model.counts.tolist(),
+        model.cfg.calls,
+        str(model.draw.bit_generator.state),
+        [*model._buffers],
+        len(model.parts),
+    )
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_what_others_notice_happens_at_calls_and_never_before(name, capsys, caplog):
+    model, x = type("Made", (Effective,), {"effect": EFFECTS[name]})(), torch.randn(8, 32)
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        before = noticed(model)
+        assert opfuse.fuse_(model, EXACT).fused == {"up": "Linear", "down": "Linear"}
+        assert noticed(model) == before
+        assert (capsys.readouterr().out, [*caplog.records], [*seen]) == ("", [], [])
+        model(x)
+        outputs = capsys.readouterr().out, [*caplog.records], [*seen]
+    assert noticed(model) != before or any(outputs)
+
+
+def test_a_branch_that_no_call_takes_counts_as_well():
+    class Debugged(Effective):
+        debug = False
+
+        def effect(self, x):
+            if self.debug:
+                print(LOG)  # noqa: T201
+
+    report = opfuse.fuse_(Debugged(), EXACT)
+    assert report.fused == {"up": "Linear", "down": "Linear"}
+    assert "print, which" in report[""].got
+    assert "Debugged.effect reads" in report[""].got
+
+
+# -- what decides ----------------------------------------------------------------------------------------------------------------
+
+
+class Decided(nn.Module):
+    """Chooses between two activations."""
+
+    decide = None
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down((F.gelu if self.decide(x) else F.relu)(self.up(x)))
+
+
+DECISIONS = {
+    "a number of sizes": lambda self, x: len(x.shape) == 3,
+    "a size that counts": lambda self, x: len([0] * x.shape[0]) > 8,
+    "a size that is an index": lambda self, x: [0, 0, 1, 0, 0, 1][x.shape[0]],
+    "the last but one, as an index": lambda self, x: [0, 0, 1, 1, 1, 1][x.shape[-2]],
+    "a range": lambda self, x: len(range(x.shape[0])) > 8,
+    "a range that is run": lambda self, x: sum(1 for _ in range(x.shape[0])) > 8,
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_forward_that_decides_by_sizes_is_left_to_itself(name):
+    model = type("Made", (Decided,), {"decide": DECISIONS[name]})()
+    assert opfuse.fuse_(model, EXACT).fused == {"up": "Linear", "down": "Linear"}
+
+
+class ThreeSizes(Decided):
+    """Works for batches of sequences alone."""
+
+    def forward(self, x):
+        _, _, _ = x.shape
+        return self.down(F.gelu(self.up(x)))
+
+
+class Negated(nn.Module):
+    def forward(self, x, negate=False):
+        return F.gelu(-x if negate else x)
+
+
+class WithKeyword(Decided):
+    def __init__(self):
+        super().__init__()
+        self.act = Negated()
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x), negate=True))
+
+
+class NarrowNorm(BareNorm):
+    """Computes in fp32 whatever it is given."""
+
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True))).to(x.dtype) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (ThreeSizes(), torch.randn(8, 32)),
+        (WithKeyword(), torch.randn(8, 32)),
+        (nn.Sequential(NarrowNorm(), nn.Linear(32, 32), nn.GELU()).double(), torch.randn(8, 32, dtype=torch.float64)),
+    ],
+    ids=["leading dimensions", "a keyword of a submodule", "fp64 in a leaf of fp32"],
+)
+def test_what_the_chain_does_not_show_is_as_it_was(model, x):
+    def result():
+        try:
+            return model(x)
+        except ValueError:
+            return "raises"
+
+    wanted = result()
+    opfuse.fuse_(model, EXACT)
+    found = result()
+    if isinstance(wanted, str):
+        assert found == wanted
+    else:
+        torch.testing.assert_close(found, wanted)
 
 
 class ViewedProduct(nn.Module):

@@ -35,6 +35,7 @@ TABLE: dict[str, Sequence[str]] = {
             "AskingAct()",
             "NarrowAct()",
             "WritingAct()",
+            "LoggingAct(log)",
         ),
     ),
     "function": (
@@ -95,6 +96,7 @@ TABLE: dict[str, Sequence[str]] = {
         *("| <residual>",) * 3,
         "| h = <function>",
         "| <write>",
+        "| log.append(('a step',))",
         "self.s# = nn.Parameter(torch.linspace(0.1, 1, 16)) | h = h * self.s#",
         "self.s# = nn.Parameter(torch.linspace(0.1, 1, 16)) | h = h + self.s#",
         *("self.s#, self.l# = nn.Parameter(torch.linspace(0.1, 1, 16)), <linear> | h = x + self.s# * self.l#(h)",) * 2,

@@ -316,6 +316,19 @@ class WritingAct(nn.Module):
         return x.mul_(torch.sigmoid(x))
 
 
+@ingredient
+class LoggingAct(nn.Module):
+    """Tells how often it is called."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self.log = log
+
+    def forward(self, x):
+        self.log.append((type(self).__name__,))
+        return F.relu(x)
+
+
 # -- products ----------------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from opfuse.numerics.activations import BIAS, GELU
 from opfuse.numerics.chain import Stage
 from opfuse.program.program import Program
 from opfuse.runtime.fuser import listed_plans
-from opfuse.runtime.recorded import RecordedValues
+from opfuse.runtime.replayable import Recorded
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
 DOCUMENT = Path(__file__).resolve().parent / "trace.md"
@@ -157,7 +157,7 @@ def _values(model: ops.Sequential, x: torch.Tensor, y: torch.Tensor) -> Iterator
 
 def _program(plan: Plan) -> Program:
     """The program of the forward pass."""
-    (made,) = (each for looks in plan.programs.values() for each in looks.values() if isinstance(each, RecordedValues))
+    (made,) = (each for looks in plan.programs.values() for each in looks.values() if isinstance(each, Recorded))
     return made.program
 
 

@@ -73,7 +73,7 @@ class OwnCode(NamedTuple):
     """What of the user's own runs in a segment. why: in which passes, and what; of ``users`` it is the user's code, in others the
     library's, which does more than return results. before: casts that run before the segment does.
 
-    backward: the backward pass, cut around such code; empty if it has none.
+    backward: the backward pass, cut around such code; empty if neither pass has any.
     """
 
     why: Mapping[str, str]
@@ -90,9 +90,9 @@ class Plan:
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
     that the backward pass makes anew, by the node that reads them.
 
-    What was found since, by a segment's first node: programs (also by that and a pass, and by a cast): recordings. own_code: what
-    of the user's own runs in a segment. keepable: its casts of weights that may be kept from call to call. grouped: its ops with
-    groups of rows, and their casts.
+    What was found since, by a segment's first node: programs: recordings, those of stretches also by pass and position, those of
+    casts by cast. own_code: what of the user's own runs in a segment. keepable: its casts of weights that may be kept from call
+    to call. grouped: its ops with groups of rows, and their casts.
     """
 
     key: PlanKey

@@ -20,10 +20,10 @@ from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.inputs import check_tensors
+from opfuse.runtime.interpreter import NamedSave
 from opfuse.runtime.kept import scopes_of
 from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.observed import unobserved
-from opfuse.runtime.run import NamedSave
 from opfuse.runtime.segment import listed_saves
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage

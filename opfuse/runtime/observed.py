@@ -17,8 +17,8 @@ from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.gradients import Gradients
+from opfuse.runtime.interpreter import Interpreter
 from opfuse.runtime.listed import listed_plans
-from opfuse.runtime.run import Runner
 from opfuse.tensors.capture import check_capture
 
 
@@ -79,7 +79,7 @@ def unobserved() -> Iterator[None]:
         _observer.reset(reset)
 
 
-class ObservedRunner(Runner):
+class ObservedRunner(Interpreter):
     """Runs a segment of an observed call."""
 
     observer: Observer

@@ -19,15 +19,15 @@ from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.blocks import gathered_again, scattered
+from opfuse.runtime.interpreter import Interpreter, Kwargs, NamedSave
 from opfuse.runtime.ledger import Ledger, SavedTensors
-from opfuse.runtime.programs import Recorder, Repeater, runner_of
+from opfuse.runtime.programs import ReplayedSegment, runner_of
 from opfuse.runtime.recompute import check_once, saving_hooks
-from opfuse.runtime.run import Kwargs, NamedSave, Runner
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage, share_memory
 from opfuse.tensors.tensor import QuantizedTensor
 
-AnyRunner = Runner | Recorder | Repeater
+AnyRunner = Interpreter | ReplayedSegment
 
 _saves: ContextVar[list[NamedSave] | None] = ContextVar("opfuse_saves", default=None)
 
@@ -57,7 +57,7 @@ class _SegmentFunction(torch.autograd.Function):
     """The autograd node of one segment: inputs and parameters in, outputs out."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, runner: AnyRunner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = _published(runner.forward(tensors[:count]), tensors)
         ctx.values = list(runner.segment.outputs)
         for value, tensor in runner.dirty:
@@ -102,7 +102,7 @@ class _SegmentFunction(torch.autograd.Function):
         return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
 
 
-def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
+def _check_view(runner: AnyRunner, written: torch.Tensor, *, alone: bool) -> None:
     """UnsupportedError for a view that autograd cannot rebase: it must be its node's first input and only output."""
     if written._is_view() and not alone:
         where, cure = f"{runner.plan.name} extra input", "clone it, or use in_place=False"
@@ -266,5 +266,5 @@ def outlined(plan: Plan, ops: Sequence[BasicOperation], given: Sequence[torch.Te
     values: dict[int, Value] = dict(zip((0, *plan.graph.extra_inputs), given))
     for segment in plan.segments:
         inputs = [plain(values[value]) for value in segment.inputs]
-        values.update(zip(segment.outputs, Runner(plan, segment, ops, ({},) * len(ops)).forward(inputs)))
+        values.update(zip(segment.outputs, Interpreter(plan, segment, ops, ({},) * len(ops)).forward(inputs)))
     return [plain(values[value]) for value in plan.graph.outputs]

@@ -3,6 +3,9 @@ files alike.
 
 A field's domain follows from its type (``bool``, ``int``, ``float``, ``str``, a ``Literal``, any of these or None); where it is
 narrower, the type says so: ``eps: Annotated[float, NON_NEGATIVE]``.
+
+Constructors, guards, configuration files and the editor schema derive their checks from the domain. So a range is stated once,
+and what a file reports at a line and a column is the constructor's error.
 """
 
 from __future__ import annotations

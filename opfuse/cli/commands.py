@@ -183,11 +183,17 @@ class DoctorSection(enum.StrEnum):
 
 def doctor(
     only: Annotated[DoctorSection | None, typer.Option(help="Show this section alone.", show_default=False)] = None,
+    certified: Annotated[
+        bool, typer.Option("--certify", help="Try every native product and kernel on this GPU, and time products beside bf16.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show versions and hardware, and which recipes run natively or emulated here."""
+    from opfuse.cli.certify import certify
     from opfuse.cli.doctor import doctor
 
+    if certified:
+        raise typer.Exit(0 if certify(as_json=as_json) else 1)
     doctor(only=None if only is None else only.value, as_json=as_json)
 
 

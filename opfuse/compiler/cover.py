@@ -1,4 +1,8 @@
-"""Matching rules against the chain of nodes: which rule runs which nodes, and an outcome, with a reason, for every rule."""
+"""Matching rules against the chain of nodes: which rule runs which nodes, and an outcome, with a reason, for every rule.
+
+Rules that cannot fire differ from rules that may not. *Absent* is a pattern that matched nowhere, told with the place where it
+got furthest; *missed* is a match that a guard refused; *shadowed* is a match whose nodes another rule took.
+"""
 
 from __future__ import annotations
 

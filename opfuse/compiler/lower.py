@@ -4,6 +4,9 @@ Around an op with quantized operands stand ``quantize`` nodes, in this order: th
 output gradient, which acts in the backward pass only. Which planes each of them makes follows from the policy tables and
 from what needs a gradient. Where a collective stands between a cast and the rank's own rows, the cast changes places with it if
 that changes no bit (:mod:`opfuse.compiler.meetings`).
+
+The quantize node of an output gradient keeps the value's number. So patterns of forward rules never meet it, and
+``[basic_linear, bias, gelu, quantize]`` matches whether or not a gradient is quantized in between.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, GROUPED, TRANSPARENT, CastSpec, Graph, Meeting, Node, ProductFormats
 from opfuse.compiler.meetings import Beside, Carried, carried, carrier, rows_behind
-from opfuse.compiler.products import products_of, stored_formats
+from opfuse.compiler.products import in_read_order, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
@@ -165,7 +168,7 @@ def _casts(
             recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
         narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
         if narrowed is not None:
-            casts[role] = CastSpec(role, narrowed, state, op.cast_groups(role))
+            casts[role] = CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
     for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
         if product.clash is not None and not recipe.allow_mixed_emulation:
             if product.name in backward:

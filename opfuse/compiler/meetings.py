@@ -1,6 +1,14 @@
 """Casts beside collectives: rows travel between ranks quantized, if each rank then holds the bits of a cast of the whole tensor.
 
 If they cannot, or if that would be more bytes, values travel in high precision and each rank casts all of them.
+
+The cast stands on the near side of the collective, so a norm casts the rank's own tokens in its kernel, and bytes travel. Of
+planes with the same values one travels. Planes that were cast apart travel in the pass that reads each, and until then a rank
+saves its own rows only. The gather of a gradient, whose pass reads both planes, sends values where these are fewer bytes.
+Values travel where bits would differ from those of one rank: a scale that columns share, random rounding, rows that cut a
+block.
+
+Collectives are torch's functional ones, which take and return tensors, so a program repeats them like any op.
 """
 
 from __future__ import annotations

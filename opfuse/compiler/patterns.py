@@ -8,6 +8,9 @@ which matches, followed by a count. A name may stand before them; otherwise the 
 Places are separated by blanks or commas, with or without brackets around all. A list has one place in each item; a dictionary, or
 an item of a list that is one, names places by its keys. :func:`printed` writes what :func:`terms_of` reads. Words are not checked
 here, but by ``vocabulary.py`` when a rule enters a rule set.
+
+A place gives nodes back that a later one needs, as in a regular expression. What cannot match from a node on is remembered, so
+the time of a match is a product of places and nodes.
 """
 
 from __future__ import annotations

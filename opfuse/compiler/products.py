@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,15 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
 from opfuse.formats import COLUMNWISE, DEQUANTIZED, IDENTITY, USAGES, NumberFormat
-from opfuse.kernels.products.native import BACKENDS, OWN, invariant_refusal, layout_refusal, machine
+from opfuse.kernels.products.backends import Machine, library_name, reads_tiled_scales
+from opfuse.kernels.products.native import OWN, invariant_refusal, layout_refusal, machine, native_name, native_refusal
 from opfuse.kernels.products.tiles import rows_of
 from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
-from opfuse.recipes.availability import native_name
 from opfuse.recipes.policy import planes
 from opfuse.tensors.gemm import GEMMS
+from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.quantizers.own import casts_itself
 from opfuse.tensors.tensor import QuantizedTensor
 
 GEMM = "gemm"
@@ -106,6 +109,12 @@ def _plain(fmt: NumberFormat) -> NumberFormat | None:
     return None if fmt == IDENTITY else fmt
 
 
+def in_read_order(quantizer: Quantizer, env: Env) -> Quantizer:
+    """The quantizer, whose casts store scales as the products of the device read them: one kernel writes them so at once."""
+    reads_tiles = any(reads_tiled_scales(fmt.family, machine(env.arch)) for fmt in quantizer.formats)
+    return replace(quantizer, optimize_for_gemm=True) if reads_tiles and casts_itself(quantizer) else quantizer
+
+
 class How(NamedTuple):
     """``native``, ``emulated`` or ``high precision``, and why."""
 
@@ -127,28 +136,27 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
         layout_of(fmt, plane, widths[role])
         for fmt, plane, role in ((product.left, what.left_plane, what.left), (product.right, what.right_plane, what.right))
     )
-    asked = left, right, env.autocast or torch.bfloat16, machine(env.arch)
-    ours, refused = not layout_refusal(*asked, own=True), layout_refusal(*asked)
+    on = machine(env.arch)
+    asked = left, right, env.autocast or torch.bfloat16, on
+    ours, refused = not layout_refusal(*asked, own=True), native_refusal(*asked)
     if env.product(product.name).get("invariant", False):
         return _invariant(product.left.family, invariant_refusal(*asked), env, ours=ours)
     if refused and not ours:
         return How("emulated", refused)
     alone = hasattr(spec, "num_groups") or bool(refused)
-    return How("native", _maker(product.left, product.right, ours=ours, alone=alone))
+    return How("native", _maker(product.left, product.right, on, ours=ours, alone=alone))
 
 
-def _maker(left: NumberFormat, right: NumberFormat, *, ours: bool, alone: bool) -> str:
+def _maker(left: NumberFormat, right: NumberFormat, on: Machine, *, ours: bool, alone: bool) -> str:
     """Who makes a native product. ours: whether the package's own kernel takes it; alone: whether it then does so at any size, as
     in one launch for groups, or where the library refuses.
     """
-    if not ours:
-        return BACKENDS[left.family].name
-    return OWN[left.family].name if alone else native_name(left, right)
+    return OWN[left.family][0].name if ours and alone else native_name(left, right, on)
 
 
 def _invariant(family: str, refusal: str, env: Env, *, ours: bool) -> How:
     """How a product runs in which no row depends on others."""
     if ours:
-        return How("native", f"{OWN[family].name}, batch-invariant: one order of sums for any number of rows")
+        return How("native", f"{OWN[family][0].name}, batch-invariant: one order of sums for any number of rows")
     tiles = f"batch-invariant: in tiles of {rows_of(env.device)} rows"
-    return How("emulated", f"{refusal}; {tiles}") if refusal else How("native", f"{BACKENDS[family].name}, {tiles}")
+    return How("emulated", f"{refusal}; {tiles}") if refusal else How("native", f"{library_name(family)}, {tiles}")

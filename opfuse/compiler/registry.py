@@ -1,4 +1,8 @@
-"""Which rules are active: an ordered tuple of them, functions registered beside them, and the level."""
+"""Which rules are active: an ordered tuple of them, functions registered beside them, and the level.
+
+Functions run before rules, since a user who registers one means it to win. A function sees live modules and not keys, so its
+plans are marked opaque.
+"""
 
 from __future__ import annotations
 

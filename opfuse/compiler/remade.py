@@ -5,6 +5,11 @@ elementwise op that saved its input, and of elementwise ops after it. All code t
 deterministic; any other operand is saved.
 
 Whatever ``keep`` says, a plane that a collective left where it was cast travels when the backward pass reads it.
+
+The result is a table of the plan. The interpreter makes these casts for the forward product alone, saves the parameter itself,
+which autograd watches, and under delayed scaling the scale of the call; it fills the product's context before its backward
+group runs. Ops, rules and programs know nothing of it, so a rule fires as it does without. The ops from whose state an operand
+is computed belong to the segment that reads it, fused or not, so both have the same bits.
 """
 
 from __future__ import annotations

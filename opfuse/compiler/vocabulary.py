@@ -2,6 +2,9 @@
 
 A kind is known once its op's class exists. So the words of a rule are checked when it enters a rule set, and a rule for an op of
 one's own is registered after the class.
+
+So a mistyped word, or a guard on an unknown field, is an error with the nearest name, and never a rule that does not fire.
+There is no second list of words: the classes are asked.
 """
 
 from __future__ import annotations

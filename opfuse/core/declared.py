@@ -2,6 +2,14 @@
 
 A fusion computes what an op's traits say, and calls none of the op's protocol methods. So once a class replaces one, directly or
 by a mixin, what its bases declared about the methods no longer holds: it has the traits that it declares itself, and no others.
+
+Such an op matches no built-in pattern and runs by itself. It gets its tensors uncast; the methods of its base cast, by
+``ctx.cast``, as quantize nodes would. A class that declares the traits again promises that fusions may take it. An op with its
+own ``forward`` is called as a module, outside of pipelines.
+
+Helpers that fused implementations call as well (``produce``, ``forward_stage``, ``input_gradient``, ``make_quantizer`` ...) may
+be replaced without losing fusions. Helpers that a fusion would skip (``compute_dtype`` of an elementwise op, ``produce`` of a
+norm) count as protocol methods.
 """
 
 from __future__ import annotations

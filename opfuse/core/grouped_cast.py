@@ -1,4 +1,11 @@
-"""The cast that a quantize node runs on groups of rows, each group by itself."""
+"""The cast that a quantize node runs on groups of rows, each group by itself.
+
+An op says how its rows are in groups (``grouping``: how many there are, and which extra input has their sizes) and whether its
+casts can leave the sizes on the device (``ragged_products``). ``stays`` decides at the call. The host still reads sizes in five
+cases: the gradient of a bias, which sums the rows of one group in a fixed order; an emulated product, one of torch's for each
+group; gradients for an fp32 ``main_grad``; amaxes over ranks, which are reduced group by group; and more than 128 groups, or
+groups in 128x128 blocks or under a scale rule of torch alone.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ opfuse's own ops have ``op_forward`` and ``op_backward`` alone, and find everyth
 te.ops overrides ``fuser_forward`` and ``fuser_backward``, and may take the quantizers of its neighbours, which are always None
 here: casts are nodes of their own. A :class:`~opfuse.core.fused.FusedOperation`, which stands for several ops, has this protocol
 alone.
+
+This module is in core/ and not in te/ because the interpreter has to call such ops, and because a fused op that a user
+registers has te.ops' protocol alone. A fused op of opfuse's own is a rule, whose function gets contexts by name.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A built-in op writes them once, as the arguments of its constructor under :func:`hyper_parameters`. What is checked, turned into
 its normal form, told in errors, printed by ``repr`` and written in configuration files follows from the fields and their domains
 (see :mod:`opfuse.domains`).
+
+The constructor declares the dataclass and not the other way round: a generated constructor would hide its arguments from type
+checkers and editors.
 """
 
 from __future__ import annotations

@@ -4,6 +4,18 @@ The keys are ``delayed_scaling.ROLE.FIELD``, such as ``0.delayed_scaling.input.s
 field holds. An op has all of its keys, always in the same shapes, or none. It has them once it was told that it trains under
 delayed scaling: by :func:`prepare_delayed`, by a state dict that has them, or by a training call under such a recipe. Any other
 op has the state dict of its parameters, which is that of its counterpart in torch.nn.
+
+Why all or none: most pipelines never use delayed scaling, and a key in every op would prevent strict loading of torch.nn's
+state dicts. Keys that depend on what has run would not work either, since ``torch.distributed.checkpoint`` fills only keys that
+a model shows. A prepared model has the same keys before and after it has run.
+
+Why copies and no buffers: DDP broadcasts buffers at every step, ``.to(bfloat16)`` would round scales, ``to_empty`` would leave
+them uninitialized. Hooks of the module write and read the keys. ``torch.distributed.checkpoint`` walks a model along the dots
+of a key and finds them in ``op.delayed_scaling``; inside DDP it renames keys by the buffers of each module, so an op's
+``named_buffers`` lists them.
+
+A checkpoint without the keys looks like one that has none. But an op notices that its own tensors were filled and loaded, and
+warns when delayed scaling then starts over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """Modules that pipelines run without calling them: a change that a pipeline must see is told when it is made.
 
 So a call that changes nothing pays for one comparison with a number, :attr:`WatchedModule.epoch`.
+
+The number rises with each change of what an op's class says, of its parameters' names and of its submodules; the metaclass
+passes a write to a class on to the objects that exist. Code that is written into a class later counts as a subclass's: no
+fusion replaces it. Two things are compared at each call instead: the list of a ``Sequential``, and the modules inside a user's
+op. A plain mixin has no such metaclass, so a write to one ends no fusion, although the new method is called.
 """
 
 from __future__ import annotations

@@ -170,9 +170,8 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
 
 def store_data(codes: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Codes, one a byte, ``layout.lines`` as rows, to the data that a plane stores."""
-    if layout.element.bits == 4:
-        return pack_e2m1(codes)
-    return (codes.t() if layout.across else codes).contiguous()
+    data = pack_e2m1(codes) if layout.element.bits == 4 else codes.t() if layout.across else codes
+    return data.contiguous()
 
 
 def load_data(data: torch.Tensor, layout: Layout) -> torch.Tensor:

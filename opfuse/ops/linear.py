@@ -1,4 +1,9 @@
-"""Linear layers: the matrix product alone, and the product with a bias."""
+"""Linear layers: the matrix product alone, and the product with a bias.
+
+A :class:`Linear` owns the parameters, and its two parts borrow ``weight`` and ``bias`` from it. So names in ``state_dict()``
+and ``named_parameters()`` are those of ``nn.Linear``, while rules and functions see two basic ops. No pattern can say
+``linear``: a word names the same op in a pattern and in a pipeline.
+"""
 
 from __future__ import annotations
 

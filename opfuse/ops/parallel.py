@@ -8,6 +8,10 @@ see those alone, and the collectives gather and scatter rows, in their quantized
 
 Parameters are DTensors, as optimizers, clipping and torch.distributed.checkpoint see them. A pipeline computes on plain tensors,
 so during a call the local tensors stand in the parameters' places.
+
+torch's own tensor-parallel styles hook single modules, which a pipeline does not call. An exception restores the parameters,
+too. Casts of parts find over the ranks what the whole tensor would share, so every product multiplies the values that it
+multiplies on one rank.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import torch
 from opfuse.domains import checked_arguments
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.formats import DEQUANTIZED, FP8_ELEMENTS, IDENTITY, USAGES, NumberFormat, fp8_tensor
-from opfuse.kernels.products.hopper import FASTER, SCALING
-from opfuse.kernels.products.native import BACKENDS, ON_CPU, OWN, Machine, layout_refusal
+from opfuse.kernels.products.backends import ON_CPU, Machine
+from opfuse.kernels.products.native import native_name, native_refusal
 from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe
@@ -30,18 +30,7 @@ from opfuse.tensors.quantizers.base import RuledQuantizer
 Arch = tuple[int, int]
 """CUDA compute capability; (0, 0) is the CPU."""
 
-ARCHS: tuple[Arch, ...] = ((0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
-
-
-def native_name(left: NumberFormat, right: NumberFormat) -> str:
-    """Who makes native products of two formats: cuBLASLt (``scaled_mm``), or it or the package's own kernel (``product.cu``),
-    as is faster for their sizes (:data:`~opfuse.kernels.products.hopper.FASTER`).
-    """
-    library, scaling = BACKENDS[left.family].name, SCALING.get((left.block, right.block))
-    if not any(scaling == each for each, _ in FASTER):
-        return library
-    ours, _, _ = OWN[left.family].name.partition(",")
-    return f"{ours} or {library}"
+ARCHS: tuple[Arch, ...] = ((0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
 
 
 @dataclass(frozen=True)
@@ -159,14 +148,18 @@ def _found(recipe: Recipe, made: Mapping[str, OperandCast], arch: Arch) -> Suppo
         return Support("emulated", miss if [*misses.values()] == [miss] * len(asked) else f"{name}: {miss}")
     native: dict[str, list[str]] = {}
     for name, pair in products.items():
-        native.setdefault(native_name(*(layout.format for layout in pair)), []).append(name)
+        native.setdefault(native_name(pair[0].format, pair[1].format, _machine(arch)), []).append(name)
     found = "; ".join(f"{', '.join(names)} by {backend}" for backend, names in native.items())
     return Support("native", found or "all products are in high precision")
 
 
 def _miss(pair: tuple[Layout, Layout], arch: Arch) -> str:
     """Why the product of two planes is emulated on ``arch``; an empty string if it is native."""
-    return ON_CPU if arch == (0, 0) else layout_refusal(*pair, torch.bfloat16, Machine(arch, _cuda_version() or _NEWEST))
+    return ON_CPU if arch == (0, 0) else native_refusal(*pair, torch.bfloat16, _machine(arch))
+
+
+def _machine(arch: Arch) -> Machine:
+    return Machine(arch, _cuda_version() or _NEWEST)
 
 
 _USUAL, _NEWEST = (256, 256), (99, 0)

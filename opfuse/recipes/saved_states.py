@@ -4,6 +4,10 @@ A state is saved as three fp32 tensors, in shapes that depend neither on the rec
 yet has all of them for ``torch.distributed.checkpoint`` to fill. ``scale`` (1,); ``amax_history`` (1024,), or as long as a longer
 history; ``made_for`` (3,): the element's maximum and the margin that the scale was found under (0, 0 for the initial scale), and
 the length of the history, whose slots come first (0 for a state that was never used).
+
+Element maximum and margin are stored beside the scale because another recipe may read the file in mid-training: it converts the
+scale exactly, by a power of two, where a scale of another format would saturate gradients. A non-finite amax enters no history,
+which it would freeze for its length; the device counts it, and the host reports it when it reads states anyway.
 """
 
 from __future__ import annotations

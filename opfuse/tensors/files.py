@@ -4,6 +4,9 @@
 Planes in groups are ``0.weight.rowwise.members.0.data`` and so on. An array that two planes share is there once, under its first
 name. ``0.weight.planes`` is a JSON text, as bytes: the record without its arrays, its quantizer, and the CRC-32 of all of it, by
 which damage to a file is an error and never another value. Plain tensors in such files have no checksum, as safetensors has none.
+
+A file is untrusted. Its JSON is read by the names of a fixed table and through constructors that check their fields. Kernels
+read as far as a layout says, so every array is compared with the layout that the text claims before a tensor is made of it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ cast apart only the one that the pass reads travels: both would take as many byt
 the rowwise one always travels, and is transposed in the backward pass alone. Anything else that reads a missing plane, such as a
 recomputation or code outside of pipelines, makes it from the other plane or fetches it from the shards. A fetch is a collective
 operation, which all ranks reach, since they run the same program.
+
+FSDP2 does not tell a parameter which pass runs. That is read from Python's stack; where it is not found, both planes travel.
+The signature of the weight says which plane is absent, so nothing reads stale bytes.
 """
 
 from __future__ import annotations

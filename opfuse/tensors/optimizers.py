@@ -1,4 +1,10 @@
-"""A torch optimizer that steps on high-precision masters of the parameters that live quantized."""
+"""A torch optimizer that steps on high-precision masters of the parameters that live quantized.
+
+Masters are in the optimizer's groups only while it steps: hooks of torch exchange them for the parameters. So every optimizer
+class works, and whatever looks between steps (scalers, clipping, checkpoints by name, a closure) finds the model's parameters.
+Masters live beside ``optimizer.state`` and enter state dicts there, since torch takes any state for that of an optimizer that
+has stepped.
+"""
 
 from __future__ import annotations
 

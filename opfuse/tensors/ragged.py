@@ -2,6 +2,11 @@
 
 The host then does the same whatever the sizes are, so one program or CUDA graph serves all of them. Bits are those of the groups
 cast and multiplied one by one.
+
+Sizes that do not add up stop the device with an assertion, as torch's grouped product does: the host cannot know without
+waiting, and gradients of rows that nobody counted would go unnoticed. Until then no kernel leaves its tensors. A CUDA graph
+would repeat the copy of a list of sizes from memory that is gone, so while one is captured kernels write the numbers
+themselves.
 """
 
 from __future__ import annotations

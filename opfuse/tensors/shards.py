@@ -2,6 +2,11 @@
 
 Each rank writes its own rows. Once a shard knows its ranks, a write takes the largest amax of all shards; all ranks write in the
 same order, as optimizers do.
+
+So the rows are those of the whole weight, bit for bit. Sending scales along with every gather would leave one weight with
+several scales, which no product reads. An optimizer with masters writes all weights at once, with the amaxes of one collective.
+Whether rows agree is checked once, and again after bytes came from elsewhere; rows that do not agree are cast once more, and
+reported.
 """
 
 from __future__ import annotations

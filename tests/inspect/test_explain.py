@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import FusionError
 from opfuse.inspect.explain import explain
-from opfuse.kernels.products.native import ON_CPU, Machine
+from opfuse.kernels.products.backends import ON_CPU, Machine
 from opfuse.runtime.fuser import listed_plans
 
 
@@ -236,7 +237,7 @@ def test_each_product_is_told_native_or_emulated_and_why() -> None:
         True: ("native", "product.cu or scaled_mm, per tensor"),
         False: (
             "emulated",
-            f"compute capability: wants >= 9.0 and < 10.0, got {arch[0]}.{arch[1]}" if any(arch) else ON_CPU,
+            f"compute capability: wants >= 8.9 and < 13.0, got {arch[0]}.{arch[1]}" if any(arch) else ON_CPU,
         ),
     }[arch == (9, 0)]
     assert _told_products(recipes.Float8CurrentScaling()) == [(name, *how) for name in ("fprop", "dgrad", "wgrad")]
@@ -273,6 +274,49 @@ def test_who_makes_a_native_product_is_told(recipe, cuda, fprop, wgrad, monkeypa
         found = opfuse.explain(experts, torch.randn(64, 64, requires_grad=True), torch.tensor([32, 32])).to_dict()
     makers = {each["reason"].partition(",")[0] for each in found["pipelines"][0]["products"]}
     assert makers == {"product.cu" if cuda >= (12, 9) else "scaled_mm"}
+
+
+TENSOR, ROW, MX, NV = ("scaled_mm, " + name for name in ("per tensor", "per row", "MXFP8", "NVFP4"))
+OURS, FIRST_USE = "product.cu or ", ", certified on first use"
+BLACKWELL = ((10, 0), (10, 3), (12, 0))
+CALLED = {
+    ("delayed", (8, 9)): (TENSOR + FIRST_USE,) * 3,
+    ("delayed", (9, 0)): (OURS + TENSOR,) * 3,
+    ("fp8_current", (8, 9)): (TENSOR + FIRST_USE,) * 3,
+    ("fp8_current", (9, 0)): (OURS + TENSOR,) * 3,
+    ("fp8_block", (9, 0)): (
+        *(OURS + "scaled_mm, 1x128 and 128x128 blocks of E4M3",) * 2,
+        "scaled_mm, 1x128 and 128x128 blocks of E4M3",
+    ),
+    ("rows", (8, 9)): (ROW + FIRST_USE,) * 3,
+    ("rows", (9, 0)): (ROW,) * 3,
+    **{(kind, arch): (TENSOR + FIRST_USE,) * 3 for kind in ("delayed", "fp8_current") for arch in BLACKWELL},
+    **{("rows", arch): (ROW + FIRST_USE,) * 3 for arch in BLACKWELL},
+    **{("mxfp8", arch): (MX + FIRST_USE,) * 3 for arch in BLACKWELL},
+    **{("nvfp4", arch): (NV + FIRST_USE,) * 3 for arch in BLACKWELL},
+}
+"""The library calls of fprop, dgrad and wgrad, by recipe and compute capability; all others are emulated."""
+EVERY_RECIPE = {
+    **{kind: make for kind, make in recipes.RECIPES.items() if kind != "custom"},
+    "rows": partial(recipes.CustomRecipe, qfactory="fp8_row_scaled"),
+}
+
+
+@pytest.mark.row("R10")
+@pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), *BLACKWELL])
+@pytest.mark.parametrize("kind", EVERY_RECIPE)
+def test_what_each_architecture_would_call(kind: str, arch: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opfuse.compiler.products.machine", lambda _: Machine(arch, (13, 0)))
+    model = ops.Sequential(ops.Linear(128, 256)).bfloat16()
+    with opfuse.autocast(recipe=EVERY_RECIPE[kind]()):
+        told = opfuse.explain(model, torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)).to_dict()
+    found = [(each["product"], each["status"], each["reason"]) for each in told["pipelines"][0]["products"]]
+    calls = CALLED.get((kind, arch))
+    if calls is None:
+        assert {status for _, status, _ in found} <= {"emulated", "high precision"}
+        assert all("wants >= " in reason for _, status, reason in found if status == "emulated")
+    else:
+        assert found == [(name, "native", call) for name, call in zip(("fprop", "dgrad", "wgrad"), calls, strict=True)]
 
 
 @pytest.mark.parametrize(("bias", "wgrad"), [(False, "native"), (True, "emulated")])

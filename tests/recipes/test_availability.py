@@ -10,8 +10,8 @@ import opfuse
 from opfuse.cli import doctor
 from opfuse.errors import GemmError, RecipeError
 from opfuse.formats import E4M3, E5M2
-from opfuse.kernels.products import native
-from opfuse.kernels.products.native import BACKENDS, layout_refusal
+from opfuse.kernels.products.backends import BACKENDS
+from opfuse.kernels.products.native import layout_refusal
 from opfuse.recipes import (
     RECIPES,
     CustomRecipe,
@@ -41,8 +41,15 @@ QUERIES = {
     "nvfp4": is_nvfp4_available,
 }
 
-NATIVE = {"delayed", "fp8_current", "fp8_block"}
-"""Kinds of which the package calls native products, on compute capability 9.0."""
+BLACKWELL = [(10, 0), (10, 3), (12, 0)]
+NATIVE = {
+    "delayed": [(8, 9), (9, 0), *BLACKWELL],
+    "fp8_current": [(8, 9), (9, 0), *BLACKWELL],
+    "fp8_block": [(9, 0)],
+    "mxfp8": BLACKWELL,
+    "nvfp4": BLACKWELL,
+}
+"""Compute capabilities on which the package calls native products, by kind."""
 
 
 @pytest.fixture
@@ -64,7 +71,10 @@ def test_g1_every_format_runs_on_the_cpu_and_says_emulated(kind):
 @pytest.mark.parametrize("kind", RECIPES)
 def test_h_a_kind_is_native_where_its_formats_have_a_back_end(kind, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    assert [arch for arch in ARCHS if support(kind, arch).status == "native"] == ([(9, 0)] if kind in NATIVE else [])
+    assert [arch for arch in ARCHS if support(kind, arch).status == "native"] == NATIVE.get(kind, [])
+    unrecorded = [arch for arch in NATIVE.get(kind, []) if arch != (9, 0)]
+    assert all("certified on first use" in support(kind, arch).reason for arch in unrecorded)
+    assert "certified" not in support(kind, (9, 0)).reason
 
 
 @pytest.fixture
@@ -77,11 +87,10 @@ def _fresh():
 @pytest.mark.usefixtures("_fresh")
 def test_a_back_end_more_is_a_kind_more(monkeypatch):
     """No list of kinds says what is native: the back ends of formats do."""
-    backend = BACKENDS["tensor"]._replace(name="a product", rules=(), since=(10, 0), below=(12, 0))
-    monkeypatch.setattr(native, "BACKENDS", more := {**BACKENDS, "mx": backend})
-    monkeypatch.setattr(availability, "BACKENDS", more)
-    assert support("mxfp8", (10, 0)) == Support("native", "fprop, dgrad, wgrad by a product")
-    assert support("mxfp8", (9, 0)) == Support("emulated", "compute capability: wants >= 10.0 and < 12.0, got 9.0")
+    backend = BACKENDS["block"][0]._replace(name="a product", rules=(), since=(10, 0), below=(12, 0))
+    monkeypatch.setitem(BACKENDS, "block", (*BACKENDS["block"], backend))
+    assert support("fp8_block", (10, 0)).status == "native"
+    assert support("fp8_block", (12, 0)) == Support("emulated", "compute capability: wants >= 9.0 and < 12.0, got 12.0")
 
 
 def test_block_scaling_wants_cuda_12_9(monkeypatch):
@@ -137,7 +146,7 @@ def test_doctor_tells_of_a_recipe_that_joins_the_table(monkeypatch):
         monkeypatch.setattr(module, "RECIPES", {**RECIPES, "rows": Rows})
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert doctor.recipes()["rows"]["status"] == support("rows").status
-    assert [row["status"] for row in doctor.matrix() if row["kind"] == "rows"] == ["emulated"] * 3 + ["native"] + ["emulated"] * 2
+    assert [row["status"] for row in doctor.matrix() if row["kind"] == "rows"] == ["emulated"] * 2 + ["native"] * 5
 
 
 def delayed(role):
@@ -166,7 +175,11 @@ def mixed(role):
         ({"qfactory": delayed_gradient}, "emulated", "dgrad: elements: wants at most one e5m2, got ('e5m2', 'e5m2')"),
         ({"qfactory": delayed, "backward_override": "dequantized"}, "refused", "CustomRecipe.qfactory("),
         ({"qfactory": mixed}, "refused", "fprop of input and weight: wants two formats"),
-        ({"qfactory": "high_precision_fwd_mxfp8_bwd"}, "emulated", "dgrad: no native product of mx formats"),
+        (
+            {"qfactory": "high_precision_fwd_mxfp8_bwd"},
+            "emulated",
+            "dgrad: compute capability: wants >= 10.0 and < 13.0, got 9.0",
+        ),
         ({"qfactory": named_alone}, "emulated", "fprop: the factory refuses a linear layer without a name"),
         ({"qfactory": mixed, "allow_mixed_emulation": True}, "emulated", "fprop of input and weight: wants two formats"),
         ({"qfactory": lambda role: IdentityQuantizer()}, "native", "all products are in high precision"),
@@ -216,8 +229,8 @@ def test_a_custom_recipe_asks_for_the_cuda_of_its_products(monkeypatch):
 
 
 def test_reasons_name_wanted_and_got():
-    assert support("mxfp8", (9, 0)).reason == "no native product of mx formats"
-    assert support("fp8_current", (8, 9)).reason == "compute capability: wants >= 9.0 and < 10.0, got 8.9"
+    assert support("mxfp8", (9, 0)).reason == "compute capability: wants >= 10.0 and < 13.0, got 9.0"
+    assert support("fp8_current", (8, 0)).reason == "compute capability: wants >= 8.9 and < 13.0, got 8.0"
 
 
 def test_native_on_this_machine(monkeypatch):

@@ -1,4 +1,9 @@
-"""Compiles kernels in threads while the caller goes on; a launch waits only for its own kernel."""
+"""Compiles kernels in threads while the caller goes on; a launch waits only for its own kernel.
+
+NVRTC releases Python's lock and compiles several kernels at a time, but reads one text at a time under a lock of its own. So
+long texts come first, and last those of launches that programs join. The forward pass runs while kernels of the backward pass
+are compiled.
+"""
 
 from __future__ import annotations
 

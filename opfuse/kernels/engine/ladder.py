@@ -6,6 +6,8 @@ macros are only where compilation begins. No grid depends on them:
 RESIDENT    how many blocks share a multiprocessor, and so its registers; 0 leaves it to the compiler
 AHEAD       how many rows a thread loads before it needs them: a power of two, at most 4
 HERE        whether results are made row by row; else the compiler may keep what they are made of until they are cast
+
+The cubin of the first rung without spills is kept. A kernel that spills on every rung is reported when it is loaded.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Only the .cu file declares the struct; the host reads order, types and alignment from that text and packs accordingly. A field
 called ``unused`` is filled with zeros. An array counts as a struct whose fields are its elements.
+
+The text of a generated kernel, a chain's, is read in the same way. Lengths of arrays, as of groups, are given by the launch.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Calling a kernel launches it for a CUDA tensor, and runs the definition for any other tensor, and for all under
 ``OPFUSE_REFERENCE=1``. The calls on which the two are compared are in ``kernels/cases``, which nothing that runs a kernel loads.
+
+Running the cases with a launcher that records shows what a kernel launches, on a CPU. So tests compile variants without a GPU:
+as many as cover each definition and each op of a chain once in every run, all of them for every architecture among slow tests.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import functools
 import inspect
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -160,6 +164,17 @@ def _enabled(device: int) -> bool:
     """Whether the device and the environment allow kernels; the environment is read at the first launch on a device."""
     wanted = variable("OPFUSE_REFERENCE") in ("", "0") and torch.version.cuda is not None
     return wanted and torch.cuda.get_device_capability(device) >= _OLDEST
+
+
+@contextmanager
+def definitions_alone() -> Iterator[None]:
+    """Inside, the definitions compute everything in this process, on every device, as under ``OPFUSE_REFERENCE=1``."""
+    global _enabled  # noqa: PLW0603 - the switch that is asked at every launch
+    before, _enabled = _enabled, functools.cache(lambda device: False)
+    try:
+        yield
+    finally:
+        _enabled = before
 
 
 _KERNELS: dict[str, Kernel[Any, Any]] = {}

@@ -2,6 +2,11 @@
 
 The bits are those of the product and of the chain's own kernel, one after the other; :data:`CHEAPER` says where the one launch
 saves time.
+
+The expressions are those of the chain's own kernel, over two neighbours at a time in place of eight. Each value is rounded
+where the op alone would round it. Codes of the transpose, which weight gradients read, are turned in shared memory on their
+way. A product is decided late: a rule asks for one that is yet to be made (``PendingProduct``), and the chain makes it with
+itself or without.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 The sums are those of cuBLASLt's products, in its order, so their bits are the same: which one multiplies changes nothing but
 time. Only where the library parts a long sum of a small result among blocks, which adds in another order, can bits differ. Lines
 of the left that have scales of their own need not be a multiple of 4 here.
+
+So the choice between library and kernel is a question of time alone, which the table :data:`FASTER` answers for one product.
+The library runs what the kernel refuses, results in fp32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Products of two quantized planes by cuBLASLt, through torch's scaled_mm, where the device takes them; else emulated.
+"""Products of two quantized planes by the library, through torch's scaled_mm, where the device takes them; else emulated.
 
-Products of groups run in one launch of opfuse's own kernel, if it takes all of them.
-
-A back end multiplies one family of formats on some devices. Its rules are the device's, which torch's CPU product does not
-enforce, so they are checked here, on the stored arrays, whatever device these are on.
+backends.py says which those are. Products of groups run in one launch of opfuse's own kernel, if it takes all of them.
 
 Accuracy. FP8 units of compute capability 9.0 sum with about 13 fraction bits. Split accumulation adds the sums of 128 products
 in fp32: the error, relative to the norm of the result, was 2^-12.9 at every length (random normal values). Fast accumulation
@@ -21,114 +18,39 @@ first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.functional import ScalingType
 
-from opfuse.formats import E4M3, E5M2
+from opfuse.formats import NumberFormat
 from opfuse.kernels.engine.registry import runs_kernels
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products import emulated as emulation
-from opfuse.kernels.products.hopper import SCALING, grouped_product, is_faster
+from opfuse.kernels.products.backends import (
+    ALL_E4M3,
+    BACKENDS,
+    ONE_E5M2,
+    SHAPES,
+    Backend,
+    Machine,
+    Rule,
+    Version,
+    backend_of,
+    library_name,
+    library_operand,
+)
+from opfuse.kernels.products.certificate import certified, known_certificate, standing
+from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_faster
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import lines_from, rows_of
-from opfuse.numerics.layouts import Layout, are_known
-
-Version = tuple[int, int]
+from opfuse.numerics.layouts import Layout, are_known, load_scale, store_scale
 
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of a result that the device rounds its sums to, once."""
 
-_SCALING = {
-    None: ScalingType.TensorWise,
-    (1, 0): ScalingType.RowWise,
-    (1, 128): ScalingType.BlockWise1x128,
-    (128, 128): ScalingType.BlockWise128x128,
-}
-
-
-class Machine(NamedTuple):
-    """A device's compute capability and the CUDA version of its torch."""
-
-    arch: Version
-    cuda: Version
-
-
-class Rule(NamedTuple):
-    """What a product asks of its operands' layouts: ``wanted`` of what ``got`` reads from them."""
-
-    what: str
-    wanted: str
-    got: Callable[[Layout, Layout], Any]
-    holds: Callable[[Any], bool]
-
-    def miss(self, left: Layout, right: Layout) -> str:
-        """What is wrong, or an empty string."""
-        got = self.got(left, right)
-        return "" if self.holds(got) else f"{self.what}: wants {self.wanted}, got {got}"
-
-
-Given = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Backend(NamedTuple):
-    """A native product of one family: devices from ``since`` up to, not including, ``below``.
-
-    fast: whether the library can sum fast; the package's own product says so by scaling (hopper.py). scales: how the stored
-    scales of the left and of the right are given to the library.
-    """
-
-    name: str
-    since: Version
-    below: Version
-    rules: tuple[Rule, ...]
-    cuda: Version = (0, 0)
-    fast: bool = False
-    scales: tuple[Given, Given] = (torch.t, torch.t)
-
-
-def _elements(left: Layout, right: Layout) -> tuple[str, ...]:
-    return left.element.name, right.element.name
-
-
-_SHAPES = (
-    Rule("left lines", "at least 1", lambda left, _: left.lines[0], lambda n: n > 0),
-    Rule("right lines", "a positive multiple of 16", lambda _, right: right.lines[0], lambda n: n > 0 and n % 16 == 0),
-    Rule("length of the sum", "a positive multiple of 16", lambda left, _: left.lines[1], lambda n: n > 0 and n % 16 == 0),
-)
-_ARRAYS = "arrays: wants contiguous ones of their layout's shape on 16 bytes, got strided, misaligned ones or another shape"
-_ONE_E5M2 = Rule("elements", "at most one e5m2", _elements, lambda names: names != (E5M2.name,) * 2)
-_ALL_E4M3 = Rule("elements", "e4m3 twice", _elements, lambda names: names == (E4M3.name,) * 2)
-_UNPADDED_SCALES = Rule(
-    "left lines with scales of their own",
-    "a multiple of 4",
-    lambda left, _: left.lines[0] if left.scale_across else 0,
-    lambda n: n % 4 == 0,
-)
-
-_HOPPER: Any = {"since": (9, 0), "below": (10, 0)}
-_CUBLAS_12_9: Any = {**_HOPPER, "cuda": (12, 9)}
-"""From this CUDA version on, the library handles scales of lines."""
-
-BACKENDS: Mapping[str, Backend] = {
-    "tensor": Backend("scaled_mm, per tensor", **_HOPPER, fast=True, rules=(*_SHAPES, _ONE_E5M2)),
-    "row": Backend(
-        "scaled_mm, per row",
-        **_CUBLAS_12_9,
-        fast=True,
-        scales=(lambda scale: scale[:, None], lambda scale: scale[None, :]),
-        rules=(*_SHAPES, _ONE_E5M2),
-    ),
-    "block": Backend(
-        "scaled_mm, 1x128 and 128x128 blocks of E4M3",
-        **_CUBLAS_12_9,
-        rules=(*_SHAPES, _ALL_E4M3, _UNPADDED_SCALES),
-    ),
-}
-"""Native products by family of formats, where they have been checked; a family without one is emulated."""
+OWN_OUTPUTS = (torch.bfloat16, torch.float16)
 
 _TILED_RIGHT = Rule(
     "blocks",
@@ -136,17 +58,16 @@ _TILED_RIGHT = Rule(
     lambda left, right: (left.block, right.block),
     lambda blocks: blocks[0] == (1, 128),
 )
+_HOPPER: Any = {"since": (9, 0), "below": (10, 0), "cuda": (12, 9), "recorded": True}
 
-OWN: Mapping[str, Backend] = {
-    "tensor": Backend("product.cu, per tensor", **_CUBLAS_12_9, rules=(*_SHAPES, _ONE_E5M2)),
-    "row": Backend("product.cu, per row", **_CUBLAS_12_9, rules=(*_SHAPES, _ONE_E5M2)),
-    "block": Backend("product.cu, 1x128 and 128x128 blocks of E4M3", **_CUBLAS_12_9, rules=(*_SHAPES, _ALL_E4M3, _TILED_RIGHT)),
+OWN: Mapping[str, tuple[Backend, ...]] = {
+    "tensor": (Backend("product.cu, per tensor", **_HOPPER, rules=(*SHAPES, ONE_E5M2)),),
+    "row": (Backend("product.cu, per row", **_HOPPER, rules=(*SHAPES, ONE_E5M2)),),
+    "block": (Backend("product.cu, 1x128 and 128x128 blocks of E4M3", **_HOPPER, rules=(*SHAPES, ALL_E4M3, _TILED_RIGHT)),),
 }
-"""Products of the package's own (hopper.py), of groups above all; their bits are those of the back ends above."""
+"""Products of the package's own (hopper.py), of groups above all; their bits are those of the library."""
 
-ON_CPU = "the CPU has no product of this format"
-
-OWN_OUTPUTS = (torch.bfloat16, torch.float16)
+_ARRAYS = "arrays: wants contiguous ones of their layout's shape on 16 bytes, got strided, misaligned ones or another shape"
 
 
 def refusal(left: Stored, right: Stored, out_dtype: torch.dtype, machine: Machine, *, own: bool = False) -> str:
@@ -161,25 +82,17 @@ def refusal(left: Stored, right: Stored, out_dtype: torch.dtype, machine: Machin
 @functools.lru_cache(maxsize=4096)
 def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine, *, own: bool = False) -> str:
     """:func:`refusal` of planes in these layouts whose arrays lie as the device wants them."""
-    backend = (OWN if own else BACKENDS).get(left.format.family)
-    if backend is None:
+    rows = (OWN if own else BACKENDS).get(left.format.family)
+    if rows is None:
         return f"no native product of {left.format.family} formats"
     if not are_known((left, right)):
         return f"formats: wants those of opfuse.formats, got {left.format} and {right.format}"
-    if missing := _missing(backend, machine):
-        return missing
+    backend = backend_of(rows, machine)
+    if isinstance(backend, str):
+        return backend
     if out_dtype not in (OWN_OUTPUTS if own else OUTPUTS):
         return f"result: wants {'' if own else 'fp32, '}bf16 or fp16, got {out_dtype}"
     return next((miss for rule in backend.rules if (miss := rule.miss(left, right))), "")
-
-
-def _missing(backend: Backend, machine: Machine) -> str:
-    """What ``machine`` lacks for a product; an empty string if nothing."""
-    if machine.arch == (0, 0):
-        return ON_CPU
-    if not backend.since <= machine.arch < backend.below:
-        return f"compute capability: wants {_range(backend)}, got {_dotted(machine.arch)}"
-    return "" if machine.cuda >= backend.cuda else f"CUDA: wants >= {_dotted(backend.cuda)}, got {_dotted(machine.cuda)}"
 
 
 def multiply(
@@ -204,11 +117,49 @@ def multiply(
         own = not refusal(left, right, out_dtype, device, own=True)
         if own and is_faster(left, right, fast=fast):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
-        if not refusal(left, right, out_dtype, device):
+        if _library_takes(left, right, out_dtype):
             return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
         if own:
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply(*_operands(left, right), dtype=out_dtype)
+
+
+def _library_takes(left: Stored, right: Stored, out_dtype: torch.dtype) -> bool:
+    """Whether the library multiplies two planes on their device, and is known to do so rightly there."""
+    index = left.data.get_device()
+    device = _machine(index)
+    return not refusal(left, right, out_dtype, device) and is_certified(left.layout.format.family, index)
+
+
+def is_certified(family: str, device: int) -> bool:
+    """Whether the library's product of a family that it takes on a CUDA device is right there (certificate.py)."""
+    return certified(family, device, _machine(device), library_product).passed
+
+
+def library_product(left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+    """The product by the library, whatever is known of it; the arguments are those of :func:`multiply`."""
+    return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast)
+
+
+def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
+    """:func:`layout_refusal`, or why the product was found to be wrong on the device at hand, if that is such a machine."""
+    if refused := layout_refusal(left, right, out_dtype, machine):
+        return refused
+    known = known_certificate(left.format.family, machine)
+    return "" if known is None or known.passed else f"wrong here: {known.fault}"
+
+
+def native_name(left: NumberFormat, right: NumberFormat, machine: Machine) -> str:
+    """Who makes native products of two formats: the library (``scaled_mm``), or it or the package's own kernel (``product.cu``),
+    as is faster for their sizes (:data:`~opfuse.kernels.products.hopper.FASTER`).
+    """
+    notes = filter(None, (library_name(left.family), standing(left.family, machine)))
+    library, scaling = ", ".join(notes), SCALING.get((left.block, right.block))
+    own = backend_of(OWN.get(left.family, ()), machine)
+    if isinstance(own, str) or not any(scaling == each for each, _ in FASTER):
+        return library
+    ours, _, _ = own.name.partition(",")
+    return f"{ours} or {library}"
 
 
 def accumulate(lefts: Sequence[Stored], rights: Sequence[Stored], out: torch.Tensor, *, fast: bool = False) -> bool:
@@ -240,7 +191,8 @@ def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: boo
         device, (left, right) = _machine(left.data.get_device()), (plane.moved_in_place() for plane in (left, right))
         if not refusal(left, right, out_dtype, device, own=True):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
-        if not invariant_refusal(left.layout, right.layout, out_dtype, device):
+        family = left.layout.format.family
+        if not invariant_refusal(left.layout, right.layout, out_dtype, device) and is_certified(family, left.data.get_device()):
             return _in_tiles(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply_tiles(*_operands(left, right), dtype=out_dtype)
 
@@ -249,6 +201,8 @@ def invariant_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machi
     """Why the library makes no product of tiles of ``left``; an empty string if it does."""
     if left.format.family == "block" and not left.scale_across:
         return "tiles: wants scales of single lines on the left, got 128x128 blocks"
+    if left.tiled and left.across:
+        return "tiles: wants lines of the left one after the other, got a columnwise plane that keeps the matrix"
     return layout_refusal(left.replace(shape=(rows_of("cuda"), left.lines[1])), right, out_dtype, machine)
 
 
@@ -276,11 +230,14 @@ def _in_tiles(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool
 def _tile(plane: Stored, start: int, rows: int) -> Stored:
     """Lines of a rowwise plane from ``start`` on, with their scales, where these are not for all; zeros fill the last tile."""
     layout = plane.layout
+    of_tile = layout.replace(shape=(rows, layout.lines[1]), swizzled=False)
     if layout.scale_across:
         scale = lines_from(plane.scale.t()[: layout.lines[0]], start, rows).t().contiguous()
+    elif layout.tiled:
+        scale = store_scale(load_scale(plane.scale, layout)[start : start + rows], of_tile)
     else:
         scale = plane.scale if layout.format.family == "tensor" else lines_from(plane.scale, start, rows)
-    return Stored(lines_from(plane.data, start, rows), scale, plane.amax, layout.replace(shape=(rows, layout.lines[1])))
+    return Stored(lines_from(plane.data, start, rows), scale, plane.amax, of_tile)
 
 
 def _own(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
@@ -306,9 +263,11 @@ def multiply_groups(
     of a side one format.
     """
     first = lefts[0].data
-    if lefts[0].layout.format.family not in BACKENDS:
-        return None if invariant else emulation.multiply_groups(lefts, rights, lines, dtype=out_dtype)
-    if not first.is_cuda or not runs_kernels(first):
+    on_device = first.is_cuda and runs_kernels(first)
+    if lefts[0].layout.format.family not in OWN:
+        native = on_device and all(_library_takes(*pair, out_dtype) for pair in zip(lefts, rights, strict=True))
+        return None if invariant or native else emulation.multiply_groups(lefts, rights, lines, dtype=out_dtype)
+    if not on_device:
         return None
     device = _machine(first.get_device())
     if any(refusal(left, right, out_dtype, device, own=True) for left, right in zip(lefts, rights, strict=True)):
@@ -319,25 +278,31 @@ def multiply_groups(
 def _scaled_mm(
     left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Scales of blocks go in as their stored arrays transposed: (lines, blocks) for 1x128, (padded blocks, blocks of lines) for
-    128x128. Those of rows are a column on the left and a row on the right.
-
-    The scale of a tensor and those of rows may be a part of a larger array; cuBLASLt wants 16 bytes, so they are copied then.
-    """
-    backend = BACKENDS[left.layout.format.family]
-    a, b = (p.data.view(p.layout.element.dtype) for p in (left, right))
-    scale_a, scale_b = (
-        turn(p.scale if on_bytes(p.scale, 16) else p.scale.clone()) for turn, p in zip(backend.scales, (left, right))
-    )
-    scaling_a, scaling_b = (_SCALING[p.layout.format.block] for p in (left, right))
-    fast = fast and backend.fast
-    if out is None or tuple(out.shape) != (len(a), len(b)) or not on_bytes(out, 16):
-        return F.scaled_mm(a, b.t(), scale_a, scaling_a, scale_b, scaling_b, output_dtype=out_dtype, use_fast_accum=fast)
+    a, b = library_operand(left, is_right=False), library_operand(right, is_right=True)
+    fast = fast and has_fast_sums(left.layout.format.family, _machine(left.data.get_device()))
+    if out is None or tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16):
+        return F.scaled_mm(
+            a.codes,
+            b.codes.t(),
+            a.scales,
+            a.scaling,
+            b.scales,
+            b.scaling,
+            a.swizzle,
+            b.swizzle,
+            output_dtype=out_dtype,
+            use_fast_accum=fast,
+        )
     into: Any = torch._scaled_mm_v2  # as F.scaled_mm, which has no out
-    left_scale: Any = [scale_a], [scaling_a.value], []
-    right_scale: Any = [scale_b], [scaling_b.value], []
-    result: torch.Tensor = into(a, b.t(), *left_scale, *right_scale, None, out_dtype, [], fast, out=out)
+    levels = ((each.scales, [kind.value for kind in each.scaling], [order.value for order in each.swizzle]) for each in (a, b))
+    result: torch.Tensor = into(a.codes, b.codes.t(), *next(levels), *next(levels), None, out_dtype, [], fast, out=out)
     return result
+
+
+def has_fast_sums(family: str, machine: Machine) -> bool:
+    """Whether the library's product of a family can keep its sums in the matrix unit of a machine."""
+    backend = backend_of(BACKENDS[family], machine)
+    return isinstance(backend, Backend) and backend.fast
 
 
 def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:
@@ -353,18 +318,11 @@ def multiplies_runs(left: Layout, right: Layout, out_dtype: torch.dtype, device:
 
 @functools.cache
 def _machine(device: int) -> Machine:
-    return machine(torch.cuda.get_device_capability(device))
+    """That of a CUDA device; -1: of the CPU."""
+    return machine((0, 0) if device < 0 else torch.cuda.get_device_capability(device))
 
 
 def machine(arch: Version) -> Machine:
     """A device of compute capability ``arch`` under the CUDA of this torch."""
     major, minor, *_ = (torch.version.cuda or "0.0").split(".")
     return Machine(arch, (int(major), int(minor)))
-
-
-def _range(backend: Backend) -> str:
-    return f">= {_dotted(backend.since)} and < {_dotted(backend.below)}"
-
-
-def _dotted(version: Version) -> str:
-    return f"{version[0]}.{version[1]}"

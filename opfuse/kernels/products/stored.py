@@ -29,6 +29,11 @@ class Stored(NamedTuple):
         """Whether groups of its rows (row_groups.py) have scales of their own: those of each, one after the other."""
         return self.scale.ndim > len(self.layout.scale_shape)
 
+    def to(self, device: torch.device | str) -> Stored:
+        """The same plane on another device."""
+        amax = None if self.amax is None else self.amax.to(device)
+        return self._replace(data=self.data.to(device), scale=self.scale.to(device), amax=amax)
+
     def moved_in_place(self) -> Stored:
         """Itself, or a copy whose arrays lie as :attr:`in_place` wants them."""
         if self.in_place:

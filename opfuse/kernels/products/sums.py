@@ -1,4 +1,8 @@
-"""Sums times the factors that they leave out, as the library calls them: one launch, with the result of numerics/sums.py."""
+"""Sums times the factors that they leave out, as the library calls them: one launch, with the result of numerics/sums.py.
+
+Products of experts that are emulated are made eight at a time: a launch decodes each side, torch multiplies each group, a
+launch scales and rounds all sums. More at once would hold more weights in bf16, and save little.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 A library chooses how it multiplies by the number of rows, and with that the order of its sums: a row alone and the same row
 in a batch differ in their last bits. Here it is asked for one shape only, of operands that start on one alignment.
+
+Formats and dtypes decide whether a product is made so, never the number of rows. Tiles start on one alignment because the
+library chooses its algorithm by that as well. Emulated products are cut likewise, also on a CPU, whose library has other
+kernels for few rows.
 """
 
 from __future__ import annotations

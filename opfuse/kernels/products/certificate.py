@@ -1,0 +1,317 @@
+"""Certifies native products on devices that this project has not recorded: each family is tried before its first use.
+
+A trial multiplies two planes of random codes by the product in question, and compares with the exact product of their values in
+fp64 on the CPU. Trials have tails, every usage and order of elements that the rules allow, zeros, NaN, and the largest codes.
+Scales differ from block to block, so that an operand that is read in the wrong order, or a scale that is left out, is far outside
+of the bound:
+
+    |got - exact| <= 2^-13 (length max |left| max |right| + (1 + length / 32) sum |left| |right|)  +  2^-b |exact|
+
+That is of a unit with 13 fraction bits, the coarsest that is known (compute capability 9.0): in each step of 32 it cuts every
+product off at 2^-13 of the largest, and then the sum of what it has. The last part is one rounding to the ``b`` bits of the
+result's dtype. Maxima are those of a line.
+
+A family that passes is native from then on. Its certificate is kept beside the compiled kernels, for this code, device, driver
+and library. One that fails, or raises, is emulated, and an OpfuseWarning tells the first wrong element.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from opfuse.errors import OpfuseWarning, PlanMissError, describe
+from opfuse.formats import (
+    COLUMNWISE,
+    E4M3,
+    E5M2,
+    NVFP4,
+    ROWWISE,
+    Element,
+    NumberFormat,
+    Usage,
+    dtype_name,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+)
+from opfuse.kernels.engine.bindings import runtime
+from opfuse.kernels.engine.cubins import CubinCache, root
+from opfuse.kernels.engine.sources import sources_digest
+from opfuse.kernels.products.backends import BACKENDS, Backend, Machine, backend_of
+from opfuse.kernels.products.emulated import operand
+from opfuse.kernels.products.stored import Stored
+from opfuse.numerics.layouts import Layout, layout_of, store_data, store_scale
+
+Multiply = Callable[[Stored, Stored, torch.dtype, bool], torch.Tensor]
+"""A product of two planes in a dtype, with fast sums or without: (left lines, right lines)."""
+
+
+class Certificate(NamedTuple):
+    """What trials of a product found. fault: the first wrong element, or what was raised; an empty string if there is none."""
+
+    fault: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the product may be used."""
+        return not self.fault
+
+
+class Trial(NamedTuple):
+    """Two planes on the CPU. name: what is tried."""
+
+    name: str
+    left: Stored
+    right: Stored
+
+
+# -- trials ----------------------------------------------------------------------------------------------------------------------
+
+_BLOCKS = fp8_block(E4M3, 1)
+_FORMATS: dict[str, tuple[tuple[NumberFormat, NumberFormat], ...]] = {
+    "tensor": tuple((fp8_tensor(one), fp8_tensor(other)) for one, other in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))),
+    "row": tuple((fp8_row(one), fp8_row(other)) for one, other in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))),
+    "block": ((_BLOCKS, fp8_block(E4M3, 2)), (fp8_block(E4M3, 2), _BLOCKS), (_BLOCKS, _BLOCKS)),
+    "mx": tuple((mxfp8(one), mxfp8(other)) for one, other in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))),
+    "nv": ((NVFP4, NVFP4),),
+}
+"""Formats of the left and of the right."""
+
+_SHAPES = ((1, 16, 32), (4, 48, 96), (132, 144, 288), (256, 128, 512), (64, 272, 160), (300, 16, 1056))
+"""Lines of the left, lines of the right, length: less than a tile, tiles with tails, long sums of small results."""
+
+_USAGES: tuple[tuple[Usage, Usage], ...] = ((ROWWISE, ROWWISE), (ROWWISE, COLUMNWISE), (COLUMNWISE, COLUMNWISE))
+"""Planes that fprop, dgrad and wgrad read."""
+
+_SEED = 20250731
+
+
+def trials(family: str, backend: Backend) -> Iterator[Trial]:
+    """What a product of ``family`` is tried on, as far as the rules of ``backend`` take it."""
+    every = (Trial(*each) for each in _pairs(family, torch.Generator().manual_seed(_SEED)))
+    return (trial for trial in every if not any(rule.miss(trial.left.layout, trial.right.layout) for rule in backend.rules))
+
+
+def _pairs(family: str, random: torch.Generator) -> Iterator[tuple[str, Stored, Stored]]:
+    for left_lines, right_lines, length in _SHAPES:
+        for left_usage, right_usage in _USAGES:
+            for one, other in _FORMATS[family]:
+                left = random_plane(one, left_usage, left_lines, length, random)
+                right = random_plane(other, right_usage, right_lines, length, random)
+                yield _name(left, right), left, right
+    one, other = _FORMATS[family][0]
+    left, right = (random_plane(fmt, ROWWISE, lines, 256, random) for fmt, lines in ((one, 128), (other, 64)))
+    yield "zeros", left._replace(data=torch.zeros_like(left.data)), right
+    yield "outliers", _planted(left, _largest(left.layout.element)), right
+    if (nan := left.layout.element.nan_code) is not None:
+        yield "NaN", _planted(left, nan), right
+    largest = [plane._replace(data=torch.full_like(plane.data, _largest(plane.layout.element))) for plane in (left, right)]
+    yield "largest codes", largest[0], largest[1]
+
+
+def _planted(plane: Stored, byte: int) -> Stored:
+    """The plane with other bytes in two places."""
+    data = plane.data.clone()
+    data[3, 5] = data[100, 77] = byte
+    return plane._replace(data=data)
+
+
+def _largest(element: Element) -> int:
+    return element.max_code | element.max_code << 4 if element.bits == 4 else element.max_code
+
+
+def _name(left: Stored, right: Stored) -> str:
+    sizes = f"{left.layout.lines[0]} x {right.layout.lines[0]} x {left.layout.lines[1]}"
+    return f"{sizes}, {left.layout.format} {left.layout.usage} times {right.layout.format} {right.layout.usage}"
+
+
+def random_plane(fmt: NumberFormat, usage: Usage, lines: int, length: int, random: torch.Generator) -> Stored:
+    """A plane of random finite codes, whose scales are of seven powers of two, times 4 to 7 where a scale has a mantissa."""
+    layout = layout_of(fmt, usage, (lines, length) if usage == ROWWISE else (length, lines))
+    element = layout.element
+    magnitude = torch.randint(0, element.max_code + 1, layout.lines, generator=random, dtype=torch.uint8)
+    sign = torch.randint(0, 2, layout.lines, generator=random, dtype=torch.uint8) << (element.bits - 1)
+    return Stored(store_data(magnitude | sign, layout), _scales(layout, random), _amax(layout, random), layout)
+
+
+def _scales(layout: Layout, random: torch.Generator) -> torch.Tensor:
+    exponents = torch.randint(-3, 4, layout.blocks, generator=random)
+    mantissas = torch.randint(4, 8, layout.blocks, generator=random)
+    if layout.format.scale == "e8m0":
+        return store_scale((exponents + 127).to(torch.uint8), layout)
+    if layout.format.scale == "e4m3":
+        return store_scale(((exponents + 7 << 3) | mantissas).to(torch.uint8), layout)
+    scales = mantissas.float() * exponents.float().exp2()
+    return scales.reshape(1) if layout.format.family == "tensor" else store_scale(scales, layout)
+
+
+def _amax(layout: Layout, random: torch.Generator) -> torch.Tensor | None:
+    return None if layout.amax_shape is None else 1 + 500 * torch.rand(layout.amax_shape, generator=random)
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------------------
+
+_OUT_BITS = {torch.bfloat16: 8, torch.float32: 20, torch.float16: 11}
+"""Bits of a result that a product has to keep: of fp32 fewer than it has, since its factors are rounded as well."""
+
+_STEP, _STEP_BITS = 32, 13
+
+
+def exact_values(plane: Stored) -> torch.Tensor:
+    """What a plane on the CPU says, in fp64: (lines, length)."""
+    lines = operand(plane.data, plane.scale, plane.amax, layout=plane.layout)
+    values = lines.values.double()
+    if lines.blocks is not None:
+        values *= lines.blocks.double().repeat_interleave(lines.step, 1)[:, : values.shape[1]]
+    return values if lines.factor is None else values * (lines.factor.double() / lines.unit)
+
+
+class Exact(NamedTuple):
+    """The exact product of two planes in fp64, and how far the sums of a unit may be from it."""
+
+    product: torch.Tensor
+    bound: torch.Tensor
+
+    @staticmethod
+    def of(trial: Trial) -> Exact:
+        """That of a trial."""
+        left, right = (exact_values(plane) for plane in (trial.left, trial.right))
+        length, one, other = left.shape[1], left.abs(), right.abs()
+        cut = length * torch.outer(one.amax(1), other.amax(1)) + (1 + length / _STEP) * (one @ other.t())
+        return Exact(left @ right.t(), 2.0**-_STEP_BITS * cut)
+
+    def fault(self, got: torch.Tensor) -> str:
+        """The first element of ``got`` that is not within the bound of its dtype; an empty string if there is none."""
+        if got.shape != self.product.shape:
+            return f"wants the shape {tuple(self.product.shape)}, got {tuple(got.shape)}"
+        bound = self.bound + 2.0 ** -_OUT_BITS[got.dtype] * self.product.abs()
+        overflows = self.product.abs() > torch.finfo(got.dtype).max
+        got = got.double()
+        right = ((got - self.product).abs() <= bound) | (got.isnan() & self.product.isnan())
+        right |= overflows & (got == self.product.sign() * torch.inf)
+        if right.all():
+            return ""
+        row, column = (int(i) for i in (~right).nonzero()[0])
+        wanted = f"wants {self.product[row, column].item():g} within {bound[row, column].item():g}"
+        return f"element ({row}, {column}) is {got[row, column].item():g}, {wanted}"
+
+
+def examine(family: str, backend: Backend, product: Multiply, device: torch.device) -> Certificate:
+    """Try ``product`` on every trial, in every dtype, with fast sums where the back end has them, on ``device``; waits for it."""
+    for trial in trials(family, backend):
+        exact = Exact.of(trial)
+        left, right = (plane.to(device) for plane in (trial.left, trial.right))
+        for out_dtype, fast in itertools.product(_OUT_BITS, (False, True)[: 1 + backend.fast]):
+            try:
+                fault = exact.fault(product(left, right, out_dtype, fast).cpu())
+            except Exception as error:  # whatever the library raises: it does not multiply these here
+                fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            if fault:
+                return Certificate(f"{trial.name}, {dtype_name(out_dtype)}{', fast sums' * fast}: {fault}")
+    return Certificate("")
+
+
+# -- certificates ----------------------------------------------------------------------------------------------------------------
+
+_CERTIFICATE = "certificate"
+_known: dict[tuple[str, int], Certificate] = {}
+"""By family and device, those that this process knows."""
+
+
+def certified(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
+    """The certificate of the library's product of ``family`` on a CUDA device, which is found if it is not known.
+
+    PlanMissError if a stream is being captured and the product was never tried: trials wait for the device.
+    """
+    if (known := _known.get((family, device))) is None:
+        known = _known[family, device] = _found(family, device, machine, product)
+    return known
+
+
+def standing(family: str, machine: Machine) -> str:
+    """How far the library's product of a family can be trusted on a machine that has it: for what people read."""
+    backend = backend_of(BACKENDS[family], machine)
+    if isinstance(backend, str) or backend.recorded:
+        return ""
+    return "certified here" if known_certificate(family, machine) else "certified on first use"
+
+
+def known_certificate(family: str, machine: Machine) -> Certificate | None:
+    """The certificate of a family on the current CUDA device, if that is such a machine and somebody has asked for it before."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != machine.arch:
+        return None
+    device = torch.cuda.current_device()
+    return _known.get((family, device)) or _read(_key(family, device))
+
+
+def _found(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
+    backend = backend_of(BACKENDS[family], machine)
+    if isinstance(backend, str):
+        return Certificate(backend)
+    if backend.recorded:
+        return Certificate("")
+    key = _key(family, device)
+    if (kept := _read(key)) is None:
+        if torch.cuda.is_current_stream_capturing():
+            cure = "run the same call once before the capture"
+            raise PlanMissError(describe(backend.name, wanted="a certified product during graph capture", got="none", cure=cure))
+        kept = _examined(family, backend, product, device)
+        _cache().store(key, json.dumps({"product": backend.name, "fault": kept.fault}).encode(), _CERTIFICATE)
+    if not kept.passed:
+        where = f"{backend.name} on {torch.cuda.get_device_name(device)}"
+        cure = "report what `opfuse doctor --certify` prints; products of this format are emulated here, and right"
+        warnings.warn(describe(where, wanted="the exact product", got=kept.fault, cure=cure), OpfuseWarning, stacklevel=2)
+    return kept
+
+
+def _examined(family: str, backend: Backend, product: Multiply, device: int) -> Certificate:
+    """Trials see no recorder, no mode of the caller and no autograd."""
+    with ExitStack() as stack:
+        for around in (torch.cuda.device(device), _disable_current_modes(), torch.inference_mode(mode=False), torch.no_grad()):
+            stack.enter_context(around)
+        return examine(family, backend, product, torch.device("cuda", device))
+
+
+def _read(key: str) -> Certificate | None:
+    content = _cache().find(key, _CERTIFICATE)
+    return None if content is None else Certificate(json.loads(content)["fault"])
+
+
+@functools.cache
+def _cache() -> CubinCache:
+    return CubinCache(root() / "certificates-v1")
+
+
+@functools.cache
+def _key(family: str, device: int) -> str:
+    """A digest of all that a certificate depends on."""
+    facts = (
+        family,
+        sources_digest(),
+        torch.__version__,
+        torch.version.cuda,
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+        runtime().driverGetVersion(),
+        {name: version(name) for name in ("nvidia-cublas", "nvidia-cublas-cu12") if _is_installed(name)},
+    )
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False

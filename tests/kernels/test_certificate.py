@@ -1,0 +1,176 @@
+"""The certificate of native products: it passes a right product of every family, and finds each planted fault.
+
+A mock of ``scaled_mm`` multiplies what the library is handed by the library's own rules: scales in tiles, the second operand
+transposed, two codes in a byte. It knows nothing of opfuse's layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import ScalingType, SwizzleType
+
+from opfuse.kernels.products import native
+from opfuse.kernels.products.backends import BACKENDS, Backend
+from opfuse.kernels.products.certificate import examine, trials
+
+ROWS = [(family, row) for family, rows in BACKENDS.items() for row in rows]
+CPU = torch.device("cpu")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+BLOCKS = {ScalingType.BlockWise1x16: 16, ScalingType.BlockWise1x32: 32}
+
+
+def values_of(codes: torch.Tensor) -> torch.Tensor:
+    """(lines, length) in fp64."""
+    if codes.dtype != torch.float4_e2m1fn_x2:
+        return codes.double()
+    pairs = codes.view(torch.uint8)
+    return torch.stack((E2M1[(pairs & 15).long()], E2M1[(pairs >> 4).long()]), -1).flatten(1).double()
+
+
+def entry(row: torch.Tensor, column: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Where the scale of a line's block lies: cuBLAS, "1D block scaling factors layout"."""
+    tile = (row // 128) * tiles + column // 4
+    return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4
+
+
+def scales_of(scale: torch.Tensor, kind: ScalingType, shape: Sequence[int]) -> torch.Tensor:
+    """One scale for each value, (lines, length)."""
+    lines, length = shape
+    if kind in BLOCKS:
+        blocks = -(-length // BLOCKS[kind])
+        row, column = torch.meshgrid(torch.arange(lines), torch.arange(blocks), indexing="ij")
+        assert scale.is_contiguous()
+        assert scale.numel() == -(-lines // 128) * 128 * -(-blocks // 4) * 4
+        found = scale.double()[entry(row, column, -(-blocks // 4))]
+        return found.repeat_interleave(BLOCKS[kind], 1)[:, :length]
+    if kind is ScalingType.BlockWise1x128:
+        assert scale.shape[0] == lines
+        assert scale.stride(0) == 1
+        return scale.double().repeat_interleave(128, 1)[:, :length]
+    if kind is ScalingType.BlockWise128x128:
+        return scale.t().double().repeat_interleave(128, 0).repeat_interleave(128, 1)[:lines, :length]
+    return scale.double().reshape(-1, 1).expand(-1 if scale.numel() > 1 else lines, length)
+
+
+def mock(  # noqa: PLR0917 - as scaled_mm
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: list[torch.Tensor],
+    kinds_a: list[ScalingType],
+    scale_b: list[torch.Tensor],
+    kinds_b: list[ScalingType],
+    swizzle_a: list[SwizzleType],
+    swizzle_b: list[SwizzleType],
+    *,
+    output_dtype: torch.dtype,
+    use_fast_accum: bool,
+    spoil: Callable[[dict[str, Any]], None] = lambda given: None,
+) -> torch.Tensor:
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    given = {"a": a, "b": b.t(), "scales": (scale_a, scale_b), "kinds": (kinds_a, kinds_b), "levels": 2}
+    spoil(given)
+    operands = []
+    for codes, scales, kinds in zip((given["a"], given["b"]), given["scales"], given["kinds"], strict=True):
+        values = values_of(codes)
+        for scale, kind in [*zip(scales, kinds, strict=True)][: given["levels"]]:
+            values = values * scales_of(scale, kind, values.shape)
+        operands.append(values)
+    return (operands[0] @ operands[1].t()).to(output_dtype)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., native.F]:
+    """Puts a mock in the place of the library's product."""
+
+    def put(row: Backend, spoil: Callable[[dict[str, Any]], None] = lambda given: None) -> None:
+        monkeypatch.setattr(native.F, "scaled_mm", partial(mock, spoil=spoil))
+        monkeypatch.setattr(native, "has_fast_sums", lambda *_: row.fast)
+
+    return put
+
+
+def names(pairs: Sequence[tuple[str, Backend]]) -> list[str]:
+    return [f"{family} {row.since[0]}.{row.since[1]}" for family, row in pairs]
+
+
+@pytest.mark.parametrize(("family", "row"), ROWS, ids=names(ROWS))
+def test_a_right_product_passes(family: str, row: Backend, library: Callable[..., None]) -> None:
+    library(row)
+    assert examine(family, row, native.library_product, CPU).fault == ""
+    tried = [trial.name for trial in trials(family, row)]
+    assert len(tried) > 12
+    assert any("columnwise" in name for name in tried)
+
+
+def unswizzled(given: dict[str, Any]) -> None:
+    """Scales read as if they lay line by line."""
+    for scales, codes in zip(given["scales"], (given["a"], given["b"]), strict=True):
+        blocks = scales[0].numel() // (-(-len(codes) // 128) * 128)
+        row, column = torch.meshgrid(torch.arange(scales[0].numel() // blocks), torch.arange(blocks), indexing="ij")
+        line_by_line = torch.empty(scales[0].numel(), dtype=torch.uint8)
+        line_by_line[entry(row, column, blocks // 4).flatten()] = scales[0].view(torch.uint8)
+        scales[0] = line_by_line.view(scales[0].dtype)
+
+
+def transposed(given: dict[str, Any]) -> None:
+    """The right operand read in the other order of memory."""
+    codes = given["b"].view(torch.uint8)
+    given["b"] = codes.flatten().view(codes.shape[::-1]).t().contiguous().view(given["b"].dtype)
+
+
+def swapped(given: dict[str, Any]) -> None:
+    """Scales in the places of others: both operands under one tensor's, each under the other's, or lines from last to first."""
+    one, other = given["scales"]
+    if one[0].numel() == 1:
+        one[0] = other[0] if other[0].numel() == 1 else one[0]
+    elif one[0].shape == other[0].shape:
+        one[0], other[0] = other[0].clone(), one[0].clone()
+    else:
+        stored = torch.uint8 if one[0].element_size() == 1 else one[0].dtype
+        one[0] = one[0].flatten().view(stored).flip(0).view(one[0].dtype).view(one[0].shape)
+
+
+def no_tail(given: dict[str, Any]) -> None:
+    """What is beyond the last whole step of 64 is left out of the sum."""
+    codes = given["a"].view(torch.uint8).clone()
+    steps = 64 if given["a"].dtype != torch.float4_e2m1fn_x2 else 32
+    codes[:, codes.shape[1] // steps * steps :] = 0
+    given["a"] = codes.view(given["a"].dtype)
+
+
+def one_level(given: dict[str, Any]) -> None:
+    """The global scales are left out."""
+    given["levels"] = 1
+
+
+def refusing(given: dict[str, Any]) -> None:
+    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+
+BYTE_SCALES, ALL = ("mx", "nv"), tuple(BACKENDS)
+FAULTS: list[tuple[Callable[[dict[str, Any]], None], Sequence[str]]] = [
+    (unswizzled, BYTE_SCALES),
+    (transposed, ALL),
+    (swapped, ALL),
+    (no_tail, ALL),
+    (one_level, ("nv",)),
+    (refusing, ALL),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "family"),
+    [(fault, family) for fault, families in FAULTS for family in families],
+    ids=[f"{fault.__name__} {family}" for fault, families in FAULTS for family in families],
+)
+def test_each_planted_fault_is_found(fault: Callable[..., None], family: str, library: Callable[..., None]) -> None:
+    row = BACKENDS[family][-1]
+    library(row, fault)
+    found = examine(family, row, native.library_product, CPU).fault
+    assert ("CUBLAS_STATUS_NOT_SUPPORTED" if fault is refusing else "element (") in found

@@ -60,7 +60,7 @@ autograd node, because quantized values flow between them.
 
 {groups}
 
-## 4. The run (`runtime/run.py`, `tensors/`, `numerics/`)
+## 4. The run (`runtime/interpreter.py`, `tensors/`, `numerics/`)
 
 The interpreter runs the groups in order. Node 0 casts the input in blocks of 32 elements with one E8M0 scale
 (`numerics/scales.py`, `numerics/scalars.py`). The first {shown} elements of the first block:

@@ -16,6 +16,8 @@ from zlib import crc32
 
 import torch
 
+from opfuse.torch_private.stack import place_around
+
 DEFAULT, ARGUMENT, COMMAND_LINE = "default", "argument", "command line"
 """What is said of values that no line of the user's code gave, or none that can be found."""
 
@@ -34,20 +36,21 @@ _PASSED = (
 Site = tuple[str, int]
 """A file and a line."""
 
-_passed: dict[str, bool] = {}
+
+class _PassedFiles(dict[str, bool]):
+    """By file, whether its lines are of opfuse or of torch."""
+
+    def __missing__(self, file: str) -> bool:
+        self[file] = passed = file.startswith(_PASSED) and not file.startswith(_COMMANDS)
+        return passed
+
+
+_passes = _PassedFiles()
 
 
 def site() -> Site:
     """The innermost line around this call that is neither of opfuse nor of torch; :func:`told` says how it is written."""
-    frame = sys._getframe(1)
-    while True:
-        file = frame.f_code.co_filename
-        passed = _passed.get(file)
-        if passed is None:
-            passed = _passed[file] = file.startswith(_PASSED) and not file.startswith(_COMMANDS)
-        if not passed or frame.f_back is None:
-            return file, frame.f_lineno
-        frame = frame.f_back
+    return place_around(_passes.__getitem__)
 
 
 def told(place: Site) -> str:

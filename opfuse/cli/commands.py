@@ -176,6 +176,7 @@ class DoctorSection(enum.StrEnum):
     """What doctor tells of."""
 
     machine = "machine"
+    torch = "torch"
     environment = "environment"
     recipes = "recipes"
     matrix = "matrix"

@@ -18,6 +18,8 @@ from opfuse.kernels.engine.cubins import location, private
 from opfuse.recipes import RECIPES, support, support_matrix
 from opfuse.recipes.availability import device_arch
 from opfuse.recipes.settings import settings_of
+from opfuse.torch_private.table import TRIED
+from opfuse.torch_private.table import faults as torch_faults
 
 PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python", "pydantic", "ruamel.yaml")
 """Distributions whose version matters; CuPy comes in one for each major version of CUDA."""
@@ -41,6 +43,12 @@ def _tell_environment(found: Any) -> None:
     for name, meaning in found.items():
         echo(f"{name}={os.environ[name]}: {meaning}")
     echo("")
+
+
+def _tell_torch(found: Any) -> None:
+    if found["faults"]:
+        echo(f"torch {found['installed']} differs from those that opfuse was tried with ({', '.join(found['tried'])}):")
+        echo("\n".join(f"- {fault}" for fault in found["faults"]) + "\n")
 
 
 def _tell_recipes(found: Any) -> None:
@@ -68,6 +76,11 @@ def machine() -> dict[str, str]:
         "device": device,
         "kernel cache": f"{location()}{f': left alone, {fault.got}' if (fault := private(location())) else ''}",
     }
+
+
+def installed_torch() -> dict[str, Any]:
+    """What is gone or behaves otherwise in this torch of the names that torch does not promise to keep."""
+    return {"installed": torch.__version__, "tried": list(TRIED), "faults": [*torch_faults(slow=False)]}
 
 
 def environment() -> dict[str, str]:
@@ -101,6 +114,7 @@ def matrix() -> list[dict[str, str]]:
 
 SECTIONS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "machine": (machine, _tell_machine),
+    "torch": (installed_torch, _tell_torch),
     "environment": (environment, _tell_environment),
     "recipes": (recipes, _tell_recipes),
     "matrix": (matrix, _tell_matrix),

@@ -17,11 +17,11 @@ from opfuse.config.expand import RESIDUAL
 from opfuse.config.findings import Loc, Problem, sentence
 from opfuse.config.models import Text
 from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, PipelineEntry
-from opfuse.config.unloaded import without_compiler
 from opfuse.errors import OpfuseError
 from opfuse.fusions.declared import KINDS
 from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import under
+from opfuse.torch_private.unloaded import without_compiler
 
 _SIZES = ("in_features", "normalized_shape", "size")
 """Parameters that tell how many columns an op takes."""

@@ -20,10 +20,10 @@ from torch import nn
 from opfuse.convert.guards import ModuleGuard
 from opfuse.convert.in_graph import InGraph
 from opfuse.convert.pipeline import PipelineRun
-from opfuse.convert.weights import MadeParameters
+from opfuse.convert.weights import MadeParameters, stand_ins
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import break_graph, check_exported, check_partial, enroll, outside, prepared
-from opfuse.errors import ConversionError, OpfuseWarning
+from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, outside, prepared
+from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.recipes.passes import is_recomputing
@@ -31,6 +31,7 @@ from opfuse.runtime.compiled import autocast_dtype, follow, hindrance
 from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.recompute import repeated
 from opfuse.runtime.segment import unlisted_saves
+from opfuse.torch_private.stack import module_that_calls
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Proven:
 
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
-        if type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_nested:
-            return self.linear and type(x) is not torch.Tensor
+        dense = not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested)
+        if not dense or type(x) is not torch.Tensor:
+            return dense and self.linear
         cast = autocast_dtype(x)
         dtype = x.dtype if cast is None else cast
         if cast is None and not all(p is None or p.dtype == dtype for p in parameters):
@@ -60,7 +62,7 @@ class Proven:
             return False  # which torch.autocast leaves alone
         if self.linear:
             return True
-        if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast):
+        if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast) or _is_tagged(x):
             return False
         fits = not self.dtypes or dtype in self.dtypes
         return fits and all(self._adds(x, dtype, *pair) for pair in zip(extras, self.columns))
@@ -68,6 +70,11 @@ class Proven:
     def _adds(self, x: torch.Tensor, dtype: torch.dtype, extra: Any, columns: int) -> bool:
         plain = type(extra) is torch.Tensor and extra is not x
         return plain and extra.dtype == dtype and extra.shape == (*x.shape[:-1], columns)
+
+
+def _is_tagged(x: torch.Tensor) -> bool:
+    """Whether somebody has assigned attributes to a tensor, which code that a pipeline stands for may read."""
+    return not torch.compiler.is_compiling() and any(not name.startswith("_dynamo") for name in vars(x))
 
 
 class Converted:
@@ -173,7 +180,7 @@ class Converted:
             return run()
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._recipe() is None:
+        if self._recipe() is None or any_transformed((*args, *kwargs.values(), *self._parameters())):
             return self.plain(*args, **kwargs)
         given = self._given(args, kwargs)
         if given is None or not self._is_proven(given) or self.is_changed():
@@ -210,6 +217,16 @@ class Converted:
             self.warned = True
             warnings.warn(change, OpfuseWarning, stacklevel=5)
         return change is not None
+
+    def beside(self, copy: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The call of a shallow copy of the module, which may have other parameters."""
+        if not self.warned:
+            self.warned = True
+            cure = "call opfuse.fuse_ on a copy.deepcopy, or use DistributedDataParallel in place of DataParallel"
+            got = "a shallow copy of it, which computes in high precision"
+            told = describe(self.label, wanted="calls of the module that fuse_ converted", got=got, cure=cure)
+            warnings.warn(told, OpfuseWarning, stacklevel=4)
+        return type(copy).forward(copy, *args, **kwargs)
 
     @property
     def runs(self) -> tuple[PipelineRun, ...]:
@@ -289,7 +306,10 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
         @wraps(kind.forward, updated=())
         def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
             own = vars(self)[OWN] if isinstance(self, nn.Module) else self
-            return own(*args, **kwargs)
+            if torch.compiler.is_compiling() or stand_ins() is not None:
+                return own(*args, **kwargs)
+            called = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
+            return own(*args, **kwargs) if called in (None, own.module) else own.beside(called, args, kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)

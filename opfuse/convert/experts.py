@@ -36,8 +36,12 @@ from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.routing import by_group, rows_of
 from opfuse.recipes import Recipe
 
-CLOSE = 1e-9
-"""How far a token's results may be off, relative to the largest of them."""
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""How far results may be off by the dtype of tokens and matrices: those of a token, relative to the largest of them, in fp64, the
+norm of all in others."""
+
+MANY = 300
+"""More tokens than the others, for forwards with a capacity; so a forward that cuts off more at once is not seen."""
 
 SIZES = (1e-2, 1.0, 10.0, 100.0, 1e4)
 """Magnitudes of the tokens that are tried, since some experts clamp large values."""
@@ -82,7 +86,7 @@ def experts_of(module: nn.Module) -> Experts | None:
         found = Experts(module, both, down, leaf.name)
         experts, width, inner = found.sizes
         shape = module._parameters[both].shape  # type: ignore[union-attr]
-        if tuple(shape) == (experts, 2 * inner, width) and all(_computes(found, each) for each in MODES):
+        if tuple(shape) == (experts, 2 * inner, width) and all(_computes(found, *each) for each in _TRIED):
             return found
     return None
 
@@ -98,20 +102,35 @@ everywhere. Routing is not, and is calculated with integers.
 """
 
 
+_TRIED: tuple[tuple[str, torch.dtype, int], ...] = (
+    *[(each, torch.float64, 5) for each in MODES],
+    *[("evaluation", dtype, 5) for dtype in CLOSE],
+    ("evaluation", torch.float64, MANY),
+)
+"""Modes, dtypes and numbers of tokens."""
+
+
 class _OnlyFunctions(TorchFunctionMode):
-    """Ends a forward that does anything else to floats, such as a comparison or a clamp."""
+    """Ends a forward that does anything else to floats, such as a comparison or a clamp, or that takes a part of integers."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = getattr(func.__self__ if func.__name__ == "__get__" else func, "__name__", "")
         name = NAMES.get(name, name)
         given = [*args, *(kwargs or {}).values()]
         floats = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given)
+        if name == "__getitem__" and not floats and _cuts(args[1]):
+            raise NotRecorded("a slice of what is routed", "all tokens that are routed to an expert")
         if floats and not FUNCTIONS & {name, name.removesuffix("_")}:
             raise NotRecorded(f"the call of {name}", "linear functions of tokens, and an activation")
         return func(*args, **(kwargs or {}))
 
 
-def _computes(found: Experts, each: str) -> bool:
+def _cuts(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, slice) and part != slice(None) for part in parts)
+
+
+def _computes(found: Experts, each: str, dtype: torch.dtype, tokens: int) -> bool:
     """Whether the module computes the sum of this file's beginning, with its gradients, in one of the modes of a call."""
     experts, width, inner = found.sizes[0], 6, 4
     draw = torch.Generator().manual_seed(0)
@@ -119,9 +138,11 @@ def _computes(found: Experts, each: str) -> bool:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64, device="cpu")
 
-    both, down, weights = random(experts, 2 * inner, width), random(experts, width, inner), random(5, 2)
-    x = random(5, width) * torch.tensor(SIZES, dtype=torch.float64, device="cpu").unsqueeze(-1)
-    index = torch.randint(experts, (5, 2), generator=draw, device="cpu")
+    both, down, weights = random(experts, 2 * inner, width), random(experts, width, inner), random(tokens, 2)
+    x = random(tokens, width)
+    if dtype is torch.float64:
+        x *= torch.tensor(SIZES, dtype=dtype, device="cpu").repeat(tokens // len(SIZES)).unsqueeze(-1)
+    index = torch.randint(experts, (tokens, 2), generator=draw, device="cpu")
 
     def ours(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate, up = torch.einsum("tkiw,tw->tki", both[index], x).chunk(2, -1)
@@ -136,13 +157,17 @@ def _computes(found: Experts, each: str) -> bool:
     with restored(found.module) as changed, mode(each) as training:
         for part in found.module.modules():
             vars(part)["training"] = training
-        got = _with_gradients(theirs, x, both, down, weights)
+        given = [each.to(dtype) for each in (x, both, down, weights)]
+        got = _with_gradients(theirs, *given)
         if {name.rpartition(".")[2] for name in changed()} - {"_parameters", "training"} or random_states() != states:
             return False
-        wanted = _with_gradients(ours, x, both, down, weights)
+        wanted = _with_gradients(ours, *[each.double() for each in given])
     if got is None or wanted is None or got[0].shape != wanted[0].shape:
         return False
-    return all(((one - other).abs().amax(-1) <= CLOSE * other.abs().amax(-1)).all() for one, other in zip(got, wanted))
+    pairs = [(one.double() - other, other) for one, other in zip(got, wanted)]
+    if dtype is not torch.float64:  # sums of a token may cancel
+        return all(off.norm() <= CLOSE[dtype] * other.norm() for off, other in pairs)
+    return all((off.abs().amax(-1) <= CLOSE[dtype] * other.abs().amax(-1)).all() for off, other in pairs)
 
 
 def _with_gradients(function: Callable[..., Any], *given: torch.Tensor) -> list[torch.Tensor] | None:
@@ -202,12 +227,17 @@ class Routed(Converted):
         return (torch.empty_like(given[0]),)
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy each token for each of its experts, sorted by expert; run them; weight the results and sum those of each token."""
+        """Copy each token for each of its experts, sorted by expert; run them; weight the results and sum those of each token.
+
+        A number that is no expert's, as routers write for one on another device, adds nothing.
+        """
         index, weights = arguments
+        known = (index >= 0) & (index < self.experts)
+        index = index.where(known, 0)
         order, places, splits = by_group(index, self.experts)
         rows = self.run(rows_of(x, order // index.shape[-1], places), [splits])
         parts = rows_of(rows, places.flatten(), order.unsqueeze(1)).view(*index.shape, -1)
-        return (parts * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
+        return (parts * weights.unsqueeze(-1)).where(known.unsqueeze(-1), 0).sum(-2).to(x.dtype)
 
 
 def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:

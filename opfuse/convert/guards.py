@@ -20,25 +20,7 @@ import torch
 from torch import nn
 
 from opfuse.errors import Described, describe
-
-# -- hooks -----------------------------------------------------------------------------------------------------------------------
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its forward."""
-    own = vars(module)
-    return any(own.get(hooks) for hooks in HOOKS)
-
-
-def has_global_hooks() -> bool:
-    """Whether a call of any module runs hooks that torch has for all of them."""
-    own = vars(nn.modules.module)
-    return any(own.get(hooks) for hooks in _GLOBAL_HOOKS)
-
-
-_GLOBAL_HOOKS = tuple(f"_global{hooks}" for hooks in HOOKS)
+from opfuse.torch_private.modules import has_global_hooks, has_hooks
 
 # -- the module as it was --------------------------------------------------------------------------------------------------------
 
@@ -199,7 +181,7 @@ def _at(module: nn.Module, path: str) -> nn.Module | None:
 @cache
 def _read(kind: Any) -> frozenset[str]:
     """Attributes that the forward of a class reads, with the methods and properties that it names."""
-    steps = (step for code in _codes(kind) for step in dis.get_instructions(code))
+    steps = (step for code in codes_of(kind) for step in dis.get_instructions(code))
     return frozenset(step.argval for step in steps if step.opname in READS) - _OF_TORCH
 
 
@@ -210,7 +192,7 @@ _OF_TORCH = {*vars(nn.Module()), "forward"}
 READS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-def _codes(kind: type[nn.Module]) -> set[CodeType]:
+def codes_of(kind: type[nn.Module]) -> set[CodeType]:
     """The code of a class's forward, and of everything in the class and its bases that it names."""
     bases = _bases(kind)
     waiting, seen = ["forward"], set[CodeType]()
@@ -229,7 +211,7 @@ def code_of(kinds: Iterable[Any]) -> int:
 
 @cache
 def _text(kind: type[nn.Module]) -> str:
-    parts = [(code.co_code, code.co_names, [c for c in code.co_consts if isinstance(c, CONSTANTS)]) for code in _codes(kind)]
+    parts = [(code.co_code, code.co_names, [c for c in code.co_consts if isinstance(c, CONSTANTS)]) for code in codes_of(kind)]
     return repr(sorted(map(repr, parts)))
 
 

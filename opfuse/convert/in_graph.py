@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from opfuse.convert.guards import code_of
 from opfuse.convert.weights import replica, taking
@@ -26,6 +25,8 @@ from opfuse.runtime.compiled import autocast_like, parameters_of
 from opfuse.runtime.held import CallInside
 from opfuse.runtime.ledger import Ledger
 from opfuse.runtime.recompute import CalledPipeline, repeated
+from opfuse.torch_private.compiler import fake_tensor_mode
+from opfuse.torch_private.dispatch import without_modes
 
 
 class OnePipeline(Protocol):
@@ -95,10 +96,8 @@ class InGraph:
         tell of tensors without values. Which do is a matter of code, so of the first call's looks alone.
         """
         if self._reached is None:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
             try:
-                with torch.inference_mode(False), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+                with torch.inference_mode(False), without_modes(), fake_tensor_mode()(allow_non_fake_inputs=True):
                     self._reached = self._reach([_like(each) for each in given], dtype)
             except Exception:  # of a stranger's code, on tensors without values
                 self._reached = ()

@@ -16,7 +16,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.convert.forms import NoForm, activations, expression, products, rms_norm_form
-from opfuse.convert.guards import has_hooks
 from opfuse.convert.record import LEADING, MODES, RecordedForward, mode, record, required_arguments, rows
 from opfuse.convert.weights import MadeParameters, Weight, borrowing
 from opfuse.core.operation import BasicOperation
@@ -25,6 +24,7 @@ from opfuse.ops import OPS, activation
 from opfuse.ops.activation import Activation, GatedActivation
 from opfuse.ops.norm import LayerNorm, RMSNorm
 from opfuse.ops.structure import Identity
+from opfuse.torch_private.modules import CALL, has_hooks
 
 UNGATED: Mapping[str, type[Activation]] = {
     name: cls
@@ -245,7 +245,7 @@ def obstacle(module: nn.Module, *, called: bool = False) -> tuple[str, str] | No
     return next(_obstacles(module, called), None)
 
 
-CALLS = ("__call__", "_call_impl")
+CALLS = ("__call__", CALL)
 """Methods by which a module runs its forward."""
 
 

@@ -27,8 +27,11 @@ from torch.fx.node import map_aggregate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from opfuse.convert.guards import has_global_hooks, has_hooks
 from opfuse.core.operation import FusibleOperation
+from opfuse.torch_private.dispatch import GRAD_MODE
+from opfuse.torch_private.modules import forget_global_hook, has_global_hooks, has_hooks
+from opfuse.torch_private.operations import tree_leaves
+from opfuse.torch_private.tensors import base_of, storage_number
 
 
 class NotRecorded(BaseException):
@@ -105,7 +108,7 @@ class RecordedForward:
     functions ``call_method`` with a name of :data:`FUNCTIONS`; ``meta`` has the ``shape`` and ``dtype`` of a result, and the
     ``modes`` of autograd and autocast in which it was made. reads_dtype: the forward asked for the dtype of a tensor, so that it
     may do something else for another one. writes: it writes to its first argument. ended: why it was not recorded to its end.
-    modes: those around it.
+    modes: those around it. returned: what is among its results, if it ran to its end.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -113,6 +116,7 @@ class RecordedForward:
     writes: bool = False
     ended: NotRecorded | None = None
     modes: tuple[Any, ...] = field(default_factory=_modes)
+    returned: list[fx.Node] = field(default_factory=list)
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -206,7 +210,7 @@ class _ForwardRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             name = func.__self__.__name__
-        if name == "_set_grad_enabled":  # by torch.no_grad() and the like; nodes tell their modes
+        if name == GRAD_MODE:  # by torch.no_grad() and the like; nodes tell their modes
             return func(*args, **kwargs)
         if name in SIZES:
             return _uncompared(func(*args, **kwargs))
@@ -280,6 +284,9 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def finish(self, result: Any) -> None:
         """Write the result down."""
+        if any(vars(each) for each in self.alive if id(each) not in self.attributes):
+            raise NotRecorded("attributes of a tensor", "a forward that assigns none to tensors")
+        self.found.returned = [self.nodes[id(each)] for each in tree_leaves(result) if id(each) in self.nodes]
         if not isinstance(result, torch.Tensor):
             raise NotRecorded(f"a {type(result).__name__} as its result", "one tensor")
         self.found.graph.output(self._argument(result))
@@ -304,8 +311,7 @@ class _ForwardRecorder(TorchFunctionMode):
         finally:
             for hook in hooks:
                 hook.remove()
-                # torch keeps an entry for a hook that takes keywords after it is gone
-                nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
+                forget_global_hook(hook.id)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if get_ident() != self.thread:
@@ -332,7 +338,7 @@ class _ForwardRecorder(TorchFunctionMode):
 def _memory(tensor: torch.Tensor) -> int:
     """A number for the memory that a tensor lies in, the same for all of its views."""
     try:
-        number: int = tensor.untyped_storage()._cdata
+        number = storage_number(tensor)
     except (NotImplementedError, RuntimeError):  # of a tensor without a storage, such as one of several planes
         number = id(tensor)
     return number
@@ -351,7 +357,7 @@ def _stand_in(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
         kwargs
         or weight.dim() != 2
         or (name != "matmul" and x.dim() != 2)
-        or not (isinstance(weight, nn.Parameter) or weight._base is not None)
+        or not (isinstance(weight, nn.Parameter) or base_of(weight) is not None)
     ):
         return None
     return _product(x, weight.shape[0], weight, weight.shape[1], *added)

@@ -25,7 +25,7 @@ from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
 from opfuse.runtime.ledger import Ledger
-from opfuse.tensors.storage import share_memory
+from opfuse.torch_private.tensors import share_memory
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
 
@@ -188,12 +188,6 @@ def _lie_together(parts: Sequence[torch.Tensor]) -> bool:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def state_of(*modules: nn.Module) -> list[tuple[Any, ...]]:
-    """Which parameters modules have, where these lie, and how often each was written."""
-    own = [value for module in modules for value in module._parameters.values() if value is not None]
-    return [(id(value), value.untyped_storage()._cdata, value.storage_offset(), *versions(value)) for value in own]
 
 
 def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:

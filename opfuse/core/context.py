@@ -12,6 +12,7 @@ from opfuse.core.signature import Env
 from opfuse.errors import MissingSavedError, SavedTensorError, describe
 from opfuse.tensors.meeting import Travel
 from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.torch_private.tensors import version_of
 
 Value = torch.Tensor | QuantizedStorage
 """What travels along an edge of a pipeline."""
@@ -319,7 +320,7 @@ _RELEASED = torch.empty(0, device="cpu")
 def versions(*values: Value | None) -> list[int]:
     """How often each tensor of ``values`` was written, as autograd counts; 0 for those of inference mode, which do not count."""
     tensors = [(value,) if isinstance(value, torch.Tensor) else _tensors(value) for value in values]
-    return [0 if tensor.is_inference() else tensor._version for part in tensors for tensor in part]
+    return [0 if tensor.is_inference() else version_of(tensor) for part in tensors for tensor in part]
 
 
 def _tensors(value: Value | None) -> tuple[torch.Tensor, ...]:

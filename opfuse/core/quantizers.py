@@ -24,6 +24,7 @@ from opfuse.tensors.quantizers import (
     Quantizer,
 )
 from opfuse.tensors.storage import QuantizedStorage
+from opfuse.torch_private.autograd import backward_pass
 
 Mode = Literal["forward", "backward"]
 SLOTS: dict[str, tuple[str, ...]] = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
@@ -58,7 +59,7 @@ class _Delayed(Float8Quantizer):
     use: LastUse = field(compare=False, repr=False)
 
     def quantize(self, x: torch.Tensor) -> QuantizedStorage:
-        backward = torch._C._current_graph_task_id() >= 0
+        backward = backward_pass() >= 0
         counts = backward or torch.is_grad_enabled() or _records.get() or is_trained()
         made = quantizer_of_call(self.slot, self, self.recipe, self.use, device=x.device, counts=counts, backward=backward)
         return made.quantize(x)

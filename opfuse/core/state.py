@@ -21,7 +21,6 @@ warns when delayed scaling then starts over.
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +40,7 @@ from opfuse.recipes.saved_states import FIELDS
 from opfuse.tensors.files import from_planes, put_together
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.stack import module_of_caller
 
 NAMESPACE = "delayed_scaling"
 """What the keys of an op's delayed-scaling states begin with."""
@@ -88,7 +88,7 @@ class StatefulModule(WatchedModule):
         No other caller gets those: DDP broadcasts buffers, and others walk a model by their names.
         """
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
-        if not recurse and sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        if not recurse and module_of_caller() == "torch.distributed.checkpoint.state_dict":
             start = f"{prefix}.{NAMESPACE}" if prefix else NAMESPACE
             yield from ((f"{start}.{name}", tensor) for name, tensor in self._saved().items())
 

@@ -8,21 +8,21 @@ else is refused. On the way of a call stand cheap flags alone.
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, NoReturn, Self
 from zlib import crc32
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
 
 from opfuse.errors import UnsupportedError, describe
-from opfuse.recipes.passes import compiled_autograd
 from opfuse.sources import class_code, package_code
+from opfuse.torch_private.autograd import in_forward_mode
+from opfuse.torch_private.compiler import break_graph as break_graph_because
+from opfuse.torch_private.compiler import compiled_autograd, constant_when_traced, frame_callback, in_export, in_fullgraph
+from opfuse.torch_private.dispatch import in_transform, is_batched_gradient, is_transformed, without_modes
 
 WHY = "opfuse runs its own plans: a call is no op of a graph of torch.compile with "
 """How the reason of a graph break begins."""
@@ -32,29 +32,33 @@ _TORCH = "rebuild it of torch.nn modules, which load its state_dict"
 
 def is_followed() -> bool:
     """Whether a call may be followed by something that :func:`check_followed` refuses."""
-    return bool(
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None  # type: ignore[attr-defined]
-    )
+    return in_transform() or in_forward_mode() or torch.jit.is_tracing()
 
 
 def check_followed(label: str, tensors: Iterable[object]) -> None:
     """UnsupportedError in torch.jit.trace, and if a transform of torch.func wraps one of ``tensors`` or it has a tangent."""
-    if torch._C._get_tracing_state() is not None:  # type: ignore[attr-defined]
+    if torch.jit.is_tracing():
         _refuse(label, "a call that runs", "torch.jit.trace, which would record one plan as constants", _TORCH)
     for tensor in (each for each in tensors if isinstance(each, torch.Tensor)):
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_transformed(tensor):
             cure = "use torch.autograd.grad or backward(), and a batch dimension in place of vmap"
             _refuse(label, "plain tensors", "one that a torch.func transform (grad, vmap, jvp, ...) wraps", cure)
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        if in_forward_mode() and forward_ad.unpack_dual(tensor).tangent is not None:
             cure = "use torch.autograd.grad or backward(); a product with a Jacobian is a sum of rows of it"
             _refuse(label, "plain tensors", "a dual tensor of forward-mode AD", cure)
 
 
+def any_transformed(values: Iterable[object]) -> bool:
+    """Whether a transform of torch.func wraps one of ``values``, or it has a tangent."""
+    tensors = [each for each in values if isinstance(each, torch.Tensor)] if is_followed() else ()
+    dual = in_forward_mode()
+    return any(is_transformed(each) or (dual and forward_ad.unpack_dual(each).tangent is not None) for each in tensors)
+
+
 def check_batched(label: str, grads: Iterable[torch.Tensor | None]) -> None:
     """UnsupportedError for gradients that are many in one: a backward pass keeps scales and amaxes, one of each a call."""
-    functorch = torch._C._functorch
     for grad in grads:
-        if grad is not None and (functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)):
+        if grad is not None and (is_batched_gradient(grad) or is_transformed(grad)):
             cure = "ask for one gradient after another: is_grads_batched=False, vectorize=False"
             _refuse(label, "plain gradients", "some that a transform (vmap, is_grads_batched=True) wraps", cure)
 
@@ -85,7 +89,7 @@ def enroll(thing: Any) -> torch.Tensor:
     """
     number = next(_numbers)
     _enrolled[number] = thing
-    with torch.inference_mode(False), _disable_current_modes():
+    with torch.inference_mode(False), without_modes():
         return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
@@ -103,6 +107,7 @@ def all_enrolled() -> list[Any]:
     return list(_enrolled.values())
 
 
+@constant_when_traced
 def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, ...]:
     """Get the object of a ticket ready to be traced; returns its number, one for the place of the call, and those that keep files
     of compilers apart: for the object's code, or that of its ops, for its form, and for the code of this package.
@@ -118,10 +123,6 @@ def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, ...]:
             other.get_ready()
     code = getattr(thing, "code", None) or class_code(type(op) for op in getattr(thing, "ops", ()))
     return number, next(_sites), code, crc32(form.encode()), package_code()
-
-
-# What torch.compiler.assume_constant_result does, after an import that takes a second.
-prepared._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Enrolled(nn.Module):
@@ -146,13 +147,13 @@ class Enrolled(nn.Module):
 
 def check_exported(label: str) -> None:
     """UnsupportedError under torch.export."""
-    if torch.compiler._is_exporting_flag:  # is_exporting() says yes to every trace of torch 2.11
+    if in_export():
         _refuse(label, "a call that runs", "torch.export", _TORCH)
 
 
 def break_graph(why: str) -> None:
     """Under torch.compile, a graph break that says whose it is and why."""
-    torch._dynamo.graph_break(msg=WHY + why)
+    break_graph_because(WHY + why)
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,11 +167,8 @@ def check_partial(label: str) -> None:
 
     torch refuses a graph break there, but not one that an earlier compilation of the same code has met: it runs what that made.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and getattr(frame.f_locals.get("self"), "fullgraph", False):
-            _refuse(label, "a graph break", "torch.compile(fullgraph=True)", "compile with fullgraph=False")
-        frame = frame.f_back
+    if in_fullgraph():
+        _refuse(label, "a graph break", "torch.compile(fullgraph=True)", "compile with fullgraph=False")
 
 
 def check_made_outside(label: str) -> None:
@@ -181,7 +179,7 @@ def check_made_outside(label: str) -> None:
     """
     if torch.compiler.is_compiling():
         break_graph("an op that is made in it")
-    if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
+    if callable(frame_callback()):
         cure = "make it before, as in the constructor of your module, or in a function under torch.compiler.disable"
         _refuse(label, "to be made before compiled code runs", "a constructor in code under torch.compile", cure)
 

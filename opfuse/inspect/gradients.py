@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from opfuse.inspect.observe import CallInputs, copied_call
+from opfuse.torch_private.operations import tree_leaves
 
 
 def gradients_of(model: nn.Module, given: CallInputs) -> list[torch.Tensor | None]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import CallInputs, copied_call
 from opfuse.runtime.observed import GroupRun, observed
+from opfuse.torch_private.operations import tree_leaves
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from opfuse.runtime.segment import listed_saves
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.tensors import number_of
 
 OWN, TORCH, PLAIN, KEPT = "own", "torch", "plain", "kept weights"
 WHERE = "inspected call"
@@ -204,7 +205,7 @@ class _Block(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Block:
         storage = stored_in(tensor).untyped_storage()
-        return cls(storage.data_ptr() or storage._cdata, storage.nbytes())
+        return cls(storage.data_ptr() or number_of(storage), storage.nbytes())
 
 
 def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:

@@ -11,6 +11,7 @@ from torch import nn
 from opfuse.core.context import Value, versions
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.ops.main_grad import LEAF, is_reached
+from opfuse.torch_private.autograd import current_node
 
 NamedWeights = Mapping[str, nn.Parameter]
 
@@ -51,7 +52,7 @@ def owed(weights: NamedWeights, *, where: str) -> dict[str, nn.Parameter]:
     UnsupportedError if it returns their gradients instead (``torch.autograd.grad``), or if the forward pass computed with other
     tensors (``torch.func.functional_call``, a parameter replaced since): nothing could be handed to them later.
     """
-    edges = [edge for edge, _ in torch._C._current_autograd_node().next_functions]
+    edges = [edge for edge, _ in current_node().next_functions]
     leaves = {id(edge.variable): edge for edge in edges if isinstance(edge, LEAF)}
     wanted = "a parameter of its own, whose grad backward() adds to"
     cure = "build the op without delay_wgrad_compute"

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from opfuse.errors import DtypeError, PipelineError, ShapeError, describe
+from opfuse.torch_private.autograd import current_node, will_run
 
 
 def main_grad_of(weight: nn.Parameter, *, where: str) -> torch.Tensor:
@@ -46,13 +48,14 @@ def added(weight: nn.Parameter, grad: torch.Tensor, *, where: str) -> torch.Tens
     return grad_for_autograd(weight)
 
 
-LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+with torch.inference_mode(False):
+    LEAF: Any = type(get_gradient_edge(torch.zeros((), device="cpu", requires_grad=True)).node)
 """autograd's node of a parameter: adds to its ``grad``."""
 
 
 def is_reached(leaf: Any) -> bool:
     """Whether the running backward pass runs ``leaf``; torch raises a RuntimeError if it only captures its gradient."""
-    return bool(torch._C._will_engine_execute_node(leaf))  # type: ignore[attr-defined]
+    return will_run(leaf)
 
 
 def is_asked_for(weight: nn.Parameter) -> bool:
@@ -60,7 +63,7 @@ def is_asked_for(weight: nn.Parameter) -> bool:
 
     True also if the weight is no leaf of the node that runs, as in compiled code, where torch cannot tell.
     """
-    node = torch._C._current_autograd_node()
+    node = current_node()
     leaves = [edge for edge, _ in node.next_functions if isinstance(edge, LEAF) and edge.variable is weight] if node else []
     try:
         return all(map(is_reached, leaves))

@@ -23,6 +23,7 @@ from opfuse.numerics.pointwise import Pointwise
 from opfuse.ops.chains import remake_chain, run_chain, run_chain_backward, unread
 from opfuse.ops.operands import values_of
 from opfuse.tensors.masters import stored_in
+from opfuse.torch_private.tensors import base_of
 
 
 def _saved(cls: type, math: object) -> tuple[str, ...]:
@@ -285,7 +286,7 @@ def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:
     if any(step == 0 and size > 1 for step, size in zip(extra.stride(), extra.shape)):
         wanted, got = "a tensor with memory for each element", f"one expanded to {tuple(extra.shape)}"
         raise PipelineError(describe(where, wanted=wanted, got=got, cure=f"pass extra.contiguous(), or {cure}"))
-    root = extra._base if extra._base is not None else extra
+    root = extra if (base := base_of(extra)) is None else base
     if ctx.env.grad and root.is_leaf and root.requires_grad:
         raise PipelineError(
             describe(where, wanted="a tensor to overwrite", got="a leaf that requires grad", cure=f"clone it, or {cure}")

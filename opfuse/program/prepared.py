@@ -8,13 +8,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from opfuse.kernels.engine.bindings import driver
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid, function, is_current, on_device
 from opfuse.kernels.engine.registry import Kernel, leading, runs_kernels
 from opfuse.kernels.engine.variants import parameter_bytes
+from opfuse.torch_private.devices import raw_stream
 
 
 def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
@@ -49,5 +48,5 @@ def _launch(kernel: int, grid: Grid, parameter: _Parameter, device: int) -> None
     if not is_current(device):
         with on_device(device):
             return _launch(kernel, grid, parameter, device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = raw_stream(device)
     driver().launchKernel(kernel, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared, stream, parameter.address, 0)

@@ -20,6 +20,8 @@ from opfuse.program.rooms import first_free, numbers_of, shared_rooms, with_room
 from opfuse.program.slab import slab_of
 from opfuse.program.steps import CallStep, Joining, LaunchStep, OpStep, Place, ProductStep, Step
 from opfuse.program.tape import Tape
+from opfuse.torch_private.devices import raw_stream
+from opfuse.torch_private.dispatch import arguments_of
 
 _aten: Any = torch.ops.aten
 
@@ -216,7 +218,7 @@ class Program:
             frame = self._frames.pop()
         except IndexError:  # other calls have them all
             frame = self._new_frame()
-        results = self._run(given, frame, 0 if device is None else torch._C._cuda_getCurrentRawStream(device))
+        results = self._run(given, frame, 0 if device is None else raw_stream(device))
         self._frames.append(frame)
         return results
 
@@ -283,7 +285,7 @@ def _by_address(tape: Tape, step: Step) -> list[Step]:
     """``step``; a product that torch gives to cuBLASLt becomes one by addresses, after an op that allocates its result."""
     if not isinstance(step, OpStep) or step.op not in _SCALED_MM or library() is None:
         return [step]
-    missing = step.op._schema.arguments[len(step.args) :]
+    missing = arguments_of(step.op)[len(step.args) :]
     given = [*step.args, *(step.kwargs.get(argument.name, argument.default_value) for argument in missing)]
     left, right, left_scales, left_scaling, _, right_scales, right_scaling, _, bias, _, _, fast, *_ = given
     a, b, out = (tape.tensors[number] for number in (left.number, right.number, step.results[0]))

@@ -8,11 +8,12 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.program.cublaslt import ProductForm
+from opfuse.torch_private.dispatch import schema_of
+from opfuse.torch_private.operations import tree_map_only
 
 WORD = 8
 """Bytes of a word of a launch's parameter, which holds one address."""
@@ -69,7 +70,7 @@ class OpStep:
 
         An op without results, such as an assertion, is there for its effect.
         """
-        return bool(self.results) and not self.op._schema.is_mutable and torch.Tag.nondeterministic_seeded not in self.op.tags
+        return bool(self.results) and not schema_of(self.op).is_mutable and torch.Tag.nondeterministic_seeded not in self.op.tags
 
 
 @dataclass(frozen=True, eq=False)

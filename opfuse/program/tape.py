@@ -20,10 +20,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opfuse.kernels.engine.launch import Launch, listening
 from opfuse.program.steps import WORD, CallStep, Hole, LaunchStep, OpStep, Place, Ref, Step
+from opfuse.torch_private.dispatch import TorchDispatchMode, schema_of
+from opfuse.torch_private.tensors import number_of
 
 _aten: Any = torch.ops.aten
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -221,7 +222,7 @@ class Tape(TorchDispatchMode):
         )
         if not all(type(tensor) in PLAIN for tensor in tensors):
             raise Unrecordable(f"{func} returns more than tensors")
-        written = func._schema.is_mutable
+        written = schema_of(func).is_mutable
         numbers = [self._looks[look] if written and (look := _look(t)) in self._looks else self._new(t) for t in tensors]
         self.steps.append(OpStep(func, *filled, tuple(numbers), single))
 
@@ -260,7 +261,7 @@ class Tape(TorchDispatchMode):
 
 def _look(tensor: torch.Tensor) -> Look:
     storage = tensor.untyped_storage()
-    where = storage.data_ptr() or -storage._cdata  # storages without bytes have no address, and are not one for that
+    where = storage.data_ptr() or -number_of(storage)  # storages without bytes have no address, and are not one for that
     return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 

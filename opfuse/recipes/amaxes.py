@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from opfuse.errors import RecipeError, describe
 from opfuse.tensors.quantizers.ranks import HAS_RANKS
+from opfuse.torch_private.operations import copy_each
 
 WORDS, NAMES = 1024, 300
 _HEAD = 2 * (2 + NAMES)
@@ -57,7 +58,7 @@ def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: A
     whole = first[_HEAD:]
     if room < 0:
         whole = torch.cat([whole, _maximum(torch.cat(list(amaxes[WORDS - _HEAD :])), group)])
-    torch._foreach_copy_(list(amaxes), list(whole[: len(amaxes)].split(1)))
+    copy_each(list(amaxes), list(whole[: len(amaxes)].split(1)))
 
 
 def _maximum(words: torch.Tensor, group: Any) -> torch.Tensor:

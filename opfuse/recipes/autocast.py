@@ -7,7 +7,6 @@ record that knows the one around it, so one ``autocast`` object can be entered a
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
@@ -21,6 +20,7 @@ from opfuse.recipes.recipe import Recipe
 from opfuse.recipes.transformer_engine import as_recipe
 from opfuse.sources import Site, site, told
 from opfuse.tensors.quantizers.ranks import checked_group
+from opfuse.torch_private.stack import place_of_block
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -140,10 +140,8 @@ _told: set[tuple[str, int]] = set()
 
 def _tell_unused(recipe: Recipe) -> None:
     """An OpfuseWarning at the region that ends now, once for each place."""
-    frame, level = sys._getframe(2), 3
-    while frame.f_back is not None and frame.f_code.co_filename == contextlib.__file__:  # as a decorator
-        frame, level = frame.f_back, level + 1
-    place = frame.f_code.co_filename, frame.f_lineno
+    file, line, level = place_of_block(contextlib.__file__)  # which calls it for a decorator
+    place = file, line
     if place not in _told:
         _told.add(place)
         cure = "call a module that is made of opfuse.ops, such as ops.Linear, inside; or leave out the region"

@@ -23,6 +23,7 @@ from opfuse.recipes.delayed import DelayedScalingState, LastUse
 from opfuse.recipes.passes import in_compiled_autograd, is_recomputing
 from opfuse.recipes.pending import Pending, UsesByState
 from opfuse.tensors.quantizers import Float8Quantizer
+from opfuse.torch_private.autograd import after_backward, backward_pass
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,7 +74,7 @@ def touch_backward(
     after the last node of the pass. RecipeError outside a backward pass.
     """
     rule = rule or recipe.backward_rule
-    if torch._C._current_graph_task_id() >= 0:
+    if backward_pass() >= 0:
         state.adopt(recipe, rule, where=name)
     count_backward({state: LastUse.under(recipe, rule, group, name)})
 
@@ -120,7 +121,7 @@ PassAround: TypeAlias = "weakref.ref[Pending] | None"
 
 def running_pass() -> PassAround:
     """The pending update of the running backward pass, for :func:`count_in` of a pass inside of it; None if none runs."""
-    return None if torch._C._current_graph_task_id() < 0 else weakref.ref(_pending())
+    return None if backward_pass() < 0 else weakref.ref(_pending())
 
 
 def count_in(outer: PassAround) -> None:
@@ -128,7 +129,7 @@ def count_in(outer: PassAround) -> None:
     pending = None if outer is None else outer()
     if pending is not None:
         with _LOCK:
-            _remember(torch._C._current_graph_task_id(), pending)
+            _remember(backward_pass(), pending)
 
 
 def _remember(task: int, pending: Pending) -> None:
@@ -137,7 +138,7 @@ def _remember(task: int, pending: Pending) -> None:
 
 
 def _pending() -> Pending:
-    task = torch._C._current_graph_task_id()
+    task = backward_pass()
     if task < 0:
         cure = "call it from the backward of an autograd.Function"
         raise RecipeError(describe("touch_backward", wanted="a running backward pass", got=None, cure=cure))
@@ -147,7 +148,7 @@ def _pending() -> Pending:
         if pending is None:
             pending = Pending()
             _remember(task, pending)
-            torch.autograd.Variable._execution_engine.queue_callback(pending)
+            after_backward(pending)
     return pending
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
-from types import ModuleType
+
+from opfuse.torch_private.compiler import compiled_autograd
 
 
 class Pass(enum.Enum):
@@ -51,11 +51,6 @@ def is_recomputing() -> bool:
 def is_trained() -> bool:
     """Whether casts count their amaxes although gradients are off."""
     return _PASS.get() is Pass.TRAINED
-
-
-def compiled_autograd() -> ModuleType | None:
-    """torch's module that compiles backward passes, if anybody has imported it."""
-    return sys.modules.get("torch._dynamo.compiled_autograd")
 
 
 def in_compiled_autograd() -> bool:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
 from opfuse.kernels.casts.delayed import delayed_update
 from opfuse.program.prepared import prepared
 from opfuse.recipes.amaxes import reduce_amaxes
 from opfuse.recipes.delayed import BoundUpdate, DelayedScalingState, LastUse
+from opfuse.torch_private.operations import zero_each
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,7 +48,7 @@ class Pending:
             _update(uses)
         else:
             for _, states in _grouped({state: state.scale.device for state in uses}):
-                torch._foreach_zero_([state.amax for state in states])
+                zero_each([state.amax for state in states])
         for state in uses:
             if state.pending is not self._self:
                 state.drop_unfinished()

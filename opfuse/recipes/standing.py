@@ -6,12 +6,12 @@ one to the pipeline, and what runs stages of a pipeline over ranks. Nothing a pl
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
+
+from opfuse.torch_private.stack import owners
 
 
 class Standing(NamedTuple):
@@ -34,20 +34,10 @@ class Standing(NamedTuple):
 
 def standing_here(*, behind: bool) -> Standing:
     """Of what the innermost module that is being called runs."""
-    owners = [*_owners()]
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    running = [*owners()][::-1]
+    modules = [owner for owner in running if isinstance(owner, nn.Module)]
     steps = (_name_in(outer, inner) for outer, inner in pairwise(modules) if inner is not outer)
-    return Standing(".".join(filter(None, steps)), next(filter(None, map(_stage, owners)), ""), behind)
-
-
-def _owners() -> Iterator[Any]:
-    """The objects whose methods are running, the outermost first."""
-    frame, found = sys._getframe(1), []
-    while frame is not None:
-        if "self" in frame.f_code.co_varnames[:1]:
-            found.append(frame.f_locals.get("self"))
-        frame = frame.f_back  # type: ignore[assignment]
-    return reversed(found)
+    return Standing(".".join(filter(None, steps)), next(filter(None, map(_stage, running)), ""), behind)
 
 
 def _name_in(outer: nn.Module, inner: nn.Module) -> str:

@@ -13,6 +13,7 @@ from opfuse.runtime.interpreter import GradOutputs, Interpreter, Result
 from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.packing import Packing
 from opfuse.runtime.replayable import BACKWARD_LOOKS, REFUSED, Ran, Recorded, Replayable
+from opfuse.torch_private.dispatch import active_modes
 
 
 @dataclass(eq=False)
@@ -57,7 +58,7 @@ class BackwardPass:
 
     def _key(self, grads: GradOutputs, saved: list[torch.Tensor]) -> tuple[Any, ...] | None:
         """What a program depends on; None if none may run."""
-        if not self.replayable.limit or torch._C._len_torch_dispatch_stack():
+        if not self.replayable.limit or active_modes():
             return None
         look = look_of([*grads.values(), *saved])
         return None if look is None else (*grads, *look)

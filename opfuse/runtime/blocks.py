@@ -16,6 +16,8 @@ from opfuse.formats import USAGES, Usage
 from opfuse.program.slab import aligned
 from opfuse.program.tape import PLAIN
 from opfuse.tensors.storage import QuantizedStorage
+from opfuse.torch_private.operations import copy_each
+from opfuse.torch_private.tensors import storage_number
 
 
 class BlockPart(NamedTuple):
@@ -50,8 +52,8 @@ def in_block(
     moved: dict[int, torch.Tensor] = {}
     for storage, weight in zip(storages, weights):
         others = [tensor for other in USAGES if other != usage for tensor in _tensors(storage, other)]
-        elsewhere = {*map(_memory, (weight, *others))}
-        moved |= {id(t): t for t in _tensors(storage, usage) if _memory(t) not in elsewhere and t.is_contiguous()}
+        elsewhere = {*map(storage_number, (weight, *others))}
+        moved |= {id(t): t for t in _tensors(storage, usage) if storage_number(t) not in elsewhere and t.is_contiguous()}
     if len(moved) < 2:
         return storages, []
     block, parts = _block_of([*moved.values()])
@@ -71,12 +73,12 @@ def gathered(
     tensors: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], tuple[PlaceInBlock, ...]]:
     """``tensors``, with a block in the place of the first of those that lie in it; and where each lies, if some lie in one."""
-    numbers = {_memory(block): number for number, block in enumerate(blocks)}
+    numbers = {storage_number(block): number for number, block in enumerate(blocks)}
     found: list[torch.Tensor] = []
     places: list[PlaceInBlock] = []
     seen = set[int]()
     for tensor in tensors:
-        number = numbers.get(_memory(tensor)) if type(tensor) in PLAIN and tensor.is_contiguous() else None
+        number = numbers.get(storage_number(tensor)) if type(tensor) in PLAIN and tensor.is_contiguous() else None
         if number is None:
             found.append(tensor)
             places.append(None)
@@ -133,15 +135,9 @@ def _block_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch
     block = torch.empty(starts[-1], dtype=torch.uint8, device=tensors[0].device)
     pieces = [BlockPart(start, start + t.nbytes, t.dtype, t.shape).of(block) for start, t in zip(starts, tensors)]
     to, of = ([tensor.view(-1).view(torch.uint8) for tensor in each] for each in (pieces, tensors))
-    torch._foreach_copy_(to, of)
+    copy_each(to, of)
     return block, pieces
 
 
 def _tensors(storage: QuantizedStorage, usage: str) -> tuple[torch.Tensor, ...]:
     return storage.plane(usage).tensors() if usage in storage.usages else ()
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """The number of the storage of a tensor that is alive."""
-    number: int = tensor.untyped_storage()._cdata
-    return number

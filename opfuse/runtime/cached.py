@@ -15,16 +15,20 @@ from opfuse.core.cast import Cast
 from opfuse.formats import USAGES
 from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.runtime.blocks import gathered, in_block
+from opfuse.torch_private.tensors import number_of, storage_number, version_of
 
 # Mapped over all weights of a segment at every call: no function of Python runs for each.
-_WRITES, _SHOWN, _NUMBER = attrgetter("_version"), attrgetter("shape", "dtype"), attrgetter("_cdata")
+_SHOWN = attrgetter("shape", "dtype")
 _ADDRESS, _STRIDES, _MEMORY = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.untyped_storage
 
 
 def _lying(weights: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Of each weight how often it was written, as autograd counts, its address, the number of its memory, its look."""
     memory = map(_MEMORY, weights)
-    found = map(_WRITES, weights), map(_ADDRESS, weights), map(_NUMBER, memory), map(_SHOWN, weights), map(_STRIDES, weights)
+    found: Iterable[Iterable[Any]] = (
+        *(map(version_of, weights), map(_ADDRESS, weights), map(number_of, memory)),
+        *(map(_SHOWN, weights), map(_STRIDES, weights)),
+    )
     return [*map(list, found)]
 
 
@@ -41,8 +45,8 @@ class Unchanged:
 
     def watch(self, made: Iterable[torch.Tensor], states: Iterable[DelayedScalingState]) -> None:
         """Watch what was made of the weight, and the states of its scale, from now on."""
-        self._made = {id(tensor): (tensor, tensor._version) for tensor in made}
-        self._states = [(state, state.look, state.turn, state.scale._version) for state in states]
+        self._made = {id(tensor): (tensor, version_of(tensor)) for tensor in made}
+        self._states = [(state, state.look, state.turn, version_of(state.scale)) for state in states]
 
     def changed(self) -> None:
         """Note a write that nobody has counted."""
@@ -68,10 +72,10 @@ class Unchanged:
         if _lying(self._weights) != self._lying:
             return False
         for tensor, writes in self._made.values():  # no generator: its calls cost as much as what is compared
-            if tensor._version != writes:
+            if version_of(tensor) != writes:
                 return False
         return not self._states or all(
-            (s.look, s.turn, s.scale._version) == (look, turn, version) for s, look, turn, version in self._states
+            (s.look, s.turn, version_of(s.scale)) == (look, turn, version) for s, look, turn, version in self._states
         )
 
 
@@ -108,11 +112,11 @@ class CachedCast:
         )
 
     def _settle(self, blocks: Sequence[torch.Tensor]) -> None:
-        memory = self.parameter.untyped_storage()._cdata
+        memory = storage_number(self.parameter)
         lying, _ = gathered(self.storage.tensors(), blocks)
         self.blocks = tuple([block for block in blocks if any(block is each for each in lying)])
         lying, places = gathered(self.storage.tensors(), self.blocks)
-        self.tensors = tuple({id(t): t for t in lying if t.untyped_storage()._cdata != memory}.values())
+        self.tensors = tuple({id(t): t for t in lying if storage_number(t) != memory}.values())
         self.look = interned((places, *((t.shape, t.stride(), t.dtype) for t in self.tensors)))
         self.unchanged.watch(self.tensors, self._cast.live_states)
 

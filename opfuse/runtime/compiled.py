@@ -32,6 +32,9 @@ from opfuse.runtime.stamped import stamp
 from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.planes import named_tensors
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.autograd import keeps_graph
+from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, not_traced
+from opfuse.torch_private.dispatch import active_modes, below_autograd, in_transform
 
 
 class CompiledPipeline(Protocol):
@@ -100,7 +103,7 @@ def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torc
             return f"{op.label}, which writes into a tensor of the caller. Cure: use in_place=False"
     if not all(type(each) in _PLAIN for each in [x, *extras]):
         return "an input that is quantized or in shards. Cure: have the pipeline itself quantize it, or call dequantize() on it"
-    if torch._C._functorch.maybe_current_level() is not None:
+    if in_transform():
         return (
             "a transform of torch.func (grad, vmap, ...). Cure: use torch.autograd.grad, and a batch dimension in place of vmap"
         )
@@ -143,7 +146,7 @@ def pipeline_op(
     with torch.set_grad_enabled(inner.trains), autocast_like(given[0], autocast):
         outputs = pipeline.run_inside(inner)
     _check_result(pipeline, versions(*given) != writes, outputs)
-    with _BelowAutograd():
+    with below_autograd():
         results = apart(outputs, [*given, *parameters, *inner.kept])
     inner.close(outputs)
     return [*results, token_of(inner.held)] if inner.trains else results
@@ -172,7 +175,7 @@ def backward_op(
         cure = "compute second derivatives with plain torch modules; quantized backward passes have none"
         raise UnsupportedError(describe(where, wanted="create_graph=False", got="a double backward", cure=cure))
     grads = [None if grad is None else grad.resolve_neg() for grad in grads]
-    found = held.backward(grads, torch._C._autograd._get_current_graph_task_keep_graph())
+    found = held.backward(grads, keeps_graph())
     made, at = list[torch.Tensor](), 0
     for grad, rank, dtype in zip(found, looks[::2], looks[1::2]):
         if rank == NONE:
@@ -183,12 +186,8 @@ def backward_op(
             continue
         made.append(torch.zeros(sizes[at : at + rank], dtype=DTYPES[dtype], device=device) if grad is None else grad)
         at += rank
-    with _BelowAutograd():
+    with below_autograd():
         return apart(made, [grad for grad in grads if grad is not None])
-
-
-_BelowAutograd: Any = torch._C._AutoDispatchBelowAutograd
-"""Inside this context autograd is off, so a detached tensor is no view of the original."""
 
 
 class _PipelineNode(torch.autograd.Function):
@@ -229,7 +228,7 @@ def _run_pipeline(tensors: Sequence[torch.Tensor], *rest: Any) -> list[torch.Ten
     """Run the op, or hand it to torch's dispatcher, if a mode or a class of tensors follows the call."""
     if _is_run(tensors):
         return pipeline_op(tensors, *rest)
-    with _BelowAutograd():
+    with below_autograd():
         made: list[torch.Tensor] = torch.ops.opfuse.pipeline.default(list(tensors), *rest)
     return made
 
@@ -238,14 +237,14 @@ def _run_backward(token: torch.Tensor, grads: Sequence[torch.Tensor | None], *re
     """The same for the backward op."""
     if _is_run((token, *[grad for grad in grads if grad is not None])):
         return backward_op(token, grads, *rest)
-    with _BelowAutograd():
+    with below_autograd():
         made: list[torch.Tensor] = torch.ops.opfuse.pipeline_backward.default(token, list(grads), *rest)
     return made
 
 
 def _is_run(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether no mode of torch's dispatcher and no class of tensors follows the call."""
-    return not torch._C._len_torch_dispatch_stack() and _OWN.issuperset(map(type, tensors))
+    return not active_modes() and _OWN.issuperset(map(type, tensors))
 
 
 def _checked_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -307,7 +306,6 @@ def pipeline_fake(
     If that fails, dynamo is told that the shapes depend on values. Then it runs the call outside of its graphs, which raises the
     error that says what is wrong.
     """
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     pipeline: CompiledPipeline = enrolled(call[0])
@@ -316,16 +314,16 @@ def pipeline_fake(
     known: dict[Any, list[Any]] = {} if shapes is None else _known_looks.setdefault(shapes, {})
     key = *call, autocast, *((str(tensor.shape), str(tensor.stride()), tensor.dtype) for tensor in tensors[:count])
     if key not in known:
-        mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+        mode = fake_tensor_mode()(shape_env=shapes, allow_non_fake_inputs=True)
         values_read = nullcontext() if shapes is None else shapes.ignore_fresh_unbacked_symbols()
         with mode, values_read, torch.no_grad(), autocast_like(x, autocast):
             given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors[:count]]
             try:
                 outputs = pipeline.outline(given, autocast)
             except Exception as error:
-                raise DynamicOutputShapeException(torch.ops.opfuse.pipeline.default) from error
+                raise dynamic_shape_error()(torch.ops.opfuse.pipeline.default) from error
         if free_unbacked_symbols(outputs):
-            raise DynamicOutputShapeException(torch.ops.opfuse.pipeline.default)
+            raise dynamic_shape_error()(torch.ops.opfuse.pipeline.default)
         known[key] = [(output.shape, output.dtype, output.device) for output in outputs]
     made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in known[key]]
     return [*made, torch.empty(1, dtype=torch.int64, device="cpu")] if any(wanted) else made
@@ -372,7 +370,7 @@ _LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")  # type: ignore[no-u
 for _name, (_seen, _run, _fake) in _RUNS.items():
     _LIBRARY.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     for _function, _key in ((_seen, "Autograd"), (_run, "CompositeExplicitAutograd")):
-        _LIBRARY.impl(_name, torch._disable_dynamo(_function), _key)  # where a graph broke, dynamo would look into it
+        _LIBRARY.impl(_name, not_traced(_function), _key)  # where a graph broke, dynamo would look into it
     for _key in ("FuncTorchBatched", "Batched"):
         _LIBRARY.impl(_name, _refuse_batched, _key)
     torch.library.register_fake(f"opfuse::{_name}", _fake, lib=_LIBRARY)

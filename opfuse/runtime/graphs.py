@@ -12,7 +12,6 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import all_enrolled
@@ -23,6 +22,8 @@ from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.runtime.kept import sharded_part
 from opfuse.runtime.programs import interpreted
 from opfuse.tensors.masters import stored_in
+from opfuse.torch_private.operations import tree_leaves
+from opfuse.torch_private.stack import locals_of
 
 WHERE = "opfuse.graphed"
 CALLS = 2
@@ -162,11 +163,9 @@ def _unwaited() -> Iterator[None]:
 def _op_of(traceback: TracebackType | None) -> str:
     """The innermost op on the way to an error."""
     found = "a module of torch"
-    while traceback is not None:
-        for owner in (traceback.tb_frame.f_locals.get(name) for name in ("self", "cast", "made")):
-            op = getattr(owner, "op", owner)  # a cast is made for an op
-            found = op.label if isinstance(op, BasicOperation) else found
-        traceback = traceback.tb_next
+    for owner in locals_of(traceback, "self", "cast", "made"):
+        op = getattr(owner, "op", owner)  # a cast is made for an op
+        found = op.label if isinstance(op, BasicOperation) else found
     return found
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,8 +16,9 @@ from opfuse.core.context import versions
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.runtime.ledger import Copies, Ledger, MaybeGradients, check_unwritten
-from opfuse.tensors.storage import share_memory
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.dispatch import seen_by_autograd
+from opfuse.torch_private.tensors import share_memory
 
 
 class HeldCall(ctypes.c_int64 * 1):  # type: ignore[misc]
@@ -155,7 +155,7 @@ class CallInside:
     def recorded(self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]) -> tuple[torch.Tensor, ...]:
         """The outputs of ``run(inputs, instead)``, recorded by autograd. instead: stand-ins for parameters, by their ``id()``."""
         pack, count = self._keeper.pack, len(self.given)
-        with _seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
+        with seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
             root = torch.empty((), requires_grad=self.trains)
             arguments = [*self.given, *self.parameters]
             entries = [_enter(root, each) if want else each.detach() for each, want in zip(arguments, self.wanted)]
@@ -222,14 +222,3 @@ class _ResultNode(torch.autograd.Function):
 
 _enter: Callable[..., torch.Tensor] = _ArgumentNode.apply
 _leave: Callable[..., torch.Tensor] = _ResultNode.apply
-
-_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradCPU", "AutogradCUDA")
-
-
-@contextmanager
-def _seen_by_autograd() -> Iterator[None]:
-    """Have autograd record torch's ops inside of an op, where it is off."""
-    with torch._C._PreserveDispatchKeyGuard():
-        for name in _AUTOGRAD:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(getattr(torch._C.DispatchKey, name), False)
-        yield

@@ -17,8 +17,10 @@ from opfuse.core.signature import is_foreign
 from opfuse.core.state import StatefulModule
 from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe, number_of
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.modules import HOOKS
+from opfuse.torch_private.sharding import is_flat_parameter
+from opfuse.torch_private.tensors import base_of
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _warned: WeakSet[FusibleOperation] = WeakSet()
 _warned_plain: WeakSet[FusibleOperation] = WeakSet()
 
@@ -112,7 +114,7 @@ def _check_parametrized(op: BasicOperation) -> None:
     moved = [name for name, slot in op.parameter_slots() if name.rpartition(".")[2] not in slot]
     flat = [name for name in moved if name in vars(owner) and f"{name}_orig" not in owner._parameters]
     held = {name: slot.get(name.rpartition(".")[2]) for name, slot in op.parameter_slots()}
-    flat += [name for name, p in held.items() if p is not None and getattr(p._base, "_is_flat_param", False)]
+    flat += [name for name, p in held.items() if p is not None and is_flat_parameter(base_of(p))]
     if flat:
         cure = "shard the Sequential, or a module around it, with torch.distributed.fsdp.fully_shard"
         got = f"{', '.join(flat)} as a plain tensor, as FullyShardedDataParallel leaves it"
@@ -188,7 +190,7 @@ def _warn_of_hooks(members: Iterable[FusibleOperation]) -> None:
             got = "a forward of its own, which never runs"
             message = describe(f"{op.label} in a fused op", wanted="none but protocol methods", got=got, cure=cure)
             warnings.warn(message, OpfuseWarning, stacklevel=2)
-        if op not in _warned and any(getattr(op, hooks, None) for hooks in _HOOKS):
+        if op not in _warned and any(getattr(op, hooks, None) for hooks in HOOKS):
             _warned.add(op)
             cure = "register them on the Sequential, or on an nn.Module around the op"
             message = describe(f"{op.label} hooks", wanted="none on an op of a pipeline", got="hooks that never run", cure=cure)

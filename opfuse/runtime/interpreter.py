@@ -27,6 +27,7 @@ from opfuse.runtime.blocks import PlaceInBlock, gathered, scattered
 from opfuse.runtime.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.kept import Held
 from opfuse.runtime.partial import RepeatedCast, repeat, told_of
+from opfuse.torch_private.dispatch import active_modes
 
 Kwargs = Sequence[Mapping[str, Any]]
 
@@ -296,7 +297,7 @@ class Interpreter:
         grads = Gradients(self.plan, contexts, self.segment.again)
         for value, grad in grad_outputs.items():
             grads.add(value, grad)
-        if self.partial and not torch._C._len_torch_dispatch_stack():
+        if self.partial and not active_modes():
             repeat(self.plan, self.segment, self._told, grads, self._backward_groups)
         else:
             self._backward_groups(self.segment.backward, grads)

@@ -32,6 +32,8 @@ from opfuse.runtime.cached import CachedCast, KeptLook, Unchanged, interned, set
 from opfuse.runtime.own import has_own_methods
 from opfuse.tensors.quantizers.own import draws, is_own_quantizer
 from opfuse.tensors.storage import QuantizedStorage
+from opfuse.torch_private.devices import raw_stream
+from opfuse.torch_private.dispatch import active_modes
 
 CASTS = 4
 """Casts of one weight that a scope keeps, by recipe, planes and stream. Of more, the oldest is dropped."""
@@ -315,7 +317,7 @@ class _Keepable:
 def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> KeptCasts:
     """The kept casts of weights for a call of ``segment``; missing ones are made now."""
     owners = _owners.get()
-    if not owners or torch._C._len_torch_dispatch_stack():
+    if not owners or active_modes():
         return _NOTHING
     keepable = plan.keepable.get(segment.nodes.start)
     if keepable is None:
@@ -356,9 +358,9 @@ def _stream(device: torch.device) -> int | None:
     """The stream of a call; None while a CUDA graph is captured, in which a cast has no values yet."""
     if device.type != "cuda":
         return 0
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if torch.cuda.is_current_stream_capturing():
         return None
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return raw_stream(device.index)
 
 
 def scopes_of(model: nn.Module) -> list[KeptWeights]:

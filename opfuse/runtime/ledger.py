@@ -14,7 +14,7 @@ import torch
 
 from opfuse.core.context import versions
 from opfuse.errors import SavedTensorError, describe
-from opfuse.tensors.storage import share_memory
+from opfuse.torch_private.tensors import share_memory
 
 MaybeGradients = Sequence[torch.Tensor | None]
 StepBackward = Callable[[list[torch.Tensor | None], bool], MaybeGradients]

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError
 from opfuse.tensors.capture import check_capture
+from opfuse.torch_private.tensors import version_of
 
 MIB = 2**20
 
@@ -183,4 +184,4 @@ def _on_host(size: int) -> torch.Tensor:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor)

@@ -29,6 +29,7 @@ from opfuse.runtime.looks import given, look_of
 from opfuse.runtime.own import is_own_cast
 from opfuse.runtime.replayable import LOOKS, Ran, Replayable
 from opfuse.tensors.storage import QuantizedStorage
+from opfuse.torch_private.dispatch import active_modes, in_transform
 
 Interpret = Callable[[Sequence[Group], Gradients], None]
 """Runs groups of a backward pass one by one."""
@@ -74,7 +75,7 @@ class RepeatedCast:
         if by or not replayable.limit or not isinstance(source, torch.Tensor):
             return self.cast(source, *by)
         # A mode or a transform of torch, or autograd, follows each op.
-        followed = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+        followed = active_modes() or in_transform()
         key = None if followed or (source.requires_grad and torch.is_grad_enabled()) else look_of([source])
         values: Any = replayable(key, given([source]), lambda tape: Ran([self.cast(source)]))[0]
         value: Value = values[0]

@@ -33,12 +33,13 @@ from opfuse.runtime.looks import firsts, given, look_of
 from opfuse.runtime.observed import ObservedRunner, current_observer
 from opfuse.runtime.own import own_code
 from opfuse.runtime.partial import made_before
-from opfuse.runtime.recompute import saving_hooks
 from opfuse.runtime.rehearsal import rehearsed
 from opfuse.runtime.replayable import BACKWARD_LOOKS, Ran, Replayable
 from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import matrix_shape
+from opfuse.torch_private.autograd import saving_hooks
+from opfuse.torch_private.dispatch import active_modes
 
 _log = logging.getLogger("opfuse.programs")
 _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
@@ -69,7 +70,7 @@ def runner_of(
     own = plan.own_code.get(segment.nodes.start) or _own_code(plan, segment, ops)
     before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
     held = (*before, *kept.casts) if before else kept.casts
-    if tensors is None or not _enabled.get() or torch._C._len_torch_dispatch_stack():
+    if tensors is None or not _enabled.get() or active_modes():
         return Interpreter(plan, segment, ops, kwargs, held)
     key = None if FORWARD in own.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, kept=kept)
     if key is None:

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from opfuse.compiler.graph import BACKWARD
 from opfuse.core.context import plain
@@ -26,6 +24,8 @@ from opfuse.kernels.engine.launch import noting
 from opfuse.program.tape import PLAIN
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.interpreter import Interpreter
+from opfuse.torch_private.dispatch import TorchDispatchMode, arguments_of, schema_of
+from opfuse.torch_private.operations import tree_leaves
 
 _log = logging.getLogger("opfuse.programs")
 
@@ -55,7 +55,7 @@ class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        namespace, _, name = func._schema.name.partition("::")
+        namespace, _, name = schema_of(func).name.partition("::")
         if "c10d" in namespace:
             raise _Stop(f"{name} waits for other ranks")
         if name.startswith(_INDEXING) or not _BY_VALUES.isdisjoint(func.tags):
@@ -71,7 +71,7 @@ class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an op writes to, as its schema says."""
-    declared = func._schema.arguments
+    declared = arguments_of(func)
     given = {each.name: value for each, value in zip(declared, args)} | dict(kwargs)
     return [given[each.name] for each in declared if each.is_write and each.name in given]
 

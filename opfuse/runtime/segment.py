@@ -22,10 +22,12 @@ from opfuse.runtime.blocks import gathered_again, scattered
 from opfuse.runtime.interpreter import Interpreter, Kwargs, NamedSave
 from opfuse.runtime.ledger import Ledger, SavedTensors
 from opfuse.runtime.programs import ReplayedSegment, runner_of
-from opfuse.runtime.recompute import check_once, saving_hooks
+from opfuse.runtime.recompute import check_once
 from opfuse.tensors.groups import sizes_read_once
-from opfuse.tensors.storage import QuantizedStorage, share_memory
+from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.autograd import saving_hooks
+from opfuse.torch_private.tensors import base_of, share_memory
 
 AnyRunner = Interpreter | ReplayedSegment
 
@@ -104,7 +106,7 @@ class _SegmentFunction(torch.autograd.Function):
 
 def _check_view(runner: AnyRunner, written: torch.Tensor, *, alone: bool) -> None:
     """UnsupportedError for a view that autograd cannot rebase: it must be its node's first input and only output."""
-    if written._is_view() and not alone:
+    if base_of(written) is not None and not alone:
         where, cure = f"{runner.plan.name} extra input", "clone it, or use in_place=False"
         wanted, got = "a tensor to overwrite that is no view", "a view beside other outputs"
         raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
@@ -150,7 +152,7 @@ def _published(values: Sequence[Value], given: Sequence[torch.Tensor | None]) ->
     """
     outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in values]
     for i, tensor in enumerate(outputs):
-        if tensor._is_view() and _owns_memory(tensor, (*given, *outputs[:i], *outputs[i + 1 :])):
+        if base_of(tensor) is not None and _owns_memory(tensor, (*given, *outputs[:i], *outputs[i + 1 :])):
             outputs[i] = tensor.detach()
     return outputs
 

@@ -20,6 +20,8 @@ import torch
 from opfuse.core.context import versions
 from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.compiler import detect_fake_mode, traced_graph
+from opfuse.torch_private.dispatch import may_write
 
 
 def stamp(tensors: Sequence[torch.Tensor]) -> int:
@@ -33,32 +35,21 @@ def stamp(tensors: Sequence[torch.Tensor]) -> int:
 
 def _stamp_fake(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The op as dynamo traces it. The same fake mode means the same graph."""
-    known = _known.setdefault(getattr(tensors[0], "fake_mode", None) or torch._guards.detect_fake_mode(), {})
+    known = _known.setdefault(getattr(tensors[0], "fake_mode", None) or detect_fake_mode(), {})
     state = _uncounted_writes(), *map(id, tensors), *versions(*tensors)
     return _sized(known.setdefault(state, next(_numbers)))
 
 
 def _uncounted_writes() -> int:
     """How many calls the graph has so far that may write and that tensors without values do not count."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        graph = InstructionTranslator.current_tx().output.graph
-    except AttributeError:  # another tracer, which reads no numbers
+    graph = traced_graph()
+    if graph is None:  # another tracer, which reads no numbers
         return 0
     last, count = _counted.get(graph, (None, 0))
     coming = itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
-    count += sum(1 for node in coming if node.op == "call_function" and _may_write(node.target))
+    count += sum(1 for node in coming if node.op == "call_function" and may_write(node.target))
     _counted[graph] = next(iter(reversed(graph.nodes)), None), count
     return count
-
-
-def _may_write(function: Any) -> bool:
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        return any(each.is_mutable for each in function._schemas.values())
-    if isinstance(function, torch._ops.OpOverload):
-        return bool(function._schema.is_mutable)
-    return isinstance(function, torch._ops.HigherOrderOperator) or function.__name__.endswith("_")
 
 
 def _stamp_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

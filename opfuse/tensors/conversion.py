@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.tensors import can_be_assigned, give_hooks, hooks_of
 
 TensorChange = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,7 +38,7 @@ def _convert(parameter: QuantizedTensor, change: TensorChange) -> None:
     if new is not parameter:
         parameter.grad = None
         _replace(parameter, new if isinstance(new, QuantizedTensor) else parameter.moved_to(new))
-    if grad is not None and new_grad is not grad and _fits(grad, new_grad):
+    if grad is not None and new_grad is not grad and can_be_assigned(grad, new_grad):
         grad.data = new_grad  # type: ignore[assignment]
         new_grad = grad
     parameter.grad = new_grad
@@ -45,13 +46,10 @@ def _convert(parameter: QuantizedTensor, change: TensorChange) -> None:
 
 def _replace(parameter: QuantizedTensor, new: QuantizedTensor) -> None:
     """Put what ``new`` holds into ``parameter``. To and from the meta device its autograd state is new, with the old hooks."""
-    if _fits(parameter, new):
+    if can_be_assigned(parameter, new):
         parameter.data = new
         return
-    others, hooks = parameter.other_attributes(), (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    others, hooks = parameter.other_attributes(), hooks_of(parameter)
     torch.utils.swap_tensors(parameter, nn.Parameter(new, requires_grad=parameter.requires_grad))
     parameter.__dict__.update(others)
-    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
-
-
-_fits: Callable[..., bool] = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
+    give_hooks(parameter, hooks)

@@ -7,10 +7,12 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors.exchange import outputs
+from opfuse.torch_private.dispatch import arguments_of
+from opfuse.torch_private.operations import tree_map
+from opfuse.torch_private.tensors import make_subclass, no_torch_function
 
 
 class CopiedView(torch.Tensor):
@@ -20,12 +22,12 @@ class CopiedView(torch.Tensor):
     QuantizedTensorError, because what they wrote would not reach the quantized tensor. A ``clone`` is a plain tensor.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
     _copied: torch.Tensor
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> CopiedView:
-        view = torch.Tensor._make_subclass(cls, values)
+        view = make_subclass(cls, values)
         view._copied = values
         return view
 
@@ -67,7 +69,7 @@ def copied_views(result: Any) -> Any:
 def written(cls: type[torch.Tensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors of ``cls`` that ``func`` writes to, by its schema or as a collective, each once."""
     found = {id(tensor): tensor for tensor in outputs(func, args) if isinstance(tensor, cls)}
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(arguments_of(func)):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors import exchange
@@ -21,6 +20,8 @@ from opfuse.tensors.planes import decoded, map_tensors, with_shape
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import cut_rows, zero_rows
 from opfuse.tensors.shards import amaxes
+from opfuse.torch_private.dispatch import arguments_of
+from opfuse.torch_private.operations import tree_map
 
 aten = torch.ops.aten
 
@@ -52,7 +53,7 @@ def compute(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[s
         if "c10d" in func.namespace:
             exchange.refuse(func, func, args, tensor)
         tensor.check_writable(str(func))
-    aliases = any(argument.alias_info is not None for argument in func._schema.arguments)
+    aliases = any(argument.alias_info is not None for argument in arguments_of(func))
     plain: dict[int, torch.Tensor] = {}
 
     def lower(x: Any) -> Any:

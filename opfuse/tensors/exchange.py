@@ -17,11 +17,12 @@ from functools import cache, partial
 from typing import Any, NoReturn, cast
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors.planes import map_tensors
 from opfuse.tensors.quantized import Quantized
+from opfuse.torch_private.dispatch import DispatchKey, keys_after
+from opfuse.torch_private.operations import tree_leaves, tree_map
 
 _READERS = frozenset(("send", "barrier", "monitored_barrier_", "check_for_nan"))
 """Operations of ``torch.ops.c10d`` that do not write to their first argument; no schema there says which do."""
@@ -37,7 +38,7 @@ def refuse(func: Any, run: Callable[..., Any], args: Sequence[Any], target: torc
     """QuantizedTensorError for a collective that would write into ``target``, once this rank has taken part by ``run``."""
     for made in tree_leaves(run(*tree_map(_own_values, tuple(args)))):
         if isinstance(made, torch.ScriptObject):
-            torch._C._distributed_c10d.Work.unbox(made).wait()
+            torch.distributed.Work.unbox(made).wait()
     wanted, got = "a plain tensor to write into", "one that lives quantized"
     cure = "let it write into a plain one, and copy_ that; broadcast sends the bytes of a quantized tensor"
     raise QuantizedTensorError(describe(f"{func} on {target!r}", wanted=wanted, got=got, cure=cure))
@@ -63,7 +64,7 @@ def broadcast(func: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
         received = map_tensors(target.record, lambda held: held.clone(memory_format=torch.contiguous_format))
         for part in received.tensors():
             _, work = func([part.reshape(-1).view(torch.uint8)], *rest)
-            torch._C._distributed_c10d.Work.unbox(work).wait()
+            torch.distributed.Work.unbox(work).wait()
         target.copy_(target.over(received))
     return tensors, work
 
@@ -72,7 +73,7 @@ _NESTED = ("scatter_", "reduce_scatter_", "gather_", "allgather_", "allgather_co
 """Operations of ``torch.ops.c10d`` that read or write a list of lists: their first argument is written, their second one read."""
 
 
-def _run_nested(func: Any, keys: torch._C.DispatchKeySet, written: Sequence[Any], read: Sequence[Any], *rest: Any) -> Any:
+def _run_nested(func: Any, keys: Any, written: Sequence[Any], read: Sequence[Any], *rest: Any) -> Any:
     """The collective over values; QuantizedTensorError if one of ``written`` lives quantized."""
     run = partial(func.redispatch, keys & _BACK_ENDS)
     target = next(_quantized(written), None)
@@ -89,7 +90,7 @@ def _quantized(lists: Sequence[Any]) -> Iterator[Quantized]:
                 yield tensor
 
 
-_BACK_ENDS = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_BACK_ENDS = keys_after(DispatchKey.BackendSelect)
 """The dispatch keys after BackendSelect, the last one that all calls have, in inference mode too."""
 
 

@@ -22,6 +22,7 @@ from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts, row_unit
 from opfuse.tensors.shards import agree, is_mirror, learn
 from opfuse.tensors.storage import QuantizedStorage
+from opfuse.torch_private.sharding import local_tensor
 
 
 class Gathering(NamedTuple):
@@ -72,7 +73,7 @@ def after(
 
     The values are those that autograd knows already, so no version is bumped.
     """
-    out = getattr(out, "_local_tensor", out)
+    out = local_tensor(out, out)
     if gathering.source is not shard:
         if gathering.source.is_cuda:  # made on the stream of the gather, and read on this one when it is gone
             gathering.source.record_stream(torch.cuda.current_stream())

@@ -28,7 +28,8 @@ from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import in_tiles
 from opfuse.numerics.chain import Rounding, Stage
 from opfuse.numerics.row_groups import RowGroups
-from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape, share_memory
+from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
+from opfuse.torch_private.tensors import share_memory
 
 Operand = torch.Tensor | QuantizedStorage
 

@@ -12,7 +12,6 @@ The signature of the weight says which plane is absent, so nothing reads stale b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,6 +26,8 @@ from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.shards import is_mirror
 from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.torch_private.sharding import is_parameter_group, reshards_after_forward, training_state
+from opfuse.torch_private.stack import owners
 
 _WHY = "it did not travel in this pass"
 
@@ -75,12 +76,12 @@ def alone(shard: Quantized, ranks: int) -> str | None:
         return None
     group = _group_of_parameters()
     if shard.alternates is None:
-        frees = group is not None and group._reshard_after_forward and getattr(group, "reshard_after_backward", True)
+        frees = group is not None and reshards_after_forward(group) and getattr(group, "reshard_after_backward", True)
         fits = is_mirror(shard) or len({_sizes(shard, usage) for usage in USAGES}) == 1
         shard.alternates = bool(ranks > 1 and frees and fits)
     if not shard.alternates:
         return None
-    return COLUMNWISE if group is not None and group._training_state.name == "PRE_BACKWARD" else ROWWISE
+    return COLUMNWISE if group is not None and training_state(group).name == "PRE_BACKWARD" else ROWWISE
 
 
 def half(storage: QuantizedStorage, usage: str) -> QuantizedStorage:
@@ -116,10 +117,4 @@ def _group_of_parameters() -> Any:
     """FSDP2's group of the parameters that are gathered now, which knows the pass; read off Python's stack, since FSDP2 does not
     pass it on.
     """
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if hasattr(owner, "_training_state") and hasattr(owner, "_reshard_after_forward"):
-            return owner
-        frame = frame.f_back
-    return None
+    return next(filter(is_parameter_group, owners()), None)

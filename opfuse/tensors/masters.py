@@ -10,11 +10,12 @@ import torch
 from opfuse.errors import DtypeError, describe
 from opfuse.tensors.shards import join
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.sharding import local_tensor
 
 
 def stored_in(parameter: torch.Tensor) -> torch.Tensor:
     """The tensor that holds the values on this rank: that of a DTensor, or ``parameter`` itself."""
-    held: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    held: torch.Tensor = local_tensor(parameter, parameter)
     return held
 
 

@@ -12,8 +12,8 @@ from opfuse.formats import ROWWISE, Usage
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.storage import QuantizedStorage
+from opfuse.torch_private.sharding import functional_collectives
 
-_collectives: Any = torch.ops._c10d_functional
 """Collectives that take and return tensors alone, so that a program repeats them as it does any other op."""
 
 
@@ -35,21 +35,21 @@ class Travel(NamedTuple):
 
 def gathered(x: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:
     """The first dimensions of ``x`` of all ranks, one after another."""
-    return _waited(_collectives.all_gather_into_tensor(x.contiguous(), ranks, _name(group)))
+    return _waited(functional_collectives.all_gather_into_tensor(x.contiguous(), ranks, _name(group)))
 
 
 def scattered(x: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:
     """This rank's part of the first dimension of the sum of ``x`` over the ranks."""
-    return _waited(_collectives.reduce_scatter_tensor(x.contiguous(), "sum", ranks, _name(group)))
+    return _waited(functional_collectives.reduce_scatter_tensor(x.contiguous(), "sum", ranks, _name(group)))
 
 
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of ``x`` over the ranks."""
-    return _waited(_collectives.all_reduce(x.contiguous(), "sum", _name(group)))
+    return _waited(functional_collectives.all_reduce(x.contiguous(), "sum", _name(group)))
 
 
 def _waited(made: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _collectives.wait_tensor(made)
+    result: torch.Tensor = functional_collectives.wait_tensor(made)
     return result
 
 

@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from opfuse.errors import OpfuseWarning, OptimizerError, ShapeError, describe
 from opfuse.tensors.masters import master_weights, stored_in, strayed
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.operations import copy_each
+from opfuse.torch_private.tensors import version_of
 
 MASTER = "master"
 """The name of a master among the state of its parameter in ``optimizer.state_dict()``."""
@@ -152,7 +154,7 @@ class _Masters:
     def _cast(self, parameters: Sequence[torch.Tensor]) -> None:
         """Write the casts of masters into their ``parameters``; scales of all shards are found in one collective."""
         if parameters:
-            torch._foreach_copy_([stored_in(p) for p in parameters], [stored_in(self.of[p]) for p in parameters])
+            copy_each([stored_in(p) for p in parameters], [stored_in(self.of[p]) for p in parameters])
             increment_version([p for p in parameters if stored_in(p) is not p])
 
     def _rest(self, optimizer: Optimizer) -> None:
@@ -240,7 +242,7 @@ def _in_fp32(grads: Sequence[Any]) -> list[torch.Tensor]:
             news.append(stored_in(new))
             olds.append(stored_in(old))
     for news, olds in groups.values():
-        torch._foreach_copy_(news, olds)
+        copy_each(news, olds)
     return made
 
 
@@ -248,7 +250,7 @@ def _look(parameter: torch.Tensor) -> object:
     """Changes whenever something writes ``parameter``, its ``.data`` or its planes; may change without."""
     held = stored_in(parameter)
     planes = held.held.tensors() if isinstance(held, QuantizedTensor) else [held]
-    return [(plane.data_ptr(), plane._version) for plane in planes]
+    return [(plane.data_ptr(), version_of(plane)) for plane in planes]
 
 
 def _warn(where: str, *, wanted: str, got: str, cure: str) -> None:

@@ -27,6 +27,7 @@ from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.quantizers.base import Quantizer
 from opfuse.tensors.quantizers.ranks import AmaxRanks, in_distributed_run, reduce_amax
 from opfuse.tensors.rows import shared_by_rows
+from opfuse.torch_private.sharding import local_tensor
 
 
 class Ranks(NamedTuple):
@@ -44,7 +45,7 @@ class Ranks(NamedTuple):
 
 def join(parameter: torch.Tensor) -> None:
     """Tell the shard of a quantized DTensor parameter which ranks hold the others."""
-    shard: Any = getattr(parameter, "_local_tensor", None)
+    shard: Any = local_tensor(parameter, None)
     over = [dimension for dimension, each in enumerate(getattr(parameter, "placements", ())) if each.is_shard()]
     for dimension in over if hasattr(shard, "record") else ():
         _share(shard, parameter.device_mesh, dimension)  # type: ignore[attr-defined]

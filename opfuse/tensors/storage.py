@@ -7,7 +7,7 @@ frozen; the bytes of a plane may be rewritten in place (optimizers, gathers), wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -153,10 +153,6 @@ class QuantizedStorage:
     def matrix_shape(self) -> tuple[int, int]:
         """(M, K): leading dimensions flattened."""
         return matrix_shape(self.shape)
-
-
-share_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-"""Whether two tensors lie in one block of memory, whichever parts of it they are."""
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

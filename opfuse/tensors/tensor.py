@@ -28,6 +28,7 @@ from opfuse.tensors.planes import (
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.straight import straight_through, told_gradient
+from opfuse.torch_private.tensors import make_wrapper_subclass, no_torch_function
 
 if TYPE_CHECKING:
     from opfuse.tensors.quantizers import Quantizer
@@ -59,7 +60,7 @@ class QuantizedTensor(Quantized):
       Any other view is a copy of the values that raises QuantizedTensorError when it is written to; ``t[index] = value`` writes.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     ranks: shards.Ranks | None = None
     alternates: bool | None = None
@@ -77,9 +78,7 @@ class QuantizedTensor(Quantized):
                 describe("QuantizedTensor", wanted="a QuantizedStorage", got=type(storage).__name__, cure=cure)
             )
         exchange.look_into_lists()
-        return torch.Tensor._make_wrapper_subclass(
-            cls, storage.shape, dtype=storage.dtype, device=storage.device, requires_grad=requires_grad
-        )
+        return make_wrapper_subclass(cls, storage.shape, dtype=storage.dtype, device=storage.device, requires_grad=requires_grad)
 
     def __init__(self, storage: QuantizedStorage, *, quantizer: Quantizer | None = None, requires_grad: bool = False) -> None:
         self._storage = storage

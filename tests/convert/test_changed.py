@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations, prune
 import opfuse
 from opfuse import ops
 from opfuse.errors import ConversionError, OpfuseWarning
-from tests.convert.blocks import GatedMLP
+from tests.convert.blocks import Attention, GatedMLP
 from tests.convert.test_fuse import EXACT, FP8
 
 X = torch.linspace(-2, 2, 64 * 32).view(64, 32)
@@ -428,3 +428,57 @@ def test_an_activation_that_was_bound_to_what_it_needs_is_watched(act, other):
         assert not torch.equal(model(X), wanted)
     opfuse.fuse_(model, FP8)
     assert not torch.equal(model(X), wanted)
+
+
+def replica(module):
+    """As DataParallel makes one for each device."""
+    copy_ = module._replicate_for_data_parallel()
+    for name, parameter in module._parameters.items():
+        copy_._parameters[name] = None if parameter is None else nn.Parameter(2 * parameter.detach())
+    copy_._modules = {name: replica(child) for name, child in module._modules.items()}
+    return copy_
+
+
+def shallow(module):
+    copy_ = copy.copy(module)
+    copy_._parameters = {name: p if p is None else nn.Parameter(2 * p.detach()) for name, p in module._parameters.items()}
+    copy_._modules = {name: shallow(child) for name, child in module._modules.items()}
+    return copy_
+
+
+@pytest.mark.parametrize("make", [GatedMLP, block, Attention, lambda: nn.Sequential(nn.Linear(32, 64))])
+@pytest.mark.parametrize("copied", [replica, shallow])
+def test_a_copy_of_the_attributes_computes_with_its_own_parameters(make, copied):
+    """In high precision, of which it tells once for each module."""
+    torch.manual_seed(0)
+    model = make()
+    wanted = copied(model)(X)
+    opfuse.fuse_(model, FP8)
+    before = model(X)
+    with pytest.warns(OpfuseWarning, match=r"wants calls of the module that fuse_ converted, got a shallow copy"):
+        assert torch.equal(copied(model)(X), wanted)
+    assert torch.equal(copied(model)(X), wanted)
+    assert torch.equal(model(X), before)
+
+
+class Marking(nn.Module):
+    """Leaves a mark on what it is given."""
+
+    def forward(self, x):
+        x.mark = 1
+        return x
+
+
+class Reading(nn.Module):
+    def forward(self, x):
+        return 2 * x if hasattr(x, "mark") else 1 * x
+
+
+@pytest.mark.parametrize("parts", [(Marking, Reading), (Reading,)], ids=["of its own", "of a caller"])
+def test_marks_on_tensors_are_set_and_read(parts):
+    model, x = nn.Sequential(*[part() for part in parts], nn.Linear(32, 32)), X.clone()
+    if len(parts) == 1:
+        x.mark = 1
+    wanted = model(x)
+    opfuse.fuse_(model, EXACT)
+    torch.testing.assert_close(model(x), wanted)

@@ -74,6 +74,64 @@ class Dropping(Mixture):
         return super().halves(nn.functional.dropout(both, 0.5, self.training))
 
 
+class Capacity(Mixture):
+    """Each expert takes the first tokens alone."""
+
+    most = 8
+
+    def forward(self, hidden, chosen, weights):
+        result = torch.zeros_like(hidden)
+        for expert in range(EXPERTS):
+            token, place = self.first(*torch.where(chosen == expert))
+            a, b = self.halves(nn.functional.linear(hidden[token], self.up[expert]))
+            y = nn.functional.linear(self.act(a) * b, self.down[expert]) * weights[token, place, None]
+            result.index_add_(0, token, y.to(result.dtype))
+        return result
+
+    def first(self, token, place):
+        return token[: self.most], place[: self.most]
+
+
+class Narrow(Capacity):
+    def first(self, token, place):
+        most = min(self.most, len(token))
+        return token.narrow(0, 0, most), place.narrow(0, 0, most)
+
+
+class ByDtype(Mixture):
+    """Twice as much in what trainings use."""
+
+    dtype = torch.float32
+
+    def halves(self, both):
+        a, b = super().halves(both)
+        return a, 2 * b if both.dtype == self.dtype else b
+
+
+class InHalf(ByDtype):
+    dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize("make", [Capacity, Narrow, ByDtype, InHalf])
+def test_experts_that_depend_on_how_many_or_of_which_dtype_stay(make):
+    assert experts_of(make()) is None
+
+
+@pytest.mark.parametrize("sentinel", [-1, EXPERTS])
+def test_a_number_that_is_no_experts_adds_nothing(sentinel):
+    model, (x, chosen, weights) = Mixture(), routed()
+    chosen[0, 1] = chosen[3] = sentinel
+    wanted = model(x, chosen, weights)
+    wanted.square().sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    opfuse.fuse_(model, EXACT)
+    found = model(x, chosen, weights)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close([p.grad for p in model.parameters()], grads)
+
+
 def routed(dtype=torch.float32):
     """Tokens, their experts, of which one gets none, and the weights."""
     chosen = torch.tensor([[0, 1], [1, 3], [4, 3], [1, 0], [3, 4], [0, 4]])

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import opfuse
@@ -292,3 +293,35 @@ def test_reading_forwards_leaves_no_hook_behind():
     }
     opfuse.fuse_(GatedMLP(), FP8)
     assert hooks == {name: dict(getattr(nn.modules.module, name)) for name in hooks}
+
+
+def jagged(x):
+    return torch.nested.nested_tensor([x[0, :2], x[1]], layout=torch.jagged)
+
+
+def tangent(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+
+
+FOLLOWED = {
+    "vmap": lambda m, x: torch.func.vmap(m, in_dims=1)(x),
+    "grad": lambda m, x: torch.func.grad(lambda x: m(x).sum())(x),
+    "grad of parameters": lambda m, x: torch.func.grad(lambda p: torch.func.functional_call(m, p, x).sum())(
+        {name: p.detach() for name, p in m.named_parameters()}
+    ),
+    "hessian": lambda m, x: torch.func.hessian(lambda x: m(x).sum())(x[0, 0]),
+    "a tangent": tangent,
+    "a jagged tensor": lambda m, x: m(jagged(x)).values(),
+    "a sparse tensor": lambda m, x: m[0](x[0].to_sparse()),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_no_pipeline_can_run_is_the_forward_of_the_module(name):
+    """In high precision, as it would be without opfuse."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), torch.randn(2, 4, 32)
+    wanted = FOLLOWED[name](model, x)
+    opfuse.fuse_(model, FP8)
+    torch.testing.assert_close(FOLLOWED[name](model, x), wanted)

@@ -51,7 +51,7 @@ def test_on_the_device_it_launches_what_was_packed(launches, factor, monkeypatch
     monkeypatch.setattr(module, "function", lambda variant, entry, device: (VARIANT, entry))
     monkeypatch.setattr(module, "is_current", lambda device: True)
     monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(module, "raw_stream", lambda device: 0)
     x, out = torch.randn(8), torch.empty(8)
     call = prepared(SimpleNamespace(reference=reference, run=launches), x, out)
     for _ in range(2):

@@ -18,6 +18,7 @@ from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
 from opfuse.runtime import recompute
 from opfuse.runtime.fuser import listed_plans
+from opfuse.torch_private import checkpoints as known
 
 RECIPES = {
     "none": None,
@@ -518,10 +519,14 @@ def test_validation_in_a_checkpoint_counts_no_amax() -> None:
 
 
 def test_a_torch_whose_checkpoint_works_in_another_way_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(torch.utils.checkpoint, "_checkpoint_hook", object)
-    recompute._codes.cache_clear()
+    """One whose runs share no object: a checkpoint could not be told from another."""
+    monkeypatch.setattr(known, "_is_own", lambda value: False)
+    known._places.cache_clear()
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     try:
-        with pytest.raises(UnsupportedError, match="a torch with a known checkpoint"), torch.autograd.graph.save_on_cpu():
-            block()(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True))
+        with torch.autograd.graph.save_on_cpu():
+            block()(x)  # no checkpoint, so nothing need be known of one
+        with pytest.raises(UnsupportedError, match="a torch with a known checkpoint"):
+            torch_checkpoint(block(), x, use_reentrant=False)
     finally:
-        recompute._codes.cache_clear()
+        known._places.cache_clear()

@@ -24,6 +24,7 @@ from opfuse.kernels.engine.compiling import (
     resources,
 )
 from opfuse.kernels.engine.cubins import cubin_cache, location
+from opfuse.torch_private.devices import current_device, raw_stream
 
 
 class Grid(NamedTuple):
@@ -47,7 +48,7 @@ def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fie
     if _parameters.noted is not None:
         _parameters.noted.append(variant)
         return
-    if torch._C._cuda_getDevice() != device:  # torch.cuda.current_device() without its checks
+    if current_device() != device:  # torch.cuda.current_device() without its checks
         with torch.cuda.device(device):
             return launch(variant, entry, grid, layout, *fields, device=device)
     if _parameters.listener is not None:
@@ -55,7 +56,7 @@ def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fie
     handle = function(variant, entry, device)
     layout.pack_into(_parameters.buffer, 0, *fields)
     bind(device)
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = raw_stream(device)
     driver().launchKernel(handle, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared, stream, _parameters.address, 0)
 
 
@@ -165,7 +166,7 @@ def noting() -> Iterator[list[Variant]]:
 
 def is_current(device: int) -> bool:
     """Whether ``device`` is the current one of this thread, and its context is bound."""
-    return torch._C._cuda_getDevice() == device and driver().ctxGetCurrent() != 0
+    return current_device() == device and driver().ctxGetCurrent() != 0
 
 
 @contextlib.contextmanager

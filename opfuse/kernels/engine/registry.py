@@ -23,6 +23,7 @@ from opfuse.environment import variable
 from opfuse.errors import KernelError, describe
 from opfuse.kernels.engine.compiling import Variant, source_text
 from opfuse.kernels.engine.launch import Grid, launch
+from opfuse.torch_private.dispatch import in_fake_mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,11 +153,7 @@ def runs_kernels(x: torch.Tensor) -> bool:
 
 def kernels_run_on(device: int) -> bool:
     """Whether kernels run on dense tensors of this CUDA device here and now."""
-    return _enabled(device) and not torch.compiler.is_compiling() and _fake_mode(_FAKE) is None
-
-
-_fake_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
-_FAKE = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
+    return _enabled(device) and not torch.compiler.is_compiling() and not in_fake_mode()
 
 
 @functools.cache

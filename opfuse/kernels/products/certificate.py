@@ -28,7 +28,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from opfuse.errors import OpfuseWarning, PlanMissError, describe
 from opfuse.formats import (
@@ -53,6 +52,7 @@ from opfuse.kernels.products.backends import BACKENDS, Backend, Machine, backend
 from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, layout_of, store_data, store_scale
+from opfuse.torch_private.dispatch import without_modes
 
 Multiply = Callable[[Stored, Stored, torch.dtype, bool], torch.Tensor]
 """A product of two planes in a dtype, with fast sums or without: (left lines, right lines)."""
@@ -279,7 +279,7 @@ def _found(family: str, device: int, machine: Machine, product: Multiply) -> Cer
 def _examined(family: str, backend: Backend, product: Multiply, device: int) -> Certificate:
     """Trials see no recorder, no mode of the caller and no autograd."""
     with ExitStack() as stack:
-        for around in (torch.cuda.device(device), _disable_current_modes(), torch.inference_mode(mode=False), torch.no_grad()):
+        for around in (torch.cuda.device(device), without_modes(), torch.inference_mode(mode=False), torch.no_grad()):
             stack.enter_context(around)
         return examine(family, backend, product, torch.device("cuda", device))
 

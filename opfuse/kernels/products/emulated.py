@@ -28,6 +28,7 @@ from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_data, load_
 from opfuse.numerics.row_groups import TILE, RowGroups
 from opfuse.numerics.scalars import decode
 from opfuse.numerics.sums import Factors
+from opfuse.torch_private.dispatch import active_modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ def _lines(left: Lines, cut: TileCut) -> Lines:
 
 def _is_alone() -> bool:
     """Whether nobody holds what an op here has made: a mode may, as that of a selective checkpoint; a recording does not."""
-    return torch._C._len_torch_dispatch_stack() <= (listener() is not None)
+    return active_modes() <= (listener() is not None)
 
 
 AT_ONCE = JOINED

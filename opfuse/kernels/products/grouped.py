@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from opfuse.kernels.engine.variants import on_bytes
+from opfuse.torch_private.operations import assert_on_device
 
 SINCE = (9, 0)
 """The least compute capability with a kernel of its own; below it torch would read the ends and loop."""
@@ -74,7 +75,7 @@ def is_faster(name: str, sizes: Sequence[int], weight: torch.Tensor, *, apart: b
 def ends_of(splits: torch.Tensor, rows: int) -> torch.Tensor:
     """int32 (G,): where each group of ``splits`` rows ends. The device stops with an assertion if they do not add up."""
     ends = splits.cumsum(0, dtype=torch.int32)
-    torch._assert_async(ends[-1] == rows, "split sizes add up to the rows of the input")
+    assert_on_device(ends[-1] == rows, "split sizes add up to the rows of the input")
     return ends
 
 

@@ -46,6 +46,7 @@ from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import lines_from, rows_of
 from opfuse.numerics.layouts import Layout, are_known, load_scale, store_scale
+from opfuse.torch_private.operations import scaled_mm_into
 
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of a result that the device rounds its sums to, once."""
@@ -293,10 +294,8 @@ def _scaled_mm(
             output_dtype=out_dtype,
             use_fast_accum=fast,
         )
-    into: Any = torch._scaled_mm_v2  # as F.scaled_mm, which has no out
     levels = ((each.scales, [kind.value for kind in each.scaling], [order.value for order in each.swizzle]) for each in (a, b))
-    result: torch.Tensor = into(a.codes, b.codes.t(), *next(levels), *next(levels), None, out_dtype, [], fast, out=out)
-    return result
+    return scaled_mm_into(a.codes, b.codes.t(), *next(levels), *next(levels), None, out_dtype, [], fast, out=out)
 
 
 def has_fast_sums(family: str, machine: Machine) -> bool:

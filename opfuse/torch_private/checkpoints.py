@@ -1,0 +1,245 @@
+"""Checkpoints of torch on Python's stack: torch does not say which one is active, nor whether it recomputes.
+
+A non-reentrant checkpoint has an object that lives from its first run to its recomputation. Under which name it stands, and in
+which functions, is found out by trying: a small checkpoint runs once and recomputes, and both runs look at the stack around them.
+So what counts is that a checkpoint has such an object, not how the functions of this torch are called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import cache
+from threading import get_ident
+from types import CodeType, FrameType, GeneratorType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.function import FunctionCtx
+
+from opfuse.errors import UnsupportedError, describe
+from opfuse.torch_private.autograd import backward_pass
+from opfuse.torch_private.compiler import COMPILED_MODULES, runs_compiled_backward
+from opfuse.torch_private.names import convention
+from opfuse.torch_private.stack import frame_of_caller, frames, frames_of_threads
+
+_ENGINE = "_engine_run_backward"
+"""The function of torch that runs a backward pass on the calling thread."""
+
+_REENTRANT = "CheckpointFunctionBackward"
+"""What the node of a reentrant checkpoint is called, torch's own as well as those of others."""
+
+_PARTS = ("opfuse.", *COMPILED_MODULES)
+"""Modules of opfuse and of compiled code, whose functions run inside of a call."""
+
+
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint on the stack.
+
+    owner: an object that its first run and its recomputation share, and no other checkpoint; attributes can be set on it. again:
+    the backward pass in which it recomputes; None in its first run. strict: it only recomputes, so each call must be one of the
+    first run. trains: its calls are training calls although gradients are off.
+    """
+
+    owner: Any
+    again: Any
+    strict: bool
+    trains: bool
+
+
+class _OwnerPlaces(NamedTuple):
+    """Where a non-reentrant checkpoint has its object.
+
+    first: by the code of a function on the stack of its first run, the names that lead to the object: of a local variable, or of
+    a generator and of a local variable of that. again: by the code of a function on the stack of its recomputation, the names of
+    the object and of the number of the backward pass.
+    """
+
+    first: dict[CodeType, tuple[str, ...]]
+    again: dict[CodeType, tuple[str, str]]
+
+
+_NamedValues = dict[tuple[str, ...], Any]
+"""The variables of a function, and of its generators, by the names that lead to them."""
+
+
+def _names_of(frame: FrameType) -> _NamedValues:
+    found: _NamedValues = {}
+    for name, value in frame.f_locals.items():
+        found[(name,)] = value
+        if isinstance(value, GeneratorType) and value.gi_frame is not None:
+            found |= {(name, inner): each for inner, each in value.gi_frame.f_locals.items()}
+    return found
+
+
+def _value(frame: FrameType, names: tuple[str, ...]) -> Any:
+    """What names lead to; None where a function has not come so far, or a generator has ended."""
+    value = frame.f_locals.get(names[0])
+    for name in names[1:]:
+        inner = value.gi_frame if isinstance(value, GeneratorType) else None
+        value = None if inner is None else inner.f_locals.get(name)
+    return value
+
+
+_SeenRun = tuple[list[tuple[CodeType, _NamedValues]], int]
+"""The functions of torch.utils.checkpoint around a run of a function, innermost first, and the number of its backward pass."""
+
+
+@cache
+def _places() -> _OwnerPlaces:
+    """UnsupportedError under a torch whose checkpoint has no such object: nothing here could be told from an ordinary call."""
+    runs: list[_SeenRun] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        around = [(frame.f_code, _names_of(frame)) for frame in frames() if _is_of_checkpoints(frame)]
+        runs.append((around, backward_pass()))
+        return x.exp()
+
+    def run() -> None:
+        x = torch.ones(1, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False, preserve_rng_state=False).backward()
+
+    thread = threading.Thread(target=run)  # where there are no modes, no hooks and no checkpoint around
+    thread.start()
+    thread.join()
+    found = _shared(*runs) if len(runs) == 2 else None
+    if found is None or not hasattr(torch.autograd.graph, _ENGINE):
+        cure = "use a torch that opfuse was tried with (see pyproject.toml), or no checkpoint"
+        got = f"torch {torch.__version__}, whose checkpoint works in another way"
+        raise UnsupportedError(describe("activation checkpointing", wanted="a torch with a known checkpoint", got=got, cure=cure))
+    return found
+
+
+def _shared(first: _SeenRun, again: _SeenRun) -> _OwnerPlaces | None:
+    """Where two runs have one object of a class of torch's checkpoint; None if they have none, or several."""
+    ids = [{id(each) for _, names in run for each in names.values() if _is_own(each)} for run, _ in (first, again)]
+    both = ids[0] & ids[1]
+    if len(both) != 1:
+        return None
+    (owner,) = both
+    at_first = {code: path for code, names in first[0] for path, each in names.items() if id(each) == owner}
+    at_again = {
+        code: (path[0], number[0])
+        for code, names in again[0]
+        for path, each in names.items()
+        if id(each) == owner and len(path) == 1
+        for number, value in names.items()
+        if type(value) is int and value == again[1] and len(number) == 1
+    }
+    return _OwnerPlaces(at_first, at_again) if at_first and at_again else None
+
+
+def _is_own(value: Any) -> bool:
+    return type(value).__module__ == torch.utils.checkpoint.__name__ and hasattr(value, "__dict__")
+
+
+def _is_of_checkpoints(frame: FrameType) -> bool:
+    """Whether a function of ``torch.utils.checkpoint`` runs."""
+    return frame.f_globals is vars(torch.utils.checkpoint)
+
+
+def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iterator[FoundCheckpoint]:
+    """The checkpoints on the stack, innermost first; by default on that of the caller.
+
+    beyond: also those outside of a backward pass that they started.
+    """
+    task = backward_pass()
+    for around in frames(frame):
+        code = around.f_code
+        if code.co_name == _ENGINE and not beyond:
+            return  # what lies beyond is about a backward pass around this one
+        if _is_of_checkpoints(around):
+            places = _places()
+            if (path := places.first.get(code)) is not None and (owner := _value(around, path)) is not None:
+                yield FoundCheckpoint(owner, None, strict=True, trains=False)
+            elif (pair := places.again.get(code)) is not None:
+                yield FoundCheckpoint(around.f_locals[pair[0]], around.f_locals[pair[1]], strict=True, trains=False)
+        if code.co_name in ("forward", "backward") and code.co_argcount and not _is_part(around):
+            ctx = around.f_locals.get(code.co_varnames[0])
+            if isinstance(ctx, FunctionCtx):
+                again = task if code.co_name == "backward" else None
+                strict = type(ctx).__name__ == _REENTRANT
+                needs = getattr(ctx, "needs_input_grad", ())
+                yield FoundCheckpoint(ctx, again, strict, trains=again is None and any(needs))
+
+
+def waiting_stacks() -> list[FrameType]:
+    """The stacks that wait for the running backward pass.
+
+    This stack; on one of autograd's own threads, of which each GPU has one, also those of all threads that are in its engine. One
+    of them called the pass, or a pass around it; a checkpoint on any of them is refused.
+    """
+    here = frame_of_caller()
+    if any(thread.ident == get_ident() and not isinstance(thread, threading._DummyThread) for thread in threading.enumerate()):
+        return [here]
+    others = [_in_engine(frame) for number, frame in frames_of_threads().items() if number != get_ident()]
+    return [here, *(frame for frame in others if frame is not None)]
+
+
+def _in_engine(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of a stack that waits for a backward pass; None if there is none."""
+    return next((each for each in frames(frame) if each.f_code.co_name == _ENGINE), None)
+
+
+def in_compiled_backward() -> bool:
+    """Whether compiled code runs its backward pass around the caller, and no checkpoint of torch is between them."""
+    for each in frames():
+        if each.f_code.co_name == _ENGINE or _is_of_checkpoints(each):
+            return False
+        if runs_compiled_backward(each):
+            return True
+    return False
+
+
+def _is_part(frame: FrameType) -> bool:
+    """Whether the frame is one of opfuse or of compiled code, which run inside of a call."""
+    return str(frame.f_globals.get("__name__", "")).startswith(_PARTS)
+
+
+# -- what is expected of torch ---------------------------------------------------------------------------------------------------
+
+
+def _seen_by(*, use_reentrant: bool) -> list[list[FoundCheckpoint]]:
+    """The checkpoints that the first run of a function and its recomputation see around them."""
+    seen: list[list[FoundCheckpoint]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append([*checkpoints()])
+        return x.exp()
+
+    x = torch.ones(1, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=use_reentrant, preserve_rng_state=False).backward()
+    return seen
+
+
+def _is_recognised(*, use_reentrant: bool) -> bool:
+    (first,), (again,) = _seen_by(use_reentrant=use_reentrant)
+    if use_reentrant:
+        return first.trains and first.again is None and again.again is not None and again.strict
+    return first.owner is again.owner and first.again is None and again.again is not None
+
+
+_use: dict[str, Any] = {
+    "use": "recomputing calls in the context of their first run",
+    "breaks": "activation checkpointing is refused",
+    "slow": True,
+}
+convention("torch.utils.checkpoint.checkpoint, not reentrant", lambda: _is_recognised(use_reentrant=False), **_use)
+convention("torch.utils.checkpoint.CheckpointFunction", lambda: _is_recognised(use_reentrant=True), **_use)
+
+
+def _is_on_the_stack() -> bool:
+    seen: list[bool] = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(_in_engine() is not None))
+    x.exp().backward()
+    return seen == [True] and _in_engine() is None
+
+
+convention(
+    "torch.autograd.graph._engine_run_backward",
+    _is_on_the_stack,
+    use="telling what is around a backward pass from what it runs",
+    breaks="a call inside of a backward pass would be taken for one of a checkpoint around it",
+)

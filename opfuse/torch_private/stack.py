@@ -1,0 +1,86 @@
+"""Python's stack: what is running around a call, where nobody says so otherwise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+from torch import nn
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def frame_of_caller() -> FrameType:
+    """The frame of the function that calls the one that calls this."""
+    return sys._getframe(2)
+
+
+def frames(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """The frames from ``frame`` on, innermost first; by default from the caller's."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def run_of(code: CodeType, *, followed: bool) -> int | None:
+    """Which run of ``code`` the caller is inside of, as the ``id()`` of its frame; None if it is inside of none.
+
+    followed: also where dynamo follows the code, by the ``f_code`` of its own objects for frames.
+    """
+    for frame in frames(sys._getframe(1)):
+        if frame.f_code is code or (followed and getattr(frame.f_locals.get("self"), "f_code", None) is code):
+            return id(frame)
+    return None
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The innermost frame of each thread of this process, by the thread's number."""
+    return sys._current_frames()
+
+
+def place_around(passes: Callable[[str], bool]) -> tuple[str, int]:
+    """File and line of the innermost frame around the caller whose file does not pass; of the outermost if all do."""
+    frame = sys._getframe(2)
+    while passes(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def place_of_block(passed: str) -> tuple[str, int, int]:
+    """Where a with block stands: file, line and ``stacklevel`` of what calls the function that calls the one that calls this.
+
+    passed: a file whose frames are passed over.
+    """
+    frame, level = sys._getframe(3), 3
+    while frame.f_code.co_filename == passed and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return frame.f_code.co_filename, frame.f_lineno, level
+
+
+def module_that_calls() -> nn.Module | None:
+    """The module whose call runs the function that calls this as its ``forward``; None if that was called otherwise."""
+    frame = sys._getframe(2)
+    module = frame.f_locals.get("self") if frame.f_code is _CALL else None
+    return module if isinstance(module, nn.Module) else None
+
+
+def owners() -> Iterator[Any]:
+    """The objects whose methods are running, the innermost first."""
+    for frame in frames(sys._getframe(1)):
+        if "self" in frame.f_code.co_varnames[:1]:
+            yield frame.f_locals.get("self")
+
+
+def module_of_caller() -> str:
+    """The name of the module whose code calls the function that calls this."""
+    return str(sys._getframe(2).f_globals.get("__name__"))
+
+
+def locals_of(traceback: TracebackType | None, *names: str) -> Iterator[Any]:
+    """The local variables of these names on the way to an error, the outermost first; None for those that a function lacks."""
+    while traceback is not None:
+        yield from (traceback.tb_frame.f_locals.get(name) for name in names)
+        traceback = traceback.tb_next

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ PLANS, MADE = 64, 256
 _NEGATIVE = torch.Tensor.is_neg
 """Whether a tensor has torch's negative bit: its values are those in memory, negated."""
 
+_TRAINING = attrgetter("training")
+
 _log = logging.getLogger("opfuse.misses")
 _misses = itertools.count(1)
 """Misses of all pipelines, in order."""
@@ -88,9 +91,10 @@ class OperationFuser:
     names: those of ``ops`` in their module (default: numbers). alone: its one op was called as a module. imports, exports:
     channels that come from earlier pipelines, and that later ones read. before: the last key of a pipeline that this one
     replaces. extra_inputs: the channel of each extra input of a call, or None. extra_outputs: the channels of the extra outputs.
-    slots: where parameters are found. starts: the position of the first basic op of each of ``ops``, by name. last_missed: the
-    number of its last miss among those of all pipelines, 0 before the first. members: ops that are run without calling their
-    modules, so that module hooks do not run. path: of its module, once known. ticket: its number in graphs of torch.compile.
+    places, slots: where the parameters of each op are found, and all in order. starts: the position of the first basic op of each
+    of ``ops``, by name. last_missed: the number of its last miss among those of all pipelines, 0 before the first. members: ops
+    that are run without calling their modules, so that module hooks do not run. path: of its module, once known. ticket: its
+    number in graphs of torch.compile.
     """
 
     def __init__(
@@ -148,7 +152,8 @@ class OperationFuser:
         )
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
-        self.slots = tuple(place for op in self.ops for place in op.parameter_places())
+        self.places = tuple(op.parameter_places() for op in self.ops)
+        self.slots = tuple(itertools.chain.from_iterable(self.places))
         self._parameters = record(self._parameter_names())
         self._modal = tuple(op for op in self.ops if op.reads_training)
         named = [*zip(self._op_names, self.ops)]
@@ -212,9 +217,9 @@ class OperationFuser:
         )
         inputs = (
             input_signature(x),
-            tuple([input_signature(extra) for extra in extras]),
+            tuple(map(input_signature, extras)),
             parameter_signatures(self.slots),
-            tuple([op.training for op in (self.ops if rules.functions else self._modal)]),
+            tuple(map(_TRAINING, self.ops if rules.functions else self._modal)),
         )
         return self.structure, env, inputs, rules.digest
 
@@ -316,7 +321,6 @@ class OperationFuser:
             check_tensors(self.label, x)
         if is_followed():
             check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self.slots]))
-        check_count(self, extras)
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
         if self._told.recipe_listeners:
@@ -328,7 +332,7 @@ class OperationFuser:
         tensors = x, *extras
         if True in map(_NEGATIVE, tensors):  # kernels read what lies in memory
             tensors = resolved(self, tensors)
-        outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), instead)
+        outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), places=self.places, instead=instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _repeated(self, run: Callable[[], Any]) -> Any:

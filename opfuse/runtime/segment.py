@@ -13,7 +13,7 @@ import torch
 
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value, plain
-from opfuse.core.operation import BasicOperation
+from opfuse.core.operation import BasicOperation, ParameterPlaces
 from opfuse.core.tracers import check_backward, check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
@@ -76,7 +76,7 @@ class _SegmentFunction(torch.autograd.Function):
             saved = [*scattered(iter(saved), runner.places)]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        results = tuple(_distinct(outputs))
+        results = tuple(_distinct(outputs)) if len(outputs) > 1 else tuple(outputs)
         if constant := runner.segment.constant:
             ctx.mark_non_differentiable(*[each for value, each in zip(ctx.values, results) if value in constant])
         return results
@@ -150,7 +150,10 @@ def _published(values: Sequence[Value], given: Sequence[torch.Tensor | None]) ->
     A view of memory that the node alone made is detached, so that it is no view: autograd forbids writes in place to views from a
     node. It keeps its bytes and its count of writes, so a change of what was saved is still noticed.
     """
-    outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in values]
+    outputs: list[Any] = [*values]
+    for i, value in enumerate(values):
+        if isinstance(value, QuantizedStorage):
+            outputs[i] = QuantizedTensor(value)
     for i, tensor in enumerate(outputs):
         if base_of(tensor) is not None and _owns_memory(tensor, (*given, *outputs[:i], *outputs[i + 1 :])):
             outputs[i] = tensor.detach()
@@ -213,17 +216,19 @@ def run_plan(
     ops: Sequence[BasicOperation],
     given: Sequence[torch.Tensor],
     kwargs: Kwargs,
+    *,
+    places: Sequence[ParameterPlaces],
     instead: Mapping[int, torch.Tensor] | Ledger | None = None,
 ) -> list[torch.Tensor]:
     """The pipeline's outputs, main first, for its inputs.
 
-    instead: tensors that take the gradients of parameters, by their ``id()``; or a ledger, in which segments note their backward
-    passes in place of autograd nodes.
+    places: where the parameters of each op are. instead: tensors that take the gradients of parameters, by their ``id()``; or a
+    ledger, in which segments note their backward passes in place of autograd nodes.
     """
     if not plan.reads_sizes:
-        return _run_segments(plan, ops, given, kwargs, instead)
+        return _run_segments(plan, ops, given, kwargs, places=places, instead=instead)
     with sizes_read_once():
-        return _run_segments(plan, ops, given, kwargs, instead)
+        return _run_segments(plan, ops, given, kwargs, places=places, instead=instead)
 
 
 def _run_segments(
@@ -231,22 +236,24 @@ def _run_segments(
     ops: Sequence[BasicOperation],
     given: Sequence[torch.Tensor],
     kwargs: Kwargs,
+    *,
+    places: Sequence[ParameterPlaces],
     instead: Mapping[int, torch.Tensor] | Ledger | None = None,
 ) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = dict(zip((0, *graph.extra_inputs), given))
     observed = _saves.get() is not None
     for segment in plan.segments:
-        inputs = [values[value] for value in segment.inputs]
+        inputs = [*map(values.__getitem__, segment.inputs)]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
-        params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in ops[op].parameter_places()]
+        params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in places[op]]
         # Autograd follows views by itself; a ledger follows nothing that is not noted, and wants the interpreter's contexts.
         viewed = isinstance(instead, Ledger) and not segment.requires_grad and not graph.grads.isdisjoint(segment.outputs)
         runner = runner_of(plan, segment, ops, kwargs, None if observed or viewed else [*inputs, *params])
         if segment.requires_grad or viewed:
             if plan.delays and current_pass() is Pass.AGAIN:
                 runner.outer = running_pass()
-            again = [values[value] for value in segment.again]
+            again = [*map(values.__getitem__, segment.again)]
             if isinstance(instead, Mapping):
                 params = [instead.get(id(p), p) for p in params]
             try:
@@ -260,7 +267,7 @@ def _run_segments(
         else:
             outputs = _published(runner.forward(inputs), inputs)
         values.update(zip(segment.outputs, outputs))
-    return [values[value] for value in graph.outputs]
+    return [*map(values.__getitem__, graph.outputs)]
 
 
 def outlined(plan: Plan, ops: Sequence[BasicOperation], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -46,9 +46,17 @@ slow: install
 fuzz: install
 	$(BIN)/pytest -n $(JOBS) -m slow --timeout 0 tests/compiler/test_graphs.py tests/convert/differential
 
-# 200 changes of compiler, core, inspect, recipes and runtime, one by one, each against the tests that run its line; docs/mutants.md tells of survivors.
+# Small changes of the source that a test must notice, by mutmut: `make mutants PATHS=opfuse/core TESTS=tests/ops`. It works in a
+# copy, where a second run goes on; `cd build/mutants && ../../.venv/bin/mutmut show NAME` shows a survivor.
+PATHS ?= opfuse/recipes
+TESTS ?= $(PATHS:opfuse/%=tests/%)
 mutants: install
-	$(BIN)/python -m tests.mutants -j $(JOBS) --count 200
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	mkdir -p build/mutants
+	git ls-files -z | xargs -0 cp --parents --preserve=timestamps --update --target-directory build/mutants
+	cd build/mutants && sed -i 's|^only_mutate = .*|only_mutate = ["$(PATHS)*"]|; s|^pytest_add_cli_args_test_selection = .*|pytest_add_cli_args_test_selection = ["$(TESTS)"]|' pyproject.toml
+	cd build/mutants && PYTHONPATH= $(CURDIR)/$(BIN)/mutmut run --max-children $(JOBS)
+	cd build/mutants && $(CURDIR)/$(BIN)/mutmut results
 
 # On a machine with a GPU, in an environment that has torch and CuPy already. `gpu` takes ten minutes at most: parity, then timings
 # and the record, named after the device, then what needs tens of GB or many processes.

@@ -14,10 +14,10 @@ import torch
 from benchmarks.products import KINDS, SIZES, STATES, figure, operand
 from benchmarks.timing import Call, compared
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, Usage
-from opfuse.kernels.cases.chain_casts import encoding_of
-from opfuse.kernels.cases.chains import OPS
 from opfuse.kernels.products.chained import multiply_then_chain, product_chain
 from opfuse.numerics.chain import Stage
+from tests.kernels.cases.chain_casts import encoding_of
+from tests.kernels.cases.chains import OPS
 
 BF16 = torch.bfloat16
 LIMITED, LEAST = "bias, GELU, delayed", {2048: 1.12, 4096: 1.05, 7168: 1.03}

@@ -19,7 +19,6 @@ from benchmarks import chained
 from benchmarks.products import BF16, FEATURES, KINDS, Kind, figure, operand
 from benchmarks.timing import Call, compared
 from opfuse.formats import COLUMNWISE, E4M3, NumberFormat
-from opfuse.kernels.cases.chain_casts import encoding_of
 from opfuse.kernels.casts.encoding import Blocks, Measured, RecordingScale
 from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.products.chained import CHEAPER, slower
@@ -29,6 +28,7 @@ from opfuse.kernels.products.runs import product_over_rows, products_into
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.row_groups import RowGroups
+from tests.kernels.cases.chain_casts import encoding_of
 
 LEAST = 0.97
 """Of the speed of the alternative, where the package's own way is chosen: less is no noise."""

@@ -47,7 +47,7 @@ def shares(tool: str, only: Collection[str] = (), count: int = PROCESSES) -> lis
     Of the kernels in ``only``, by default of all. Cases that launch the same variants follow each other, and are dealt
     :data:`DEALT` at a time.
     """
-    from opfuse.kernels.catalogue import CASES
+    from tests.kernels.catalogue import CASES
 
     unseen, word = UNSEEN.get(tool, ("", ""))
     known = {kernel.name for kernel in CASES}
@@ -72,7 +72,7 @@ def run_cases(chosen: Sequence[Sequence[str]]) -> None:
     """The cases with these names, in this process."""
     import torch
 
-    from opfuse.kernels.catalogue import CASES
+    from tests.kernels.catalogue import CASES
 
     kernels = {kernel.name: (kernel, cases) for kernel, cases in CASES.items()}
     for name, which in chosen:

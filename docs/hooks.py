@@ -56,7 +56,7 @@ def _entry(value: Any) -> str:
 
 def _outside(markdown: str) -> str:
     """Links to files that the site has not, as their words alone."""
-    return re.sub(r"\[([^\]]+)\]\((?:\.\./|examples/|CONTRIBUTING|CHANGELOG)[^)]*\)", r"\1", markdown)
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./|examples/|CONTRIBUTING|SECURITY|CHANGELOG)[^)]*\)", r"\1", markdown)
 
 
 PAGES = {"index.md": readme, "howto.md": examples, "api.md": reference}

@@ -1,7 +1,8 @@
-"""Writes docs/questions.md: questions, each with its planted case, the one command or call, and what that says: ``python -m docs.questions``.
+"""Asks the questions of docs/questions.md again, and rewrites the answers that the page has: ``python -m docs.questions``.
 
-A test asks each again and compares. What a run decides by itself is told the same every time: keys by their order, milliseconds and
-versions by their names.
+The page is its own source: a question is a heading, code that plants the case if it needs any, the one command or call that is
+asked, and what that prints. A test asks each again and compares. What differs from run to run is written the same way: keys by
+their order, milliseconds and versions by their names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import re
 import shlex
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -21,25 +21,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from docs.questions_asked import QUESTIONS, Question
-from docs.questions_cases import PRELUDE
 from opfuse.cli.app import main
 from opfuse.errors import OpfuseError
 from opfuse.runtime import trace
 
 DOCUMENT = Path(__file__).resolve().parent / "questions.md"
 
-TEXT = """# Questions
-
-Debugging questions, each with code that plants the problem, the one command or call that answers it, and its output. `python -m docs.questions`
-writes this page from real runs, and a test compares. Each answer takes less than a second after imports (`python -m docs.questions_timed`).
-All cases begin with
-
-```py
-{prelude}```
-
-`KEY1` and `N` stand for keys and numbers that differ from run to run.
-"""
+_BODY = r"(?:(?!```).*\n)*"
+_QUESTION = re.compile(
+    rf"^### \d+\. (?P<title>.+)\n\n(?:```py\n(?P<plant>{_BODY})```\n\n)?"
+    rf"```(?:py|console)\n(?:\$ )?(?P<ask>{_BODY})```\n\n```text\n(?P<answer>{_BODY})```$",
+    re.MULTILINE,
+)
 
 PLAIN = (
     (re.compile(r"\b\d+(\.\d+)? ms\b"), "N ms"),
@@ -58,28 +51,43 @@ PLAIN = (
 """What differs from run to run, and how it is written."""
 
 
-class Answer(NamedTuple):
-    """What was printed, and how long asking took, in seconds."""
+class Question(NamedTuple):
+    """plant: code that makes the case. ask: a command line that begins with opfuse, else code. answer: what the page says."""
 
-    text: str
-    seconds: float
+    title: str
+    plant: str
+    ask: str
+    answer: str
 
 
-def ask(question: Question) -> Answer:
-    """Plant the case in a directory of its own, ask, and put everything back."""
+def prelude(page: str) -> str:
+    """The code with which all cases begin: the first of the page."""
+    found = re.search(rf"^```py\n({_BODY})```$", page, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def questions(page: str) -> list[Question]:
+    """Those of the page, in its order."""
+    return [_question(match) for match in _QUESTION.finditer(page)]
+
+
+def _question(match: re.Match[str]) -> Question:
+    return Question(match["title"], match["plant"] or "", match["ask"].strip(), match["answer"].rstrip("\n"))
+
+
+def answer(question: Question, prelude: str) -> str:
+    """Plant the case in a directory of its own, ask, and put everything back. Returns what is printed."""
     with _elsewhere() as place:
         torch.manual_seed(0)
         space: dict[str, Any] = {}
-        exec(compile(PRELUDE, "prelude.py", "exec"), space)
+        exec(compile(prelude, "prelude.py", "exec"), space)
         planted, asked = io.StringIO(), io.StringIO()
         with redirect_stdout(planted), redirect_stderr(planted), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exec(compile(question.plant, "train.py", "exec"), space)
-        start = time.perf_counter()
         with redirect_stdout(asked), redirect_stderr(asked), _told_warnings(asked):
             _ask(question.ask, space)
-        seconds = time.perf_counter() - start
-    return Answer(_plain(asked.getvalue(), place), seconds)
+    return _plain(asked.getvalue(), place)
 
 
 def _ask(text: str, space: dict[str, Any]) -> None:
@@ -94,7 +102,7 @@ def _ask(text: str, space: dict[str, Any]) -> None:
 
 @contextmanager
 def _elsewhere() -> Iterator[Path]:
-    """An empty directory, with a cache of kernels of its own; variables, arguments and the writer of traces as before afterwards."""
+    """An empty directory, with a cache of kernels of its own; afterwards variables, arguments and traces are as before."""
     before, variables, arguments, number = os.getcwd(), dict(os.environ), list(sys.argv), torch.random.get_rng_state()
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
@@ -133,33 +141,15 @@ def _plain(text: str, place: Path) -> str:
     return "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
 
 
-def document(answers: dict[str, str]) -> str:
-    """The page, with the answer to each question by its title."""
-    pages = [TEXT.format(prelude=PRELUDE)]
-    about = None
-    for number, question in enumerate(QUESTIONS, 1):
-        if question.about != about:
-            about = question.about
-            pages.append(f"## {about}\n")
-        language = "console" if question.ask.startswith("opfuse ") else "py"
-        prompt = "$ " if language == "console" else ""
-        pages.append(f"### {number}. {question.title}\n")
-        if question.plant:
-            pages.append(f"```py\n{question.plant.strip()}\n```\n")
-        pages.append(f"```{language}\n{prompt}{question.ask.strip()}\n```\n")
-        pages.append(f"```text\n{answers[question.title]}\n```\n")
-    return "\n".join(pages)
+def renewed(page: str) -> str:
+    """The page with new answers."""
 
+    def asked(match: re.Match[str]) -> str:
+        before = page[match.start() : match.start("answer")]
+        return f"{before}{answer(_question(match), prelude(page))}\n```"
 
-def written() -> dict[str, str]:
-    """The answers that the page has now, by title."""
-    text = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.exists() else ""
-    found = re.findall(r"^### \d+\. (.+?)\n.*?```text\n(.*?)\n?```\n", text, re.MULTILINE | re.DOTALL)
-    return dict(found)
+    return _QUESTION.sub(asked, page)
 
 
 if __name__ == "__main__":
-    asked = {question.title: ask(question) for question in QUESTIONS}
-    DOCUMENT.write_text(document({title: answer.text for title, answer in asked.items()}), encoding="utf-8")
-    for title, answer in sorted(asked.items(), key=lambda pair: -pair[1].seconds)[:5]:
-        print(f"{answer.seconds:6.2f} s  {title}")
+    DOCUMENT.write_text(renewed(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 import opfuse
+from docs.tables import table
 from opfuse import ops, recipes
 from opfuse.compiler.plan import Plan
+from opfuse.events import PlanUsed, collected
 from opfuse.formats import ROWWISE
 from opfuse.kernels.chains.cast import forward_chain_cast
 from opfuse.kernels.engine.compiling import Variant
@@ -18,7 +20,6 @@ from opfuse.kernels.engine.launch import Grid
 from opfuse.numerics.activations import BIAS, GELU
 from opfuse.numerics.chain import Stage
 from opfuse.program.program import Program
-from opfuse.runtime.fuser import listed_plans
 from opfuse.runtime.replayable import Recorded
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
@@ -97,20 +98,15 @@ uses an exponential, as GELU does:
 """
 
 
-def table(head: Sequence[str], rows: Iterator[Sequence[object]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *rows])
-
-
 def _plan() -> tuple[Plan, ops.Sequential, torch.Tensor, torch.Tensor]:
     """The plan of the call, the model, its input and its result; three training calls were made."""
     torch.manual_seed(0)
     model = ops.Sequential(ops.Linear(WIDTH, WIDTH), ops.GELU(), ops.Linear(WIDTH, WIDTH)).bfloat16()
     x = torch.randn(ROWS, WIDTH).bfloat16().requires_grad_()
-    with listed_plans() as plans, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+    with collected(PlanUsed) as used, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
         for _ in range(3):
             y = model(x)
-    return plans[-1], model, x.detach(), y.detach()
+    return used[-1].plan, model, x.detach(), y.detach()
 
 
 def _key(plan: Plan) -> Iterator[Sequence[object]]:

@@ -40,10 +40,10 @@ from docs import performance, tables
 from opfuse import ops
 from opfuse.config import Config, load
 from opfuse.errors import UnsupportedError
-from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.products.runs import products_into
 from opfuse.recipes import Recipe, Support, recipe_of
 from opfuse.train import Comparison, compare
+from tests.kernels.catalogue import CASES
 
 SHAPE = (256, 512)
 CALLS = [pytest.param(table[name], id=name) for table, _ in record.TABLES.values() for name in table]

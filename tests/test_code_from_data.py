@@ -61,15 +61,11 @@ NAMES = {
     "__init__.py": ("_NAMES[name]", "f'opfuse.{name}'"),
     "kernels/engine/bindings.py": ("name", "self.__name__"),
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
+    "torch_private/names.py": ("module",),
 }
-"""Imports of what a table of the source names: public names of the package, commands, parts of CuPy, the built-in rules."""
-WRITTEN = {
-    "program/line.py": {"builtins.exec", "builtins.compile"},
-    "kernels/catalogue.py": {"importlib.import_module of f'{cases.__name__}.{found.name}'"},
-}
-"""Code that the library writes itself, from steps that it recorded: tests/program/test_line.py says what may stand in it. And the
-modules of its own package that have cases of kernels, which are found by their place.
-"""
+"""Imports of what a table of the source names: public names, commands, parts of CuPy, built-in rules, private parts of torch."""
+WRITTEN = {"program/line.py": {"builtins.exec", "builtins.compile"}}
+"""Code that the library writes itself, from steps that it recorded: tests/program/test_line.py says what may stand in it."""
 
 
 def used(tree: ast.Module, file: str = "") -> Iterator[str]:

@@ -29,7 +29,7 @@ from opfuse.kernels.engine.cubins import CUBIN, FACTS, CubinCache
 from opfuse.runtime import trace as writing
 from opfuse.tensors import QuantizedTensor
 from opfuse.train.checkpoints import read
-from opfuse.train.generate import restored
+from opfuse.train.localize import values_at
 from opfuse.train.runs import configuration_of, known_run
 from tests.tensors.quantized_samples import make, planes
 
@@ -144,7 +144,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "policy": ("policy.yaml", understood),
     "report": ("run/report.json", known_run),
     "configuration of a report": ("run/config.yaml", lambda path: configuration_of(path.parent)),
-    "configuration of a checkpoint": ("run/config.yaml", lambda path: restored(path.parent, torch.device("cpu"))[1:]),
 }
 """The files that are read, and what reads them."""
 
@@ -202,6 +201,29 @@ def test_values_that_changed_are_no_page_of_a_run(folder: Path) -> None:
     page_of(folder / "run")
 
 
+def _deep(levels: int) -> str:
+    return f'{{"facts": {"[" * levels}{"]" * levels}}}'
+
+
+@pytest.mark.parametrize("levels", [60, 930, 100_000])
+def test_what_is_nested_too_deeply_is_an_error_of_its_reader(levels: int, folder: Path) -> None:
+    """Also where Python could just read it, and would reach its limit in what is done with it."""
+    run = folder / "run"
+    for name, readers in {
+        "report.json": (known_run, configuration_of, page_of, partial(values_at, step=1)),
+        "values.jsonl": (page_of,),
+    }.items():
+        content = (run / name).read_text()
+        (run / name).write_text(_deep(levels))
+        try:
+            for reader in readers:
+                with pytest.raises(opfuse.errors.TraceError, match="nested too deeply"):
+                    reader(run)
+        finally:
+            (run / name).write_text(content)
+    assert known_run(run).losses
+
+
 def test_a_digit_that_changed_in_the_configuration_of_a_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another valid file, which only what lies beside it knows not to be the one of the run."""
     path = folder / "run" / "config.yaml"
@@ -209,7 +231,6 @@ def test_a_digit_that_changed_in_the_configuration_of_a_run_is_refused(folder: P
     path.write_text(content.replace("steps: 2", "steps: 6"))
     try:
         for command, told in (
-            (["generate", str(folder / "run")], "wants line 5 to be 'train: {steps: 2, batch_size: 32,"),
             (["report", str(folder / "run"), "--out", str(folder / "page.html")], "wants the configuration that the run had"),
             (["diff", str(folder / "run"), str(folder / "run"), "--localize"], "wants the configuration that the run had"),
         ):

@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 from setuptools import find_namespace_packages
 
 import opfuse
@@ -40,15 +41,36 @@ def test_every_room_is_a_package_with_or_without_a_file_of_its_own() -> None:
 def test_what_stands_at_the_top_is_in_the_source_distribution() -> None:
     """Tests read docs, benchmarks, the Makefile and the examples."""
     manifest = (ROOT / "MANIFEST.in").read_text()
-    for name in ("benchmarks", "configs", "docs", "examples", "tests"):
+    for name in (".github", "benchmarks", "configs", "docs", "examples", "tests"):
         assert f"graft {name}\n" in manifest
-    for name in ("AGENTS.md", "Makefile", "constraints.txt"):
+    for name in ("AGENTS.md", "Makefile", "SECURITY.md", ".pre-commit-config.yaml", "constraints.txt"):
         assert name in manifest
 
 
-def test_the_version_is_said_once() -> None:
-    cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert [PROJECT["project"]["version"], opfuse.__version__] == cited * 2
+def test_the_version_stands_in_one_place() -> None:
+    """The distribution has that of the package, which setuptools reads without importing it."""
+    said = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert said.stdout.split()[-1] == opfuse.__version__
+    versioned = re.compile(rf"^(__)?version(__)?\b.*{re.escape(opfuse.__version__)}", re.MULTILINE)
+    others = [path for path in ROOT.iterdir() if path.suffix in (".cff", ".py", ".toml", ".yml")]
+    files = [ROOT / "opfuse" / "__init__.py", *others]
+    assert [path.name for path in files if versioned.search(path.read_text(encoding="utf-8"))] == ["__init__.py"]
+
+
+def test_continuous_integration_runs_the_versions_of_python_that_are_promised() -> None:
+    workflow = YAML(typ="safe").load(ROOT / ".github" / "workflows" / "ci.yml")
+    promised = [each.rpartition(" ")[2] for each in PROJECT["project"]["classifiers"] if ":: Python :: 3." in each]
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == promised
+    assert PROJECT["project"]["requires-python"] == f">={promised[0]}"
+
+
+def test_what_a_public_repository_has_can_be_read() -> None:
+    """Forms and hooks are YAML, and a form asks for what doctor prints."""
+    forms = {path.stem: YAML(typ="safe").load(path) for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    assert "opfuse doctor --json" in str(forms["bug"])
+    assert "opfuse doctor --json" in (ROOT / ".github" / "pull_request_template.md").read_text(encoding="utf-8")
+    hooks = [hook for repo in YAML(typ="safe").load(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    assert [hook["entry"].split()[0].rpartition("/")[2] for hook in hooks] == ["ruff", "ruff", "mypy"]
 
 
 def test_torch_is_bounded_to_what_was_tried() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-HISTORY = {"CHANGELOG.md", "mutants.md"}
+HISTORY = {"CHANGELOG.md"}
 """Pages that tell of what was there once."""
-EXAMPLES = {"opfuse/kernels/scaled.py", "opfuse/kernels/cuda/scaled.cu", "opfuse/kernels/cases/scaled.py"}
+EXAMPLES = {"opfuse/kernels/scaled.py", "opfuse/kernels/cuda/scaled.cu", "tests/kernels/cases/scaled.py"}
 """Files of the chapter on kernels, which its reader writes."""
 
 

@@ -16,7 +16,7 @@ import opfuse
 from docs import tables
 from opfuse import ops, recipes
 from opfuse.config.load import check
-from opfuse.runtime.fuser import listed_plans
+from tests.plans import plans_used
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = tables.README.read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def test_activation_example_has_the_right_gradient_and_fuses(names: dict[str, An
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(op, (x,))
     model = ops.Sequential(ops.Linear(32, 32), op, ops.Linear(32, 32))
-    with recipes.autocast(recipe=recipes.MXFP8BlockScaling()), listed_plans() as plans:
+    with recipes.autocast(recipe=recipes.MXFP8BlockScaling()), plans_used() as plans:
         model(torch.randn(32, 32))
     fused = [outcome.ops for outcome in plans[0].outcomes if outcome.rule == "epilogue" and outcome.status == "fused"]
     assert any("softsign" in name for places in fused for name in places)
@@ -129,7 +129,7 @@ def test_fusion_example_fires_and_changes_no_bit(names: dict[str, Any]) -> None:
     model = ops.Sequential(ops.Linear(16, 16, bias=False), ops.ConstantScale(0.3))
     x = torch.randn(4, 16)
     plain = model(x)
-    with register_fusion(names["rule"], prepend=True), listed_plans() as plans:
+    with register_fusion(names["rule"], prepend=True), plans_used() as plans:
         fused = model(x)
     assert "scaled_linear" in plans[0].fusions
     assert torch.equal(plain, fused)

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 TESTS = Path(__file__).parent
 LIMITED = re.compile(r"\b(?:deadline|timeout)=|\.(?:wait|join)\(\d")
 """A limit of time, for an example of hypothesis or for what another thread or process does."""
-ALLOWED = ("conftest.py", "distributed/running.py", "mutants/suite.py", "test_speed.py")
-"""The settings of hypothesis; collectives, which want some limit; mutants, which may run forever."""
+ALLOWED = ("conftest.py", "distributed/running.py", "test_speed.py")
+"""The settings of hypothesis; collectives, which want some limit."""
 
 
 def test_no_test_has_a_limit_of_its_own() -> None:

@@ -159,8 +159,7 @@ def _kernel_row(kept: KeptCubin) -> tuple[str, ...]:
     used = kept.entries.values() if kept.source else ()
     most = [str(max((entry[name] for entry in used), default="")) for name in ("registers", "spills")]
     state = "; ".join(kept.faults) or ("" if kept.current or not kept.source else "of other sources")
-    names = ", ".join(kept.entries) if kept.source else "table of opfuse kernels" if kept.entries == {} else ""
-    return kept.key[:_KEY], kept.source, names, *most, f"{kept.bytes / 1024:.1f}", f"{kept.days:.1f}", state
+    return kept.key[:_KEY], kept.source, ", ".join(kept.entries), *most, f"{kept.bytes / 1024:.1f}", f"{kept.days:.1f}", state
 
 
 def _kernel(key: str) -> KeptCubin:

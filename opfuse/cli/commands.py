@@ -60,22 +60,6 @@ def run(
     run(config, steps=steps, seed=seed, device=device, out=out, resume=resume, as_json=as_json)
 
 
-def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A directory that `opfuse run` wrote.", show_default=False)],
-    *,
-    prompt: Annotated[str, typer.Option(help="Beginning of the text.")] = "The ",
-    length: Annotated[int, typer.Option(min=1, help="Bytes to write.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 always picks the likeliest byte.")] = 0.7,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
-    device: Annotated[str, typer.Option(help=f"Device to compute on; {_AUTO}")] = "auto",
-    as_json: Json = False,
-) -> None:
-    """Write text with the model that a run has trained, under the run's recipe."""
-    from opfuse.cli.generate import generate
-
-    generate(run, prompt=prompt, length=length, temperature=temperature, seed=seed, device=device, as_json=as_json)
-
-
 def study(
     subject: Annotated[Subject, typer.Argument(help="The field to vary: backward_override, or keep.", show_default=False)],
     config: ConfigPath,
@@ -157,19 +141,13 @@ def schema(
 
 
 def kernels(
-    arch: Annotated[
-        str, typer.Option(help="Architecture to compile for, such as sm_90a; by default this device's, or sm_90a.")
-    ] = "",
-    digest: Annotated[bool, typer.Option("--digest", help="Print a digest of all sources; compile nothing.")] = False,
+    digest: Annotated[bool, typer.Option("--digest", help="Print a digest of the code of all kernels alone.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the CUDA kernels: sources, tolerances, registers and spilled bytes of the largest variant.
-
-    Compiles every variant that the cache of kernels does not have, with or without a GPU: minutes, the first time.
-    """
+    """List the CUDA kernels: source, definition, tolerance, and what this machine has compiled of each source."""
     from opfuse.cli.kernels import kernels
 
-    kernels(arch, digest=digest, as_json=as_json)
+    kernels(digest=digest, as_json=as_json)
 
 
 class DoctorSection(enum.StrEnum):
@@ -333,5 +311,5 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
 }
 """Commands of commands, by name, and what they are about."""
 
-COMMANDS = (init, run, generate, study, explain, check, parity, schema, kernels, doctor, diff, report, advise)
+COMMANDS = (init, run, study, explain, check, parity, schema, kernels, doctor, diff, report, advise)
 """In the order in which they are listed."""

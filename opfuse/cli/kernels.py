@@ -1,108 +1,60 @@
-"""``opfuse kernels``: every CUDA kernel, what defines it, and what the compiler made of it."""
+"""``opfuse kernels``: every CUDA kernel, what defines it, and what this machine has compiled of its source."""
 
 from __future__ import annotations
 
-import inspect
-import json
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from opfuse import formats
+import opfuse.kernels.casts.figures
+import opfuse.ops  # noqa: F401 - importing it and the figures of casts registers every kernel
 from opfuse.cli.output import echo, echo_json, error
-from opfuse.cli.progress import progress
 from opfuse.cli.results import show_rows
-from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
-from opfuse.kernels.catalogue import CASES
-from opfuse.kernels.engine.compiling import ARCHITECTURES, Resources, Variant, architecture, architectures, cache_key, resources
-from opfuse.kernels.engine.cubins import FACTS, cubin_cache, location
-from opfuse.kernels.engine.registry import Kernel
+from opfuse.errors import UnsupportedError
+from opfuse.kernels.engine.cubins import location
+from opfuse.kernels.engine.inventory import KeptCubin, inventory
+from opfuse.kernels.engine.registry import kernels as registered
 from opfuse.kernels.engine.sources import sources_digest
 
-COLUMNS = ("kernel", "entry", "source", "arch", "tolerance", "cases", "variants", "registers", "spills", "shared")
+COLUMNS = ("kernel", "source", "definition", "tolerance", "compiled", "registers", "spills")
 
 
-def kernels(arch: str, *, digest: bool, as_json: bool) -> None:
-    """List the CUDA kernels: sources, tolerances, registers and spilled bytes of the largest variant."""
+def kernels(*, digest: bool, as_json: bool) -> None:
+    """List the CUDA kernels, or print the digest of their code."""
     if digest:
         echo_json({"digest": sources_digest()}) if as_json else echo(sources_digest())
         return
-    arch = known(arch) if arch else (architecture(torch.cuda.current_device()) if torch.cuda.is_available() else "sm_90a")
-    rows = table(arch)
+    made = _compiled()
+    rows = [
+        {
+            "kernel": kernel.name,
+            "source": kernel.source,
+            "definition": f"{kernel.reference.__module__}.{kernel.reference.__qualname__}",
+            "tolerance": str(kernel.tolerance),
+            **_most(made.get(kernel.source, ())),
+        }
+        for kernel in registered()
+    ]
     if as_json:
         echo_json({"kernels": rows})
-        return
-    show_rows(COLUMNS, [["-" if row[name] is None else str(row[name]) for name in COLUMNS] for row in rows])
+    else:
+        show_rows(COLUMNS, [["" if row[name] is None else str(row[name]) for name in COLUMNS] for row in rows])
 
 
-def known(arch: str) -> str:
-    """``arch`` itself. ConfigError, with the nearest, if the compiler does not know it."""
+def _compiled() -> dict[str, list[KeptCubin]]:
+    """By source, the variants that the cache has; none, and stderr says why, if others may write there."""
+    found: dict[str, list[KeptCubin]] = {}
     try:
-        among = architectures()
-    except UnsupportedError:
-        among = ARCHITECTURES
-    if arch not in among:
-        cure = f"name one of {', '.join(among)}{nearest(arch, among)}"
-        raise ConfigError(describe("--arch", wanted="an architecture that the compiler knows", got=repr(arch), cure=cure))
-    return arch
+        for kept in inventory(location()):
+            if kept.current and not kept.faults:
+                found.setdefault(kept.source, []).append(kept)
+    except UnsupportedError as refused:
+        error(str(refused))
+    return found
 
 
-def table(arch: str) -> list[dict[str, Any]]:
-    """One row for each entry of each kernel; what only the compiler knows is None where there is none, and stderr says why.
-
-    The rows are kept in the cache of compiled kernels, which has every variant afterwards: no process compiles one again.
-    """
-    listed = [*CASES]
-    try:
-        cache = cubin_cache(location())
-        formats_source = inspect.getsource(formats)
-        key = cache_key("table", sources_digest(), formats_source, torch.__version__, arch, *(kernel.name for kernel in listed))
-    except UnsupportedError as missing:
-        error(str(missing))
-        return _rows(listed, arch, lambda variant: {})
-    found = cache.find(key, FACTS)
-    if found is not None:
-        kept: list[dict[str, Any]] = json.loads(found)
-        return kept
-    rows = _rows(listed, arch, lambda variant: resources(variant, arch, cache))
-    cache.store(key, json.dumps(rows).encode(), FACTS)
-    return rows
-
-
-def _rows(listed: Sequence[Kernel[Any, Any]], arch: str, ask: Callable[[Variant], dict[str, Resources]]) -> list[dict[str, Any]]:
-    launched = []
-    with progress("kernels whose cases were run", len(listed)) as done:
-        for kernel in listed:
-            launched.append((kernel, kernel.launches(CASES[kernel])))
-            done()
-    variants = sorted({variant for _, launches in launched for variant, _ in launches})
-
-    def asked(variant: Variant) -> dict[str, Resources]:
-        used = ask(variant)
-        done()
-        return used
-
-    with progress("variants found or compiled", len(variants)) as done, ThreadPoolExecutor(os.cpu_count()) as pool:
-        made = dict(zip(variants, pool.map(asked, variants)))  # the compiler lets go of the interpreter
-    rows = []
-    for kernel, launches in launched:
-        for entry, source in sorted({(entry, variant.source) for variant, entry in launches}):
-            used = [made[variant].get(entry) for variant, name in launches if (name, variant.source) == (entry, source)]
-            rows.append(_row(kernel, entry, source, used) | {"arch": arch})
-    return rows
-
-
-def _row(kernel: Kernel[Any, Any], entry: str, source: str, used: Sequence[Resources | None]) -> dict[str, Any]:
-    most = {name: max((getattr(each, name) for each in used if each is not None), default=None) for name in Resources._fields}
+def _most(variants: Sequence[KeptCubin]) -> dict[str, int | None]:
+    """How many variants there are, and what the largest uses; None of none."""
+    used = [resources for kept in variants for resources in kept.entries.values()]
     return {
-        "kernel": kernel.name,
-        "entry": entry,
-        "source": source,
-        "tolerance": str(kernel.tolerance),
-        "cases": len(CASES[kernel]),
-        "variants": len(used),
-        **most,
+        "compiled": len(variants),
+        **{name: max((each[name] for each in used), default=None) for name in ("registers", "spills")},
     }

@@ -1,11 +1,10 @@
-"""How far a command is, on stderr: bars on a terminal, else a line now and then."""
+"""How far training is, on stderr: bars on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import count
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,22 +22,6 @@ LINES = 10
 def is_due(number: int, total: int) -> bool:
     """Whether a line is to be printed after ``number`` of ``total``."""
     return number * LINES // total > (number - 1) * LINES // total
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A function to call after each of ``total`` equal parts, from any thread."""
-    if not sys.stderr.isatty():
-        numbers = count(1)
-        yield lambda: error(f"{what} {number}/{total}") if is_due(number := next(numbers), total) else None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
-
-
-# -- training ------------------------------------------------------------------------------------------------------------
 
 
 def reporter() -> AbstractContextManager[OnNamedStep]:

@@ -305,9 +305,8 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     claimed = any(group.claimed for group in (*forward, *backward))
     viewed = not claimed and all(VIEW in node.traits for node in members)
     inputs = tuple(sorted(read, key=lambda value: (value not in written, places[value])))
-    # How many members give a value a gradient: one where their sum is cast.
-    readers = Counter(graph.gradient_of(value) for node in members if not node.is_cast for value in node.inputs)
-    recast = {graph.gradient_of(node.outputs[0]) for node in members if node.directions == {BACKWARD}}
+    # Of inputs only those of channels have several: what is cast, forwards or backwards, is read by one op.
+    readers = Counter(value for node in members if not node.is_cast for value in node.inputs)
     return Segment(
         nodes,
         inputs,
@@ -316,6 +315,6 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
         tuple(reversed(backward)),
         tuple(dict.fromkeys(node.op for node in members)),
         trains and not viewed,
-        tuple(value for value in inputs if value in graph.grads and value not in recast for _ in range(readers[value] - 1)),
+        tuple(value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)),
         frozenset(leaves) - graph.grads,
     )

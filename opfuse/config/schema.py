@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from opfuse.config.policies import PolicyFile
@@ -15,7 +14,7 @@ PARAMETER = {"type": "string", "pattern": r"^\$\{\w+\}$"}
 """The name of a parameter, which may stand for any value."""
 
 
-def schema() -> dict[str, Any]:
+def configuration_schema() -> dict[str, Any]:
     """The schema as plain values: of the models, and of what is written out before they read."""
     found = Root.model_json_schema(mode="validation")
     for definition in found["$defs"].values():
@@ -61,8 +60,3 @@ _BLOCKS = {
     "ResidualBranch": _block(["residual"], residual=_ENTRIES),
 }
 """Entries of a pipeline that stand for several ops; ``expand.py`` reads them."""
-
-
-def schema_text() -> str:
-    """The schema as text; ``opfuse/config/schema.json`` holds the same."""
-    return json.dumps(schema(), indent=2) + "\n"

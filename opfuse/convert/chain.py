@@ -20,6 +20,7 @@ from opfuse.convert.forms import activation_at
 from opfuse.convert.record import (
     LEADING,
     MODES,
+    NotOfThisWidth,
     NotRecorded,
     RecordedForward,
     describe_node,
@@ -126,6 +127,8 @@ def _widths(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, int],
             recording = record(module, given, training=training)
             if recording.ended is None:
                 return dict(zip(names, widths)), _read(recording)
+            if not isinstance(recording.ended, NotOfThisWidth):  # it does the same on others, as sizes are compared by none
+                raise NoChain(recording.ended.got, recording.ended.wanted)
             if len(recording.nodes) > reached:
                 furthest, reached = recording.ended, len(recording.nodes)
     raise NoChain(furthest.got, furthest.wanted)

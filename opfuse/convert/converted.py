@@ -26,11 +26,8 @@ from opfuse.core.tracers import any_transformed, break_graph, check_exported, ch
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
-from opfuse.recipes.passes import is_recomputing
 from opfuse.runtime.compiled import autocast_dtype, follow, hindrance
-from opfuse.runtime.listed import listed_plans
 from opfuse.runtime.recompute import repeated
-from opfuse.runtime.segment import unlisted_saves
 from opfuse.torch_private.stack import module_that_calls
 
 
@@ -167,17 +164,7 @@ class Converted:
     def _checkpointed(self, args: Any, kwargs: Any) -> Any:
         """Inside a checkpoint, the recipe is that of the first run, whatever is active when it is run again."""
         repeat = repeated(self)
-        return self._run(args, kwargs) if repeat is None else repeat(partial(self._repeated, args, kwargs))
-
-    def _repeated(self, args: Any, kwargs: Any) -> Any:
-        return self.unrecorded(partial(self._run, args, kwargs))
-
-    def unrecorded(self, run: Callable[[], Any]) -> Any:
-        """What ``run()`` returns. A recomputation is kept from recorders, which have seen the first run."""
-        if not is_recomputing():
-            return run()
-        with listed_plans(), unlisted_saves():
-            return run()
+        return self._run(args, kwargs) if repeat is None else repeat(partial(self._run, args, kwargs))
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if self._recipe() is None or any_transformed((*args, *kwargs.values(), *self._parameters())):

@@ -54,8 +54,6 @@ class ForwardInGraph(CalledPipeline, Protocol):
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
 
-    def unrecorded(self, run: Callable[[], Any]) -> Any: ...
-
 
 class InGraph:
     """A call of a converted module, or of several, as an op knows a pipeline.
@@ -130,7 +128,7 @@ class InGraph:
         region = nullcontext() if owner.region is None or in_region() else owner.region
         with region:
             repeat = repeated(owner)
-            return run() if repeat is None else repeat(partial(owner.unrecorded, run))
+            return run() if repeat is None else repeat(run)
 
     def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """A single pipeline notes its backward pass in a ledger; anything else is recorded by autograd."""

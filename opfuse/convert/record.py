@@ -14,9 +14,10 @@ import operator
 import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import get_ident
 from typing import Any, NoReturn
 
@@ -43,6 +44,10 @@ class NotRecorded(BaseException):
     def __init__(self, got: str, wanted: str) -> None:
         super().__init__(got, wanted)
         self.got, self.wanted = got, wanted
+
+
+class NotOfThisWidth(NotRecorded):
+    """A forward fails on inputs of this width, and may not on others."""
 
 
 # -- what is written down --------------------------------------------------------------------------------------------------------
@@ -136,8 +141,8 @@ def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_w
     what they were afterwards. may_write: the forward may write to its arguments, which are the caller's to give away.
     """
     recorder = _ForwardRecorder(module, given, may_write)
-    found, states = recorder.found, random_states()
-    own, numpys = random.getstate(), np.random.get_state()  # torch's is drawn from by no function that runs
+    found, numpys = recorder.found, np.random.get_state()
+    states = random_states(numpys)
     if has_global_hooks():
         found.ended = NotRecorded("hooks of all modules", "calls without them, while fuse_ runs")
         return found
@@ -157,12 +162,12 @@ def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_w
         return found
     except Exception as error:  # whatever a stranger's code raises
         text = str(error).strip().partition("\n")[0]
-        found.ended = NotRecorded(f"{type(error).__name__}: {text}", "a forward that runs on tensors of its width")
+        found.ended = NotOfThisWidth(f"{type(error).__name__}: {text}", "a forward that runs on tensors of its width")
         return found
     finally:
-        drawn = random_states() != states
-        random.setstate(own)
-        np.random.set_state(numpys)
+        if drawn := random_states() != states:  # not from torch's, of which no function that runs draws
+            random.setstate(states[1])
+            np.random.set_state(numpys)
     if drawn:
         found.ended = NotRecorded("random numbers that the forward draws", "a forward that does the same at each call")
     elif stored := [f"self.{name}" for name in names] or recorder.still_alive():
@@ -366,7 +371,7 @@ def _stand_in(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
 def _product(x: torch.Tensor, rows: int, weight: torch.Tensor, columns: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Zeros like x W + b, by a product of one element, which has the dtype that autocast gives it."""
     if x.shape[-1] != rows:
-        raise NotRecorded(f"{x.shape[-1]} columns for a matrix of {rows} rows", "products of matrices that fit")
+        raise NotOfThisWidth(f"{x.shape[-1]} columns for a matrix of {rows} rows", "products of matrices that fit")
     one = torch.nn.functional.linear(_zeros(x, 1, 1), _zeros(weight, 1, 1), None if bias is None else _zeros(bias, 1))
     return x.new_zeros(*x.shape[:-1], columns, dtype=one.dtype)
 
@@ -467,7 +472,13 @@ def rows(leading: tuple[int, ...], width: int, like: torch.Tensor | None, dtype:
 def mode(name: str) -> Iterator[bool]:
     """Inside, torch is in one of :data:`MODES`, whatever is around; yields whether the module trains."""
     training, entered = MODES[name]
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), entered():
+    with ExitStack() as left:
+        if torch.is_inference_mode_enabled():
+            left.enter_context(torch.inference_mode(False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                left.enter_context(torch.autocast(kind, enabled=False))
+        left.enter_context(entered())
         yield training
 
 
@@ -483,22 +494,24 @@ class _Attributes:
     def __init__(self, module: nn.Module, prefix: str) -> None:
         self.module, self.prefix = module, prefix
         self.values = dict(vars(module))
-        self.held = {name: [(each, _parts(each)) for each in _containers(value)] for name, value in self.values.items()}
+        containers = [(name, value) for name, value in self.values.items() if isinstance(value, CONTAINERS)]
+        self.held = [(name, each, _parts(each)) for name, value in containers for each in _containers(value)]
 
     def changed(self) -> Iterator[str]:
         """Names of attributes that were assigned, deleted or written to."""
-        now = vars(self.module)
-        for name in dict.fromkeys((*self.values, *now)):
-            same = name in now and name in self.values and now[name] is self.values[name]
-            if not same or not all(_are_same(_parts(each), before) for each, before in self.held[name]):
+        now, before = vars(self.module), self.values
+        written = {name for name, each, parts in self.held if not _holds(each, parts)}
+        for name in dict.fromkeys((*before, *now)):
+            if name in written or name not in now or name not in before or now[name] is not before[name]:
                 yield f"{self.prefix}{name}"
 
     def restore(self) -> None:
         """Have all attributes and containers what they had."""
-        for each, before in (pair for pairs in self.held.values() for pair in pairs):
-            if not _are_same(_parts(each), before):
+        for _, each, parts in self.held:
+            if not _holds(each, parts):
                 each.clear()
-                each.update(before) if isinstance(each, (dict, set)) else each.extend(before)
+                fill = each.update if isinstance(each, (dict, set)) else each.extend
+                fill(zip(parts[::2], parts[1::2]) if isinstance(each, dict) else parts)
         vars(self.module).clear()
         vars(self.module).update(self.values)
 
@@ -507,19 +520,21 @@ def _containers(value: Any, seen: tuple[int, ...] = ()) -> Iterator[Any]:
     """``value`` and what it holds, as far as these are containers."""
     if isinstance(value, CONTAINERS) and id(value) not in seen:
         yield value
-        for each in value.values() if isinstance(value, dict) else value:
+        for each in (value.values() if isinstance(value, dict) else value) if value else ():
             yield from _containers(each, (*seen, id(value)))
 
 
-def _parts(container: Any) -> list[Any]:
-    """Keys and values of a dictionary as pairs, the parts of another container."""
-    return list(container.items()) if isinstance(container, dict) else list(container)
+def _parts(container: Any) -> tuple[Any, ...]:
+    """Keys and values of a dictionary in turn, the parts of another container."""
+    if not container:  # as most are
+        return ()
+    return tuple(chain.from_iterable(container.items())) if isinstance(container, dict) else tuple(container)
 
 
-def _are_same(parts: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the same objects in the same order."""
-    flat, other = ([each for part in all_ for each in (part if isinstance(part, tuple) else (part,))] for all_ in (parts, others))
-    return len(flat) == len(other) and all(map(operator.is_, flat, other))
+def _holds(container: Any, parts: tuple[Any, ...]) -> bool:
+    """Whether a container has the same objects in the same order."""
+    now = _parts(container)
+    return len(now) == len(parts) and all(map(operator.is_, now, parts))
 
 
 @contextmanager
@@ -536,7 +551,7 @@ def restored(module: nn.Module) -> Iterator[Callable[[], list[str]]]:
             part.restore()
 
 
-def random_states() -> tuple[Any, ...]:
-    """The states of the host's random generators, which are equal as long as nobody draws."""
-    _, numbers, *rest = np.random.get_state()
+def random_states(numpys: Any = None) -> tuple[Any, ...]:
+    """The states of the host's random generators, which are equal as long as nobody draws. numpys: that of NumPy, if known."""
+    _, numbers, *rest = np.random.get_state() if numpys is None else numpys
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(numbers).tobytes(), rest

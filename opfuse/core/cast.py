@@ -14,7 +14,7 @@ from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features, cure_of
 from opfuse.errors import DtypeError, QuantizerError, describe
 from opfuse.kernels.casts.encoding import EncodedArrays, Encoding
-from opfuse.kernels.engine.launch import listener
+from opfuse.kernels.engine.launch import host_call, is_recorded
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.layouts import Layout
 from opfuse.recipes import DelayedScaling, Recipe
@@ -159,11 +159,10 @@ class Cast:
 
     def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
         """The quantizer over the live tensors of a state. If a program is being recorded, it will ask for them at every call."""
-        tape = listener()
-        if tape is None:
+        if not is_recorded():
             return self._live(state, device)
         wanted = cast(Float8Quantizer, self.quantizer)
-        scale, amax = tape.call(_Live(self, state, device))
+        scale, amax = host_call(_Live(self, state, device))
         return Float8Quantizer(scale, amax, wanted.fp8_dtype, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
 
     def _live(self, state: DelayedScalingState, device: torch.device) -> Float8Quantizer:

@@ -28,6 +28,11 @@ def plain_or_none(value: Value | None) -> torch.Tensor | None:
     return None if value is None else plain(value)
 
 
+def in_memory(value: Any) -> Any:
+    """``value``; of a tensor with torch's negative bit a copy without it, since kernels read what lies in memory."""
+    return value.resolve_neg() if isinstance(value, torch.Tensor) else value
+
+
 class SavedValues:
     """What a forward pass kept for the backward pass of ``op``, by name."""
 

@@ -88,6 +88,9 @@ class Env(NamedTuple):
 Slots = Sequence[tuple[Mapping[str, Parameter | None], str]]
 """Where parameters are found as they are now: dictionaries and keys."""
 
+NEGATIVE = ("negative bit",)
+"""``TensorSig.quantized`` of a parameter with torch's negative bit: its values are those in memory, negated. Calls refuse it."""
+
 Signature = tuple[torch.dtype, torch.Size | None, bool, torch.device, tuple[str, ...] | None]
 """A :class:`TensorSig` as a plain tuple: equal to it, and made in a fraction of the time."""
 
@@ -106,6 +109,10 @@ def _kind(x: torch.Tensor) -> tuple[str, ...] | None:
     return signature or ((type(x).__qualname__,) if is_foreign(x) else None)
 
 
+def _parameter_kind(p: torch.Tensor) -> tuple[str, ...] | None:
+    return NEGATIVE if p.is_neg() else _kind(p)
+
+
 def input_signature(x: torch.Tensor) -> Signature:
     """Signature of an input; its shape counts by ``Env.rows_class`` only."""
     return x.dtype, None, x.requires_grad, x.device, None if type(x) is Tensor else _kind(x)
@@ -117,7 +124,13 @@ def parameter_signatures(slots: Slots) -> tuple[Signature | None, ...]:
         [
             None
             if (p := slot[name]) is None
-            else (p.dtype, p.shape, p.requires_grad, p.device, None if type(p) is Parameter else _kind(p))
+            else (
+                p.dtype,
+                p.shape,
+                p.requires_grad,
+                p.device,
+                None if type(p) is Parameter and not p.is_neg() else _parameter_kind(p),
+            )
             for slot, name in slots
         ]
     )

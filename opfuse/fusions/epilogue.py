@@ -9,6 +9,7 @@ import torch
 
 from opfuse.compiler.rules import fusion, is_, maybe, one, one_of, run
 from opfuse.core.context import Context, Value
+from opfuse.events import ProductChosen, emit, listeners
 from opfuse.fusions.chain import elementwise
 from opfuse.kernels.products.chained import OF_EXPERTS
 from opfuse.numerics.pointwise import compute_dtype
@@ -16,7 +17,6 @@ from opfuse.ops.chains import run_chain, run_chain_cast
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import write_in_place
-from opfuse.tensors.gemm import tell_of_chain
 
 UNGATED = "products of experts: the one launch of a product and its chain is made of one group"
 """Why ungated chains behind products of experts are launches of their own, beside :data:`OF_EXPERTS`."""
@@ -36,9 +36,10 @@ def _produce(x: Value, producer: Context, chain: Sequence[Context]) -> Any:
     wide = producer.env.rounding == "single" and bool(chain)
     make = producer.op.pending if chain and isinstance(producer.op, BasicLinear) else producer.op.produce
     result = make(producer, x, out_dtype=compute_dtype(x.dtype) if wide else None)
-    if chain and isinstance(producer.op, GroupedLinear):
+    if chain and isinstance(producer.op, GroupedLinear) and ProductChosen in listeners():
         math = [ctx.op.math for ctx in chain]
-        tell_of_chain(result.shape, [each.name for each in math], OF_EXPERTS if any(each.is_gated for each in math) else UNGATED)
+        apart = OF_EXPERTS if any(each.is_gated for each in math) else UNGATED
+        emit(ProductChosen(result.shape, tuple(each.name for each in math), apart))
     return result
 
 

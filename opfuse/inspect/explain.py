@@ -9,11 +9,10 @@ from torch import nn
 from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError
 from opfuse.inspect.observe import CallInputs, observe
+from opfuse.inspect.render import Explanation
 from opfuse.inspect.saved import RefusedSetting, recipes_of, totals_under
-from opfuse.inspect.told import Explanation
 from opfuse.recipes import support
 from opfuse.recipes.delayed import DelayedScalingStates
-from opfuse.tensors.gemm import chains_told
 
 ENVIRONMENT = "environment "
 """How the source of a recipe's field begins if its value came from an environment variable."""
@@ -32,8 +31,7 @@ def explain(model: nn.Module, *inputs: Any, overrides: bool = False, **named: An
     DtypeError for a first input that is no tensor.
     """
     given = CallInputs(inputs, named)
-    with chains_told() as chains:
-        found = observe(model, given)
+    found = observe(model, given)
     for name, module in model.named_modules():
         if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
             states.tell(name or type(module).__name__)
@@ -50,4 +48,4 @@ def explain(model: nn.Module, *inputs: Any, overrides: bool = False, **named: An
     taken = {name: source.removeprefix(ENVIRONMENT) for name, source in sources.items() if source.startswith(ENVIRONMENT)}
     told_as = " and ".join(map(repr, recipes))
     made = told_as, status.status, status.reason, found.plans, found.values, found.totals
-    return Explanation(*made, by_override, taken, kept=found.kept, chains=tuple(chains) if given.on_cuda else ())
+    return Explanation(*made, by_override, taken, kept=found.kept, chains=found.products if given.on_cuda else ())

@@ -11,9 +11,10 @@ from torch import nn
 
 from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError
+from opfuse.events import GroupRan
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import CallInputs, copied_call
-from opfuse.runtime.observed import GroupRun, observed
+from opfuse.runtime.observed import observed
 from opfuse.torch_private.operations import tree_leaves
 
 
@@ -55,12 +56,8 @@ def _line(rows: Sequence[HostTime]) -> str:
     return f"{share:6.1%} {seconds * 1e6:8.1f} us  {first.side:<8} {first.name:<26} {' '.join(first.nodes)}  in {place}"
 
 
-class _Times:
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, str, str, tuple[str, ...]], list[float]] = {}
-
-    def ran(self, run: GroupRun) -> None:
-        self.found.setdefault((run.pipeline, run.side, run.name, run.nodes), []).append(run.seconds)
+_Times = dict[tuple[str, str, str, tuple[str, ...]], list[float]]
+"""Seconds of each call, by pipeline, side, name and nodes of a group."""
 
 
 @checked_arguments(PipelineError, but="model")
@@ -71,22 +68,25 @@ def host_times(model: nn.Module, *inputs: Any, calls: int = 5, **named: Any) -> 
     a shape on, programs repeat segments without Python for each op, so these times matter for the first calls, and where nothing
     can be recorded. PipelineError and DtypeError as of ``explain``.
     """
-    times = _Times()
+    times: _Times = {}
     for _ in range(calls):
         _step(model, CallInputs(inputs, named), times)
-    return _told(times)
+    return _ranked(times)
 
 
 def _step(model: nn.Module, given: CallInputs, times: _Times) -> None:
-    with copied_call(model, given) as call, observed(times, fused=True):
+    def listen(run: GroupRan) -> None:
+        times.setdefault((run.pipeline, run.side, run.name, run.nodes), []).append(run.seconds)
+
+    with copied_call(model, given) as call, observed(listen, fused=True):
         outputs = [each for each in tree_leaves(call()) if isinstance(each, torch.Tensor) and each.requires_grad]
         wanted = [p for p in model.parameters() if p.requires_grad]
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, [torch.ones_like(each) for each in outputs], allow_unused=True)
 
 
-def _told(times: _Times) -> HostTimes:
-    least = {place: min(seconds) for place, seconds in times.found.items()}
+def _ranked(times: _Times) -> HostTimes:
+    least = {place: min(seconds) for place, seconds in times.items()}
     total = sum(least.values()) or 1.0
     rows = [HostTime(*place, seconds, seconds / total) for place, seconds in least.items()]
     return HostTimes(tuple(sorted(rows, key=lambda row: -row.seconds)))

@@ -15,16 +15,14 @@ from torch import nn
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
 from opfuse.errors import PipelineError, describe
+from opfuse.events import PlanUsed, ProductChosen, TensorSaved, collected, silenced
 from opfuse.formats import dtype_name
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.inputs import check_tensors
-from opfuse.runtime.interpreter import NamedSave
 from opfuse.runtime.kept import scopes_of
-from opfuse.runtime.listed import listed_plans
-from opfuse.runtime.observed import unobserved
-from opfuse.runtime.segment import listed_saves
+from opfuse.runtime.misses import trial_plans
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -69,12 +67,16 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Observation:
-    """What one forward pass did. kept: casts of weights that scopes around it keep, and their bytes."""
+    """What one forward pass did.
+
+    kept: casts of weights that scopes around it keep, and their bytes. products: those with elementwise ops behind them.
+    """
 
     plans: tuple[Plan, ...]
     values: tuple[SavedValue, ...]
     totals: Totals
     kept: tuple[int, int]
+    products: tuple[ProductChosen, ...]
 
 
 class CallInputs(NamedTuple):
@@ -91,7 +93,7 @@ class CallInputs(NamedTuple):
     def on_cuda(self) -> bool:
         return any(tensor.is_cuda for tensor in self.tensors)
 
-    def told(self) -> dict[str, torch.Tensor]:
+    def by_name(self) -> dict[str, torch.Tensor]:
         """The tensors, as reports call them."""
         given = {**dict(zip(_input_names(), self.inputs)), **self.named}
         return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
@@ -110,7 +112,7 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
     """
     _check(model, given)
     call = given.copied()
-    inputs = call.told()
+    inputs = call.by_name()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     tensors: list[torch.Tensor] = []
 
@@ -119,9 +121,16 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with _undone(model), listed_plans(trial=True) as plans, listed_saves() as kept, hooks:
+    with (
+        _undone(model),
+        trial_plans(),
+        collected(PlanUsed) as used,
+        collected(TensorSaved) as saves,
+        collected(ProductChosen) as products,
+        hooks,
+    ):
         torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
-    if of_opfuse and not plans:
+    if of_opfuse and not used:
         cure = "convert the model, opfuse.fuse_(model, recipe), or pass a module of opfuse.ops"
         raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
     weights: dict[str, Value] = {f"parameter {name}": stored_in(parameter) for name, parameter in model.named_parameters()}
@@ -130,9 +139,10 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
     originals = dict(pair for tensor, copy in zip(given.tensors, call.tensors) for pair in _blocks(tensor, copy))
     memory = _SavedMemory(weights, inputs, originals)
     memory.keep(KEPT, (tensor for scope in scopes for tensor in scope.tensors()))
-    values = [*_of_pipelines(kept, memory), *_of_modules(kept, tensors, memory)]
+    values = [*_of_pipelines(saves, memory), *_of_modules(saves, tensors, memory)]
     held = sum(scope.casts for scope in scopes), sum(scope.nbytes for scope in scopes)
-    return Observation(tuple(plans), tuple(values), memory.totals(), held)
+    plans = tuple(event.plan for event in used)
+    return Observation(plans, tuple(values), memory.totals(), held, tuple(products))
 
 
 @contextmanager
@@ -184,15 +194,15 @@ def _input_names() -> Iterator[str]:
         number += 1
 
 
-def _of_pipelines(kept: Sequence[NamedSave], memory: _SavedMemory) -> Iterator[SavedValue]:
-    several = len({id(each.plan) for each in kept}) > 1
-    for plan, index, name, value in kept:
-        op = plan.graph.nodes[index].name
-        yield memory.saved(f"{plan.name} {op}" if several else op, name, value)
+def _of_pipelines(saves: Sequence[TensorSaved], memory: _SavedMemory) -> Iterator[SavedValue]:
+    several = len({id(save.plan) for save in saves}) > 1
+    for save in saves:
+        op = save.plan.graph.nodes[save.node].name
+        yield memory.saved(f"{save.plan.name} {op}" if several else op, save.name, save.value)
 
 
-def _of_modules(kept: Sequence[NamedSave], tensors: Iterable[torch.Tensor], memory: _SavedMemory) -> Iterator[SavedValue]:
-    known = {id(tensor) for each in kept for tensor in (each.value, *_parts(each.value))}
+def _of_modules(saves: Sequence[TensorSaved], tensors: Iterable[torch.Tensor], memory: _SavedMemory) -> Iterator[SavedValue]:
+    known = {id(tensor) for save in saves for tensor in (save.value, *_parts(save.value))}
     return (memory.saved(TORCH, "", tensor) for tensor in tensors if id(tensor) not in known)
 
 
@@ -285,9 +295,10 @@ def _planes(value: Value) -> tuple[str, tuple[str, ...]]:
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """Afterwards random state and the delayed-scaling states of ``model`` are what they were; casts inside record nothing.
+    """Afterwards random state and the delayed-scaling states of ``model`` are what they were.
 
-    Models also draw from Python's and numpy's generators, as those that leave out layers at random.
+    Casts inside record nothing, and listeners around get no events. Models also draw from Python's and numpy's generators, as
+    those that leave out layers at random.
     """
     states = [getattr(module, "quantizer_states", None) for module in model.modules()]
     with ExitStack() as stack:
@@ -295,7 +306,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         stack.enter_context(running(Pass.LOOK))
-        stack.enter_context(unobserved())
+        stack.enter_context(silenced())
         for state in states:
             if isinstance(state, DelayedScalingStates):
                 stack.enter_context(state.kept())

@@ -53,7 +53,7 @@ class Saved:
     errors: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        head = (f"recipe   {self.recipe}", f"saved    {told(self.totals)}", "")
+        head = (f"recipe   {self.recipe}", f"saved    {totals_line(self.totals)}", "")
         return "\n".join((*head, *listed(self.values), "", *_comparison(self)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _plain(totals: Totals | RefusedSetting) -> dict[str, Any]:
 HEAD = ("op", "name", "format", "planes", "dtype", "shape", "bytes", "memory")
 
 
-def told(totals: Totals) -> str:
+def totals_line(totals: Totals) -> str:
     """Totals in a line."""
     return f"{totals.bytes} bytes for backward, {totals.own} of them beside the call's inputs; parameters are not counted"
 

@@ -173,7 +173,7 @@ def _is_whole(line: str) -> bool:
 def _line(path: Path, number: int, line: str) -> Process | PlanMade | Counts:
     try:
         return _LINE.validate_python(unsealed(line))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"msg": str(error), "loc": ()}
         if first.get("type") == "union_tag_not_found":
             first = {"msg": "a line that is no record of a trace", "loc": ()}

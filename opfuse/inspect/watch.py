@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -14,10 +15,11 @@ from opfuse.core.operation import FusibleOperation
 from opfuse.core.protocol import RunsOps
 from opfuse.domains import NUMBER
 from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest
+from opfuse.events import GroupRan
 from opfuse.inspect.casts import FoundFigures, figures
 from opfuse.inspect.writers import WATCHED, sink_of
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.observed import GroupRun, Observer, observed
+from opfuse.runtime.observed import observed
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -49,28 +51,29 @@ RECORDS = 10_000
 
 
 class LookedAt:
-    """Counts the training calls of ``model`` and observes those for whose number ``due`` returns an observer.
+    """Counts the training calls of ``model`` and observes those for whose number ``due`` returns a listener.
 
     Calls that leave no trace, as of :func:`opfuse.explain`, are none of them.
 
     step: the number of calls so far.
     """
 
-    def __init__(self, model: nn.Module, due: Callable[[int], Observer | None]) -> None:
+    def __init__(self, model: nn.Module, due: Callable[[int], Callable[[GroupRan], None] | None]) -> None:
         self.step = 0
         self.due = due
         self._look: AbstractContextManager[None] | None = None
         self._hooks = (
             model.register_forward_pre_hook(self._before),
-            model.register_forward_hook(self._after, always_call=True),
+            # Prepended, so that of several looks at one model the last to begin is the first to end, as contexts must.
+            model.register_forward_hook(self._after, always_call=True, prepend=True),
         )
 
     def _before(self, model: nn.Module, inputs: Any) -> None:
         if not model.training or current_pass() is Pass.LOOK:
             return
         self.step += 1
-        if self._look is None and (observer := self.due(self.step)) is not None:
-            self._look = observed(observer)
+        if self._look is None and (listener := self.due(self.step)) is not None:
+            self._look = observed(listener)
             self._look.__enter__()
 
     def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
@@ -97,7 +100,7 @@ class Watch:
         self._found: list[tuple[dict[str, Any], FoundFigures]] = []
         self.alarms = alarms
         self._write = sink_of(to)
-        self._told: set[tuple[str, str, str, str]] = set()
+        self._warned: set[tuple[str, str, str, str]] = set()
         self._names = _paths(model)
         self._calls = LookedAt(model, self._due)
 
@@ -120,9 +123,9 @@ class Watch:
         self._read()
         return self._records
 
-    def _due(self, step: int) -> Observer | None:
+    def _due(self, step: int) -> Callable[[GroupRan], None] | None:
         self._read()
-        return _WatchedStep(self, step) if (step - 1) % self.every == 0 else None
+        return partial(self._cast_ran, step) if (step - 1) % self.every == 0 else None
 
     def close(self) -> None:
         """Watch no longer."""
@@ -135,14 +138,14 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def note(self, step: int, run: GroupRun) -> None:
+    def _cast_ran(self, step: int, run: GroupRan) -> None:
         """Take the figures of a group of nodes that ran in a watched step, if it was a cast."""
-        made = run.made.record if isinstance(run.made, QuantizedTensor) else run.made
-        if run.role is None or run.given is None or not isinstance(made, QuantizedStorage):
+        made = run.result.record if isinstance(run.result, QuantizedTensor) else run.result
+        if run.role is None or run.source is None or not isinstance(made, QuantizedStorage):
             return
         place = {"step": step, "op": self._names.get(id(run.ops[0]), run.ops[0].label), "tensor": run.role}
         with torch.no_grad():
-            self._found += ((place, found) for found in figures(run.given, made))
+            self._found += ((place, found) for found in figures(run.source, made))
         if made.device.type != "cuda":
             self._read()
 
@@ -157,9 +160,9 @@ class Watch:
     def _alarm(self, record: Mapping[str, Any]) -> None:
         for name, limit in self.alarms.items():
             value, place = record[name], (record["op"], record["tensor"], record["plane"], name)
-            if value is None or place in self._told or (value >= limit if name == "sqnr" else value <= limit):
+            if value is None or place in self._warned or (value >= limit if name == "sqnr" else value <= limit):
                 continue
-            self._told.add(place)
+            self._warned.add(place)
             where = f"op {record['op']}, {record['tensor']}, step {record['step']}"
             wanted, cure = _WARNINGS[name]
             text = describe(where, wanted=f"{wanted} {limit}", got=f"{value:.3g} in {record['format']}", cure=cure)
@@ -168,14 +171,6 @@ class Watch:
     def __str__(self) -> str:
         """The latest record of each cast."""
         return "\n".join(_rows(self.records))
-
-
-class _WatchedStep:
-    def __init__(self, watch: Watch, number: int) -> None:
-        self.watch, self.number = watch, number
-
-    def ran(self, run: GroupRun) -> None:
-        self.watch.note(self.number, run)
 
 
 def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapping[str, float] = ALARMS) -> Watch:

@@ -2,7 +2,7 @@
 
 What a run does follows from its caller's key and from the looks of the tensors that come in: shapes, strides, dtypes, alignment.
 So all runs of one look do the same. A tape is a torch dispatch mode, which sees each op below autograd and autocast;
-:func:`opfuse.kernels.engine.launch.launch` reports each kernel to it. A tensor is recognised by the memory that it shows, an
+it listens to each kernel that is launched. A tensor is recognised by the memory that it shows, an
 address in a kernel's parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so no
 memory is used twice.
 
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.kernels.engine.launch import Launch, listening
+from opfuse.events import HostCallBegan, HostCallEnded, KernelLaunched, ValuesRead, subscribed
 from opfuse.program.steps import WORD, CallStep, Hole, LaunchStep, OpStep, Place, Ref, Step
 from opfuse.torch_private.dispatch import TorchDispatchMode, schema_of
 from opfuse.torch_private.tensors import number_of
@@ -63,7 +63,7 @@ class Tape(TorchDispatchMode):
         self.steps: list[Step] = []
         self.tensors: list[torch.Tensor] = []
         self._alive: list[torch.Tensor] = []
-        self._paused = False
+        self._paused = 0
         self._wrappers: dict[int, int] = {}
         self._looks: dict[Look, int] = {}
         self._memory: dict[int, _StorageSpan] = {}
@@ -81,7 +81,13 @@ class Tape(TorchDispatchMode):
         if self.refusal:
             yield
             return
-        with listening(self), self:
+        with (
+            subscribed(self.launched, KernelLaunched),
+            subscribed(lambda read: self.refuse(f"the host reads {read.what}"), ValuesRead),
+            subscribed(self._host_call_began, HostCallBegan),
+            subscribed(self._host_call_ended, HostCallEnded),
+            self,
+        ):
             yield
 
     @contextmanager
@@ -230,7 +236,7 @@ class Tape(TorchDispatchMode):
         """Whether a view has the look of a tensor that the run has already made, as a transposed vector does."""
         return bool(func.is_view) and type(result) in PLAIN and self._looks.get(_look(result), -1) >= len(self.given)
 
-    def launched(self, launch: Launch) -> None:
+    def launched(self, launch: KernelLaunched) -> None:
         """Note a kernel that is about to be queued."""
         if self.refusal:
             return
@@ -245,18 +251,17 @@ class Tape(TorchDispatchMode):
             parameter = launch.layout.pack(*blank)
             self.steps.append(LaunchStep(launch.variant, launch.entry, launch.grid, launch.device, parameter, tuple(holes)))
 
-    def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """The tensors of a host function, which are then read; what it does is not seen, and a program calls it at its place."""
-        paused, self._paused = self._paused, True
-        try:
-            tensors = function()
-        finally:
-            self._paused = paused
-        if not self.refusal:
+    def _host_call_began(self, call: HostCallBegan) -> None:
+        """See nothing of what a function of the host does."""
+        self._paused += 1
+
+    def _host_call_ended(self, call: HostCallEnded) -> None:
+        """Number its tensors, which are read from now on; a program calls it at its place."""
+        self._paused -= 1
+        if not self.refusal and call.tensors is not None:
             with self._refusing():
-                numbers = tuple(self._looks[look] if (look := _look(t)) in self._looks else self._new(t) for t in tensors)
-                self.steps.append(CallStep(function, numbers))
-        return tensors
+                numbers = tuple(self._looks[look] if (look := _look(t)) in self._looks else self._new(t) for t in call.tensors)
+                self.steps.append(CallStep(call.function, numbers))
 
 
 def _look(tensor: torch.Tensor) -> Look:

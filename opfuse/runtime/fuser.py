@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
@@ -35,6 +35,7 @@ from opfuse.core.tracers import (
 )
 from opfuse.core.watched import Tree, WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, describe
+from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import current_amax_group, current_recipe, note_use
@@ -44,16 +45,15 @@ from opfuse.recipes.standing import standing_here
 from opfuse.runtime.caches import CacheInfo, info_of
 from opfuse.runtime.compiled import follow, hindrance
 from opfuse.runtime.held import CallInside
+from opfuse.runtime.hooks import OpHooks
 from opfuse.runtime.inputs import check_call, check_count, check_tensors, resolved
 from opfuse.runtime.ledger import Ledger
-from opfuse.runtime.listed import ListedPlans, current_list, listed_plans
-from opfuse.runtime.misses import check_miss
+from opfuse.runtime.misses import check_miss, plan_policy
 from opfuse.runtime.named import Facts, told_key
 from opfuse.runtime.recompute import repeated
-from opfuse.runtime.segment import outlined, run_plan, unlisted_saves
+from opfuse.runtime.segment import outlined, run_plan
 from opfuse.runtime.thrash import Thrash
-from opfuse.runtime.told import Told
-from opfuse.runtime.trace import Made, note, since_start
+from opfuse.runtime.trace import Made, since_start
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 
 ROWS = 128
@@ -138,7 +138,7 @@ class OperationFuser:
         check_channels(self.ops, self.imports)
         for op in self.ops:
             op.capture()
-        self._told = Told(self.ops)
+        self._hooks = OpHooks(self.ops)
         for member in self.given:
             member.capture(member=bool(self.members))
         numbered = ((name, n, i) for name, n in zip(self.names, counts) for i in range(n))
@@ -259,7 +259,7 @@ class OperationFuser:
         calls = self.cache.hits + self.cache.misses
         found = Made(self.last_missed, calls, since_start(), key, why, ms, thrash)
         self.history.append(found)
-        note(self, found, plan)
+        emit(PlanMissed(self, found, plan))
         if thrash is not None:
             warnings.warn(thrash, OpfuseWarning, stacklevel=2)
         return plan
@@ -274,23 +274,19 @@ class OperationFuser:
             key.env.recipe.check_trainable()
         return plan
 
-    def _listed(self, into: ListedPlans, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Plan:
-        """The plan of this call, appended to the list of :func:`listed_plans`; as a trial, made for this call alone."""
-        if into.trial:
-            check_call(self, x, extras)
-            rules = self.rules or active_rules()
-            recipe = current_recipe()
-            if into.alone and not rules.functions and (recipe is None or recipe.rounding == "per_op"):
-                rules = rules.unfused
-            key = self.key(x, extras, rules)
-            plan = (self._alone.get(key) if into.alone else None) or self._compiled(self.named(key), rules)
-            if into.alone:
-                self._alone = {key: plan}
-            if plan.key.env.recipe is not None:
-                note_use()
-        else:
-            plan = self.plan(x, *extras)
-        into.plans.append(plan)
+    def _trial(self, x: torch.Tensor, extras: Sequence[torch.Tensor], *, alone: bool) -> Plan:
+        """A plan for this call, as :func:`~opfuse.runtime.misses.trial_plans` says."""
+        check_call(self, x, extras)
+        rules = self.rules or active_rules()
+        recipe = current_recipe()
+        if alone and not rules.functions and (recipe is None or recipe.rounding == "per_op"):
+            rules = rules.unfused
+        key = self.key(x, extras, rules)
+        plan = (self._alone.get(key) if alone else None) or self._compiled(self.named(key), rules)
+        if alone:
+            self._alone = {key: plan}
+        if plan.key.env.recipe is not None:
+            note_use()
         return plan
 
     def __call__(
@@ -315,7 +311,7 @@ class OperationFuser:
             break_graph(why)
             return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
         if not isinstance(instead, Ledger) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
-            return repeat(partial(self._repeated, partial(self, x, *extras, kwargs=kwargs, instead=instead)))
+            return repeat(partial(self, x, *extras, kwargs=kwargs, instead=instead))
         if not isinstance(x, torch.Tensor):
             check_proxy(self.label, x)
             check_tensors(self.label, x)
@@ -323,25 +319,19 @@ class OperationFuser:
             check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self.slots]))
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
-        if self._told.recipe_listeners:
-            self._told.of_recipe(current_recipe())
-        asked = current_list()
-        plan = self.plan(x, *extras) if asked is None else self._listed(asked, x, extras)
-        for i, op in self._told.call_listeners:
+        if self._hooks.of_recipes:
+            self._hooks.call_under(current_recipe())
+        policy = plan_policy()
+        plan = self._trial(x, extras, alone=policy.alone) if policy.trial else self.plan(x, *extras)
+        if PlanUsed in listeners():
+            emit(PlanUsed(plan))
+        for i, op in self._hooks.of_calls:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         tensors = x, *extras
         if True in map(_NEGATIVE, tensors):  # kernels read what lies in memory
             tensors = resolved(self, tensors)
         outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), places=self.places, instead=instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-    def _repeated(self, run: Callable[[], Any]) -> Any:
-        """A call inside a checkpoint. A recomputation is kept from lists, which have seen the first run."""
-        if not is_recomputing():
-            return run()
-        first = current_list()  # a look at ops one by one has them so again
-        with listed_plans(trial=first is not None and first.alone, alone=first is not None and first.alone), unlisted_saves():
-            return run()
 
     # -- in a graph of torch.compile -------------------------------------------------------------------------------------------
 
@@ -351,7 +341,7 @@ class OperationFuser:
         """The call inside of an op of torch.compile: its segments are all that it runs."""
         run = partial(call.noted, lambda given, ledger: self(*given, instead=ledger))
         repeat = repeated(self)
-        found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(partial(self._repeated, run))
+        found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(run)
         return found
 
     def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]:

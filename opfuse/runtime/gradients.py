@@ -10,7 +10,7 @@ import torch
 from opfuse.compiler.graph import Node
 from opfuse.compiler.patterns import Term
 from opfuse.compiler.plan import Plan
-from opfuse.core.context import Context, Value, plain
+from opfuse.core.context import Context, Value, in_memory, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import check_tensor
 from opfuse.errors import FusionError, PipelineError, describe
@@ -42,7 +42,7 @@ class Gradients:
         """Sum ``grad`` into the gradient of ``value``; values that want no gradient and None are ignored."""
         if grad is None or value not in self.graph.grads:
             return
-        root = self.graph.gradient_of(value)
+        root, grad = self.graph.gradient_of(value), in_memory(grad)
         if root in self.apart:
             self.apart[root].append(grad)
             return
@@ -52,7 +52,7 @@ class Gradients:
     def put(self, value: int, grad: Value | None) -> None:
         """Replace the gradient of ``value``."""
         if grad is not None:
-            self.values[self.graph.gradient_of(value)] = grad
+            self.values[self.graph.gradient_of(value)] = in_memory(grad)
 
     def take(self, value: int) -> Value | None:
         """Remove and return the gradient of ``value``, or the next of its gradients if they are kept apart."""

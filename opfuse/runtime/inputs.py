@@ -57,6 +57,9 @@ def check_call(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch
         for name, parameter in zip(op.parameter_names, op.parameter_values()):
             if parameter is not None and is_foreign(parameter):  # a label takes longer to write than all else
                 _check_foreign(f"{op.label} {name}", parameter, _GATHERED)
+            elif parameter is not None and parameter.is_neg():
+                cure = f"assign it anew: {name}.data = {name}.data.resolve_neg()"
+                raise _negative(f"{op.label} {name}", "a parameter to read", cure)
         if _is_own(op):
             _check_parameters(op)
         _warn_of_plain(op)
@@ -81,9 +84,13 @@ def resolved(pipeline: PipelineInputs, given: tuple[torch.Tensor, ...]) -> tuple
     """
     for op in pipeline.ops:
         if op.writes_extras and any(extra.is_neg() for extra in given[1:]):
-            wanted, got = "a tensor to overwrite as it lies in memory", "one with torch's negative bit, as z.conj().imag has it"
-            raise UnsupportedError(describe(f"{op.label} extra input", wanted=wanted, got=got, cure="pass extra.resolve_neg()"))
+            raise _negative(f"{op.label} extra input", "a tensor to overwrite", "pass extra.resolve_neg()")
     return tuple(each.resolve_neg() for each in given)
+
+
+def _negative(where: str, wanted: str, cure: str) -> UnsupportedError:
+    got = "one with torch's negative bit, as z.conj().imag has it"
+    return UnsupportedError(describe(where, wanted=f"{wanted} as it lies in memory", got=got, cure=cure))
 
 
 def _check_strided(label: str, *tensors: torch.Tensor) -> None:

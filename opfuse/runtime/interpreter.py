@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -15,17 +15,19 @@ from opfuse.compiler.plan import Plan, Segment
 from opfuse.compiler.remade import RemadeOperand
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value, plain, plain_or_none
+from opfuse.core.context import Context, Value, in_memory, plain, plain_or_none
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.numbered import run_backward, run_forward
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import NEIGHBOURS, checked_lists
 from opfuse.core.quantizers import recording_gradients
 from opfuse.errors import FusionError, PipelineError, describe
+from opfuse.events import TensorSaved, emit, listeners
 from opfuse.recipes.counting import PassAround
 from opfuse.runtime.blocks import PlaceInBlock, gathered, scattered
 from opfuse.runtime.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.kept import Held
+from opfuse.runtime.observed import GroupEvents
 from opfuse.runtime.partial import RepeatedCast, repeat, told_of
 from opfuse.torch_private.dispatch import active_modes
 
@@ -38,21 +40,12 @@ Result = list[torch.Tensor | None]
 """Gradients of its inputs, of its ops' parameters, the last op first, and of the inputs that are read again."""
 
 
-class NamedSave(NamedTuple):
-    """What an op saved under a name: its plan, its node, the value."""
-
-    plan: Plan
-    node: int
-    name: str
-    value: Value
-
-
 class Interpreter:
     """One segment of a plan over live ops, in one call. held: casts of weights that are made already.
 
-    partial: whether what is the library's in passes with code of the user's own is repeated. places: where in blocks of kept
-    casts the saved tensors lie. outer: the backward pass that recomputes the call, of which that of the segment is to be a part;
-    None if none does.
+    partial: whether what is the library's in passes with code of the user's own is repeated. events: emits each group that runs;
+    None where nobody listens. places: where in blocks of kept casts the saved tensors lie. outer: the backward pass that recomputes
+    the call, of which that of the segment is to be a part; None if none does.
     """
 
     outer: PassAround = None
@@ -66,12 +59,13 @@ class Interpreter:
         held: Sequence[Held] = (),
         *,
         partial: bool = False,
+        events: GroupEvents | None = None,
     ) -> None:
         self.plan = plan
         self.segment = segment
         self.ops = ops
         self.kwargs = kwargs
-        self.partial = partial
+        self.partial, self.events = partial, events
         self.held = {each.node: each.storage for each in held} if held else {}
         self.blocks = [*{id(block): block for each in held for block in each.blocks}.values()] if held else []
         self.places: tuple[PlaceInBlock, ...] = ()
@@ -84,7 +78,10 @@ class Interpreter:
         """The segment's outputs for its inputs, in the segment's order."""
         values: dict[int, Value] = dict(zip(self.segment.inputs, tensors))
         for group in self.segment.forward:
-            self._forward_group(group, values)
+            if self.events is None:
+                self._forward_group(group, values)
+            else:
+                self.events.forward(self._forward_group, group, values)
         if self.plan.remade:
             self._keep_scales()
         return [values[value] for value in self.segment.outputs]
@@ -194,7 +191,7 @@ class Interpreter:
         if len(outputs) != len(numbers):
             cure = "return all of them, or leave them in its context, and set num_extra_outputs to their number"
             raise PipelineError(describe(f"{self.ops[node.op].label} outputs", wanted=len(numbers), got=len(outputs), cure=cure))
-        values.update(zip(numbers, outputs))
+        values.update(zip(numbers, map(in_memory, outputs)))
         if dirty := self.contexts[node.index].dirty:
             self.dirty += [(node.outputs[0], tensor) for tensor in dirty]
 
@@ -231,7 +228,7 @@ class Interpreter:
         check_result(f"{group.name} fuser_forward", output)
         if not group.opaque.overrides("fuser_backward"):
             check_saved(group.name, ((f"basic_op_ctxs[{i}]", context) for i, context in enumerate(contexts)))
-        values[chain[-1].outputs[0]] = output
+        values[chain[-1].outputs[0]] = in_memory(output)
         self._check_outputs(group, nodes.values(), values)
 
     def _check_outputs(self, group: Group, nodes: Iterable[Node], values: Mapping[int, Value | None]) -> None:
@@ -267,12 +264,13 @@ class Interpreter:
         taken = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
         return {role: self._caster(group.nodes[0], cast) for casts in (*own, taken) for role, cast in casts.items()}
 
-    def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
+    def released(self) -> list[torch.Tensor]:
         """The saved tensors of the segment; whatever else its contexts hold of this call is let go."""
-        if saves is not None:
+        if TensorSaved in listeners():
             for index, context in self.contexts.items():
-                named = context.saved_state().items()
-                saves += [NamedSave(self.plan, index, name, value) for name, value in named if value is not None]
+                for name, value in context.saved_state().items():
+                    if value is not None:
+                        emit(TensorSaved(self.plan, index, name, value))
         saved = [tensor for context in self.contexts.values() for tensor in context.release()]
         if self.blocks:
             saved, self.places = gathered(saved, self.blocks)
@@ -311,12 +309,15 @@ class Interpreter:
     def _backward_groups(self, groups: Iterable[Group], grads: Gradients) -> None:
         nodes, contexts = self.plan.graph.nodes, grads.contexts
         for group in groups:
+            parts = [group]
             if group.rule is not None and group.rule.direction == BACKWARD and not grads.has(nodes[group.nodes[-1]].outputs[:1]):
                 # Only an extra output in its midst may have got a gradient: the saved state is that of the ops one by one.
-                for index in reversed(group.nodes):
-                    self._backward_group(Group((index,)), grads)
-            else:
-                self._backward_group(group, grads)
+                parts = [Group((index,)) for index in reversed(group.nodes)]
+            for part in parts:
+                if self.events is None:
+                    self._backward_group(part, grads)
+                else:
+                    self.events.backward(self._backward_group, part, grads)
             for index in contexts.keys() & set(group.nodes):
                 contexts[index].forget()
 

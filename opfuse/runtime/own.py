@@ -43,8 +43,7 @@ def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Own
     """For each pass why a program cannot repeat all of it, and the casts to run before the segment; other passes are left out."""
     found = list(_own_code(plan, segment, ops))
     casts = [each.cast for each in found if each.side == FORWARD]
-    alone = {group.nodes[0] for group in segment.forward if len(group.nodes) == 1 and not group.claimed}
-    before = tuple(node for node in casts if node is not None and node.index in alone and _comes_in(plan, segment, node))
+    before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
     if len(before) < len(casts):
         before = ()
     why = {BEFORE_FORWARD if before and each.side == FORWARD else each.side: each.why for each in reversed(found)}
@@ -98,7 +97,10 @@ def _read_by(plan: Plan, group: Group) -> set[int]:
 
 
 def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:
-    """Whether a cast, which no fusion runs, reads only a parameter or an input of the segment."""
+    """Whether a cast reads only a parameter or an input of the segment.
+
+    No fusion runs it then: those of the library have casts only behind their own ops, and any other is the user's own code.
+    """
     reads = node.side or (len(node.inputs) == 1 and node.inputs[0] in segment.inputs)
     return reads and node.index not in plan.cast_once and not isinstance(plan.casts[node.index], GroupedCast)
 

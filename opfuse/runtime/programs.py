@@ -22,15 +22,16 @@ from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.environment import variable
+from opfuse.events import INTERPRETED, GroupRan, listeners
 from opfuse.kernels.engine.launch import compiled_ahead
 from opfuse.program.tape import Tape
 from opfuse.recipes.counting import PassAround
 from opfuse.runtime.backward import BackwardPass
 from opfuse.runtime.blocks import PlaceInBlock
-from opfuse.runtime.interpreter import GradOutputs, Interpreter, Kwargs, NamedSave, Result
+from opfuse.runtime.interpreter import GradOutputs, Interpreter, Kwargs, Result
 from opfuse.runtime.kept import Held, KeptCasts, held_casts
 from opfuse.runtime.looks import firsts, given, look_of
-from opfuse.runtime.observed import ObservedRunner, current_observer
+from opfuse.runtime.observed import GroupEvents
 from opfuse.runtime.own import own_code
 from opfuse.runtime.partial import made_before
 from opfuse.runtime.rehearsal import rehearsed
@@ -63,10 +64,11 @@ def runner_of(
 ) -> Interpreter | ReplayedSegment:
     """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
     kept = held_casts(plan, segment, ops)
-    if (observer := current_observer()) is not None:
-        runner = ObservedRunner(plan, segment, ops, kwargs, kept.casts)
-        runner.observer = observer
-        return runner
+    if heard := listeners():
+        if GroupRan in heard:
+            return Interpreter(plan, segment, ops, kwargs, kept.casts, events=GroupEvents(plan, ops, heard))
+        if not INTERPRETED.isdisjoint(heard):
+            tensors = None
     own = plan.own_code.get(segment.nodes.start) or _own_code(plan, segment, ops)
     before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
     held = (*before, *kept.casts) if before else kept.casts
@@ -235,7 +237,7 @@ class ReplayedSegment:
         backward = BackwardPass(interpreter, replayable, packs=not stepped and self._key[-1] != HOOKED)
         return Ran([*values, *saved], backward, backward.replayables, backward.packs)
 
-    def released(self, saves: list[NamedSave] | None = None) -> list[torch.Tensor]:
+    def released(self) -> list[torch.Tensor]:
         """The tensors that are saved for the backward pass."""
         saved, self._saved = self._saved, []
         return saved

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from opfuse.errors import UnsupportedError, describe
+from opfuse.events import FIRST_RUN, silenced
 from opfuse.recipes import note_use
 from opfuse.recipes.counting import PassAround, count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass, in_compiled_autograd, running
@@ -152,7 +153,8 @@ def _under(kind: Pass, run: Runs) -> Any:
 
 
 def _again(run: Runs) -> Any:
-    return _under(Pass.AGAIN, run)
+    with silenced(*FIRST_RUN):
+        return _under(Pass.AGAIN, run)
 
 
 def _changed(pipeline: CalledPipeline, wanted: CalledPipeline | None) -> UnsupportedError:

@@ -20,7 +20,7 @@ from opfuse.core.context import plain
 from opfuse.kernels.casts.delayed import updating
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import with_joined
-from opfuse.kernels.engine.launch import noting
+from opfuse.kernels.engine.launch import dry_run
 from opfuse.program.tape import PLAIN
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.interpreter import Interpreter
@@ -90,15 +90,15 @@ def rehearsed(interpreter: Interpreter, tensors: Sequence[torch.Tensor]) -> list
     devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     twin = Interpreter(plan, segment, ops, ({},) * len(ops))
     twin.held = dict(interpreter.held)
-    with noting() as noted, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
+    with dry_run() as needed, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
         try:
             with _Harmless():
                 _run(twin, tensors)
         except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
             _log.debug("%s, nodes %s: rehearsed in part, since %s", plan.name, segment.nodes, reason)
         if any(cast.is_delayed for cast in plan.casts.values()):  # by who owns the region, when its passes are over
-            noted.append(updating())
-        return with_joined(noted)
+            needed.append(updating())
+        return with_joined(needed)
 
 
 def _run(twin: Interpreter, tensors: Sequence[torch.Tensor]) -> None:

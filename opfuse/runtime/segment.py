@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -19,7 +17,7 @@ from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.blocks import gathered_again, scattered
-from opfuse.runtime.interpreter import Interpreter, Kwargs, NamedSave
+from opfuse.runtime.interpreter import Interpreter, Kwargs
 from opfuse.runtime.ledger import Ledger, SavedTensors
 from opfuse.runtime.programs import ReplayedSegment, runner_of
 from opfuse.runtime.recompute import check_once
@@ -30,29 +28,6 @@ from opfuse.torch_private.autograd import saving_hooks
 from opfuse.torch_private.tensors import base_of, share_memory
 
 AnyRunner = Interpreter | ReplayedSegment
-
-_saves: ContextVar[list[NamedSave] | None] = ContextVar("opfuse_saves", default=None)
-
-
-@contextmanager
-def listed_saves() -> Iterator[list[NamedSave]]:
-    """What ops of pipelines save for the backward pass inside the block, in order. They are alive as long as the list is."""
-    kept: list[NamedSave] = []
-    reset = _saves.set(kept)
-    try:
-        yield kept
-    finally:
-        _saves.reset(reset)
-
-
-@contextmanager
-def unlisted_saves() -> Iterator[None]:
-    """Inside the block no list is kept of what is saved."""
-    reset = _saves.set(None)
-    try:
-        yield
-    finally:
-        _saves.reset(reset)
 
 
 class _SegmentFunction(torch.autograd.Function):
@@ -71,7 +46,7 @@ class _SegmentFunction(torch.autograd.Function):
                 _check_view(runner, tensor, alone=tensor is tensors[0] and len(outputs) == 1)
         ctx.runner = runner
         ctx.count = count
-        saved = runner.released(_saves.get())
+        saved = runner.released()
         if runner.places and saving_hooks(True) is not None:  # a checkpoint's compare with a call that may find nothing kept
             saved = [*scattered(iter(saved), runner.places)]
         ctx.save_for_backward(*saved)
@@ -181,7 +156,7 @@ def _noted(ledger: Ledger, runner: AnyRunner, inputs: Sequence[torch.Tensor], re
     """The outputs of a segment whose backward pass is noted in ``ledger``."""
     with torch.no_grad():
         outputs = [*_distinct(_published(runner.forward(inputs), read), read)]
-    ledger.note(read, outputs, partial(_gradients, runner, ledger.keep(runner.released(_saves.get()))))
+    ledger.note(read, outputs, partial(_gradients, runner, ledger.keep(runner.released())))
     return outputs
 
 
@@ -242,14 +217,13 @@ def _run_segments(
 ) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = dict(zip((0, *graph.extra_inputs), given))
-    observed = _saves.get() is not None
     for segment in plan.segments:
         inputs = [*map(values.__getitem__, segment.inputs)]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
         params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in places[op]]
         # Autograd follows views by itself; a ledger follows nothing that is not noted, and wants the interpreter's contexts.
         viewed = isinstance(instead, Ledger) and not segment.requires_grad and not graph.grads.isdisjoint(segment.outputs)
-        runner = runner_of(plan, segment, ops, kwargs, None if observed or viewed else [*inputs, *params])
+        runner = runner_of(plan, segment, ops, kwargs, None if viewed else [*inputs, *params])
         if segment.requires_grad or viewed:
             if plan.delays and current_pass() is Pass.AGAIN:
                 runner.outer = running_pass()

@@ -29,6 +29,7 @@ from opfuse.core.tracers import all_enrolled
 from opfuse.domains import checked_arguments
 from opfuse.environment import OTHERS, VARIABLES, variable
 from opfuse.errors import OpfuseWarning, OutputError, TraceError, describe, told_of
+from opfuse.events import PlanMissed, subscribe_everywhere
 from opfuse.keys import Cache, Leaf, Miss, leaves, plain
 from opfuse.recipes import RECIPES
 from opfuse.recipes.settings import settings_of
@@ -241,10 +242,10 @@ class Writer:
                 describe(f"trace {self.path}", wanted="a file to write", got=got, cure=cure), OpfuseWarning, stacklevel=2
             )
 
-    def note(self, pipeline: TracedPipeline, found: Made, plan: Plan) -> None:
+    def plan_missed(self, event: PlanMissed) -> None:
         """A plan was made."""
-        self.pipelines[pipeline.handle] = pipeline
-        self.append(made(pipeline, found, plan))
+        self.pipelines[event.pipeline.handle] = event.pipeline
+        self.append(made(event.pipeline, event.record, event.plan))
 
     def end(self) -> None:
         """The process ends."""
@@ -257,10 +258,13 @@ def _writer(directory: str, pid: int) -> Writer:
     return Writer(Path(directory))
 
 
-def note(pipeline: TracedPipeline, found: Made, plan: Plan) -> None:
-    """A plan was made: write it down if ``OPFUSE_TRACE`` names a directory."""
+def _write_missed(event: PlanMissed) -> None:
+    """Write a plan that was made into the directory of ``OPFUSE_TRACE``, if it names one."""
     if directory := variable(TRACE):
-        _writer(directory, os.getpid()).note(pipeline, found, plan)
+        _writer(directory, os.getpid()).plan_missed(event)
+
+
+subscribe_everywhere(_write_missed, PlanMissed)
 
 
 def since_start() -> float:

@@ -13,6 +13,8 @@ OWNER_ONLY = 0o600
 """The mode of files: what they tell of a machine and of its data is no one else's."""
 
 _CHECKSUM = "crc32"
+_DEPTH, _DEEP = 50, "values nested too deeply"
+"""Records have less than ten levels. With many, who compares or prints one might reach Python's own limit."""
 
 
 def owner_only(path: str, flags: int) -> int:
@@ -30,18 +32,29 @@ def sealed(record: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 
 def unsealed(text: str) -> Any:
-    """What a text of :func:`sealed` says. ValueError if it is no JSON, or does not say what was written.
+    """What a text of :func:`sealed` says. ValueError if it is no JSON, is nested too deeply, or does not say what was written.
 
     A record without a checksum is one that a person or an earlier version wrote.
     """
     try:
         record = json.loads(text)
+        _check_depth(record)
     except RecursionError:
-        raise ValueError("values nested too deeply") from None
+        raise ValueError(_DEEP) from None
     told = record.pop(_CHECKSUM, None) if isinstance(record, dict) else None
     if told is not None and told != _checksum(record):
         raise ValueError("damaged data: the CRC-32 is not that of what was written")
     return record
+
+
+def _check_depth(record: Any) -> None:
+    """ValueError for lists and objects within each other beyond :data:`_DEPTH`."""
+    level = [record]
+    for _ in range(_DEPTH):
+        held = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
+        level = [inner for each in held for inner in each]
+    if level:
+        raise ValueError(_DEEP)
 
 
 def _checksum(record: Mapping[str, Any]) -> str:

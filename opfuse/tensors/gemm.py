@@ -10,14 +10,14 @@ precision, so is the product, and the other one is dequantized to its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from opfuse.errors import Described, GemmError, ShapeError, describe
+from opfuse.events import ProductChosen, emit, listeners
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
 from opfuse.kernels.engine.variants import on_bytes
@@ -94,34 +94,6 @@ def gemm(
     return result if name == "wgrad" or len(left.shape) == 2 else result.reshape(*left.shape[:-1], result.shape[-1])
 
 
-class ChainTold(NamedTuple):
-    """A product of ``shape`` followed by ``ops``. why: why they were not made in one launch; an empty string if they were."""
-
-    shape: torch.Size
-    ops: tuple[str, ...]
-    why: str
-
-
-_told: ContextVar[list[ChainTold] | None] = ContextVar("chains told", default=None)
-
-
-@contextmanager
-def chains_told() -> Iterator[list[ChainTold]]:
-    """Inside the block, products of quantized operands with ops behind them are noted."""
-    found: list[ChainTold] = []
-    before = _told.set(found)
-    try:
-        yield found
-    finally:
-        _told.reset(before)
-
-
-def tell_of_chain(shape: torch.Size, ops: Sequence[str], why: str) -> None:
-    """Note one such product, if anybody listens."""
-    if (told := _told.get()) is not None:
-        told.append(ChainTold(shape, tuple(ops), why))
-
-
 class PendingProduct(NamedTuple):
     """An fprop that is yet to be made, by :func:`gemm` or in one launch with the ops that follow it.
 
@@ -166,7 +138,8 @@ class PendingProduct(NamedTuple):
             why = "rows fill a block"
         else:
             why = why_apart(left, right, stages, encode, shape=self.shape, dtype=dtype, fast=how["fast"], keep=keep)
-        tell_of_chain(self.shape, [stage.math.name for stage in stages], why)
+        if ProductChosen in listeners():
+            emit(ProductChosen(self.shape, tuple(stage.math.name for stage in stages), why))
         if why:
             return None
         return product_chain(left, right, stages, encode, shape=self.shape, dtype=dtype, keep=keep, **how)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 
 from opfuse.kernels.casts.dequantize import dequantize_groups
-from opfuse.kernels.engine.launch import listener
+from opfuse.kernels.engine.launch import host_call
 from opfuse.kernels.products import grouped
 from opfuse.numerics.row_groups import RowGroups
 from opfuse.tensors.capture import is_capturing
@@ -54,8 +54,7 @@ class Groups(NamedTuple):
             counted = [*itertools.accumulate(sizes)]
             return [torch.tensor(counted, dtype=torch.int32, device="cpu").to(device, non_blocking=True)]
 
-        tape = listener()
-        (made,) = ends() if tape is None else tape.call(ends)  # a repeated call makes them anew: they are numbers of the host
+        (made,) = host_call(ends)  # a repeated call makes them anew: they are numbers of the host
         return made
 
 

@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 
 from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, describe
+from opfuse.events import ValuesRead, emit, listeners
 from opfuse.formats import USAGES
-from opfuse.kernels.engine.launch import listener
 from opfuse.tensors.capture import check_capture
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
@@ -164,8 +164,8 @@ def known_sizes(splits: torch.Tensor, rows: int) -> Sizes | None:
 
 
 def _values(splits: torch.Tensor) -> Sizes:
-    if (tape := listener()) is not None:
-        tape.refuse("the host reads how many rows groups have")
+    if ValuesRead in listeners():
+        emit(ValuesRead("how many rows groups have"))
     sizes = tuple(map(int, splits.tolist()))
     read = _READ.get()
     if read is not None:

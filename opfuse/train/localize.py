@@ -11,8 +11,8 @@ import torch
 
 from opfuse.config import Config, load
 from opfuse.errors import TraceError, describe
+from opfuse.events import GroupRan
 from opfuse.inspect.watch import LookedAt
-from opfuse.runtime.observed import GroupRun
 from opfuse.runtime.written import unsealed
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.train.comparison import data_of, initial_model, overridden, usable
@@ -45,16 +45,6 @@ class ValueDifference:
         return f"values differ first in {where}: {self.share:.1%} of elements, by {self.largest:.2e} of the largest value"
 
 
-class _Seen:
-    def __init__(self) -> None:
-        self.values: list[SeenValue] = []
-
-    def ran(self, run: GroupRun) -> None:
-        if run.made is not None:
-            made = run.made.dequantize() if isinstance(run.made, QuantizedStorage) else run.made
-            self.values.append(SeenValue(run.side, run.nodes[-1], made.detach().to("cpu", torch.float32)))
-
-
 def values_at(path: Path, step: int) -> list[SeenValue]:
     """The values of step ``step``, from 1, of a run that is made again: a directory of ``opfuse run``, or a configuration."""
     config, steps, seed, device, sha256 = _asked(path)
@@ -65,8 +55,14 @@ def values_at(path: Path, step: int) -> list[SeenValue]:
         raise TraceError(describe(str(path), wanted="the text that the run had", got=got, cure=cure))
     model = initial_model(config, data, settings.seed, usable(device))
     batches = random_batches(text.train, context=data.context, batch_size=settings.batch_size, seed=settings.seed)
-    seen = _Seen()
-    calls = LookedAt(model, lambda number: seen if number == step else None)
+    seen: list[SeenValue] = []
+
+    def listen(run: GroupRan) -> None:
+        if run.result is not None:
+            value = run.result.dequantize() if isinstance(run.result, QuantizedStorage) else run.result
+            seen.append(SeenValue(run.side, run.nodes[-1], value.detach().to("cpu", torch.float32)))
+
+    calls = LookedAt(model, lambda number: listen if number == step else None)
     late = settings.model_copy(update={"eval_every": settings.steps})
     try:
         fit(model, batches, (), late, recipe=config.recipe, stop=lambda: calls.step >= step)
@@ -74,7 +70,7 @@ def values_at(path: Path, step: int) -> list[SeenValue]:
         pass
     finally:
         calls.close()
-    return seen.values
+    return seen
 
 
 def _asked(path: Path) -> tuple[Config, int | None, int | None, str, str | None]:

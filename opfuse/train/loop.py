@@ -16,10 +16,10 @@ from opfuse.compiler.cover import FUSED
 from opfuse.compiler.plan import Plan
 from opfuse.config import Train
 from opfuse.errors import TrainingError, describe
+from opfuse.events import PlanUsed, collected
 from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import under
 from opfuse.runtime.caches import CacheInfo
-from opfuse.runtime.listed import listed_plans
 from opfuse.train.checkpoints import RunState
 from opfuse.train.data import Batch
 from opfuse.train.model import ByteModel
@@ -107,7 +107,7 @@ def fit(
     run = _Run(model, settings, resumed)
     every = settings.checkpoint_every or settings.eval_every
     device = model.embedding.weight.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), listed_plans() as plans:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), collected(PlanUsed) as used:
         run.seed(device)
         for number, batch in zip(range(run.first + 1, settings.steps + 1), batches):
             run.losses.append(_update(model, batch, run.optimizer, recipe))
@@ -120,10 +120,10 @@ def fit(
             on_step(TrainStep(number, settings.steps, run.losses[-1], run.validation[-1][1] if run.validation else None))
             stopped = stop()
             if keep is not None and (number % every == 0 or last or stopped):
-                keep(run.saved(number, plans, device))
+                keep(run.saved(number, used, device))
             if stopped and not last:
                 raise Interrupted(number, settings.steps)
-    return run.curve(plans)
+    return run.curve(used)
 
 
 class _Run:
@@ -153,20 +153,20 @@ class _Run:
         if device.type == "cuda":
             torch.cuda.set_rng_state(self.resumed.generators["cuda"], device)
 
-    def saved(self, step: int, plans: Sequence[Plan], device: torch.device) -> RunState:
+    def saved(self, step: int, used: Sequence[PlanUsed], device: torch.device) -> RunState:
         """Where the run stands."""
         generators = {"cpu": torch.get_rng_state()}
         if device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(device)
         states = self.model.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict()
-        curve = self.curve(plans)
+        curve = self.curve(used)
         return RunState(
             step, *states, generators, self.losses, self.validation, curve.seconds, list(curve.fusions), curve.cache._asdict()
         )
 
-    def curve(self, plans: Sequence[Plan]) -> Curve:
+    def curve(self, used: Sequence[PlanUsed]) -> Curve:
         """The curve so far. What a run did before it was resumed counts, too."""
-        distinct = tuple({id(plan): plan for plan in plans}.values())
+        distinct = tuple({id(event.plan): event.plan for event in used}.values())
         fusions, cache = fused_in(distinct), self.model.pipeline.cache_info()
         if self.resumed is not None:
             before = CacheInfo(**self.resumed.cache)

@@ -3,72 +3,61 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from opfuse.cli import kernels, main
-from opfuse.errors import UnsupportedError
 from opfuse.kernels.engine import compiling
 from opfuse.kernels.engine.bindings import SOURCES
-from opfuse.kernels.engine.cubins import ENVIRONMENT
-
-SHOWN = ("tensor_amax", "line_amaxes")
-"""Kernels of few variants: the compiler is asked for all of them in tests/kernels."""
-
-
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And a cache of compiled kernels that is empty."""
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
-    monkeypatch.setattr(kernels, "CASES", {kernel: cases for kernel, cases in kernels.CASES.items() if kernel.name in SHOWN})
+from opfuse.kernels.engine.compiling import Variant, assemble
+from opfuse.kernels.engine.cubins import ENVIRONMENT, FACTS, CubinCache, location
+from tests.kernels.catalogue import CASES
 
 
-@pytest.mark.usefixtures("few")
-def test_kernels_are_listed_with_what_the_compiler_made_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["kernels"]
-    assert {row["kernel"] for row in rows} == set(SHOWN)
-    for row in rows:
-        assert (SOURCES / row["source"]).is_file()
-        assert 0 < row["registers"] <= 255
-        assert row["spills"] == 0
-        assert row["tolerance"] == "bitwise"
-        assert row["variants"] > 1
+def test_every_kernel_is_listed_with_its_definition(tmp_path: Path) -> None:
+    """In a process that has imported the command alone, as a shell has."""
+    command = [sys.executable, "-m", "opfuse", "kernels", "--json"]
+    environment = {**os.environ, ENVIRONMENT: str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    rows = {row["kernel"]: row for row in json.loads(done.stdout)["kernels"]}
+    assert [*rows] == [kernel.name for kernel in CASES]
+    assert all((SOURCES / row["source"]).is_file() for row in rows.values())
+    amax = {"source": "amax.cu", "definition": "opfuse.numerics.casts.tensor_amax", "tolerance": "bitwise"}
+    assert rows["tensor_amax"] == {"kernel": "tensor_amax", **amax, "compiled": 0, "registers": None, "spills": None}
 
 
-@pytest.mark.usefixtures("few")
-def test_the_second_listing_compiles_and_tries_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_table_says_what_this_machine_has_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["kernels", "--json"]) == 0
-    first = capsys.readouterr().out
-    monkeypatch.setattr(compiling, "compile_text", None)
-    with monkeypatch.context() as listing:
-        listing.setattr(kernels.Kernel, "launches", None)
-        assert main(["kernels", "--json"]) == 0
-        assert capsys.readouterr().out == first
-    one = next(iter(kernels.CASES))
-    monkeypatch.setattr(kernels, "CASES", {one: kernels.CASES[one]})
-    assert main(["kernels", "--json"]) == 0  # other rows, of variants that are known
-    rows = json.loads(capsys.readouterr().out)["kernels"]
-    assert rows == [row for row in json.loads(first)["kernels"] if row["kernel"] == one.name]
+    """The largest of the variants that are intact and of these sources."""
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
+    cache, text = CubinCache(location()), assemble(Variant("amax.cu", ("IN=float",)))
+    for key, registers in (("a", 40), ("b", 56), ("c", 255)):
+        cache.store(key * 64, key.encode())
+        cache.store(key * 64, json.dumps({"amax": {"registers": registers, "spills": 8, "shared": 0}}).encode(), FACTS)
+        cache.store_source(key * 64, text if key != "c" else text.replace("larger", "smaller", 1))
+    assert main(["kernels"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == [*kernels.COLUMNS]
+    assert [row.split()[0] for row in rows] == [kernel.name for kernel in CASES]
+    assert [row.split()[4:] for row in rows if row.startswith("tensor_amax ")] == [["2", "56", "8"]]
 
 
-@pytest.mark.usefixtures("few")
-def test_without_a_compiler_the_rest_is_still_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise UnsupportedError("no compiler")
-
-    monkeypatch.setattr(compiling, "nvrtc", missing)
+def test_a_cache_of_somebody_else_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path))
+    location().mkdir(mode=0o700)
+    location().chmod(0o777)
     assert main(["kernels"]) == 0
     printed = capsys.readouterr()
-    assert any(line.startswith("tensor_amax") and line.rstrip().endswith("-") for line in printed.out.splitlines())
-    told = printed.err.splitlines()
-    assert told[0] == "no compiler"
-    assert told[1:3] == ["kernels whose cases were run 1/2", "kernels whose cases were run 2/2"]
-    assert told[-1].startswith("variants found or compiled ")
+    assert "wants a directory of mode 0700" in printed.err
+    assert len(printed.out.splitlines()) == 1 + len(CASES)
 
 
 def test_digest_is_the_last_line_and_compiles_nothing(
@@ -84,9 +73,3 @@ def test_digest_follows_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.sources_digest() == before
     monkeypatch.setattr("opfuse.kernels.engine.sources.SOURCES", SOURCES.parent / "cuda" / "cuda")
     assert kernels.sources_digest() != before
-
-
-@pytest.mark.usefixtures("few")
-def test_an_architecture_that_is_not_known_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--arch", "sm_1"]) == 1
-    assert "sm_1" in capsys.readouterr().err

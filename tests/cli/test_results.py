@@ -138,14 +138,6 @@ def test_an_example_runs_by_its_name_from_anywhere(
     assert "did you mean 'quickstart'?" in out
 
 
-@pytest.mark.parametrize(("arch", "nearest"), [("sm_99", "sm_9"), ("sm90a", "sm_90a")])
-def test_an_unknown_architecture_is_told_with_the_nearest(arch: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--arch", arch]) == 1
-    told = capsys.readouterr().err
-    assert f"--arch: wants an architecture that the compiler knows, got '{arch}'. Cure: name one of sm_" in told
-    assert f"did you mean '{nearest}" in told
-
-
 def test_explain_on_a_device_that_is_not_here_is_unsupported(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", tiny, "--device", "cuda:99"]) == 3
     assert "device: wants a device that torch can use here" in capsys.readouterr().err

@@ -15,10 +15,10 @@ from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.core.context import Context
 from opfuse.errors import OpfuseError
-from opfuse.runtime.fuser import listed_plans
 from opfuse.runtime.interpreter import Interpreter
 from opfuse.runtime.programs import interpreted
 from opfuse.tensors.storage import QuantizedStorage
+from tests.plans import plans_used
 
 UNFUSED = RuleSet(())
 
@@ -103,7 +103,7 @@ def train(model: torch.nn.Module, x: torch.Tensor, *extras: torch.Tensor, step: 
     torch.manual_seed(step.seed)
     x = x.detach().clone().requires_grad_(step.input_grad)
     leaves = [extra.detach().clone().requires_grad_(extra.is_floating_point()) for extra in extras]
-    with saved_states() as saved, listed_plans() as plans, step.scope():
+    with saved_states() as saved, plans_used() as plans, step.scope():
         outputs = model(x, *(leaf.clone() for leaf in leaves))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     tensors: dict[str, torch.Tensor | None] = {f"output {i}": plain(output) for i, output in enumerate(outputs)}

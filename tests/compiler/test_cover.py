@@ -44,10 +44,11 @@ from opfuse.errors import FusionError, KeyValueError, closest
 from opfuse.fusions import RULES
 from opfuse.ops.chains import run_chain, run_chain_backward
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling, Recipe
-from opfuse.runtime.fuser import OperationFuser, listed_plans
+from opfuse.runtime.fuser import OperationFuser
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import OVERRIDES, UNFUSED, Result, Step, differences, randn, recipe_for, run, same, to
 from tests.compiler.pipelines import Pipeline, pipeline
+from tests.plans import plans_used
 
 BF16 = torch.bfloat16
 
@@ -642,7 +643,7 @@ def test_a_pattern_of_one_op_gives_it_another_implementation(sides, recipe):
         torch.manual_seed(1)
         model = to(ops.Sequential(*gelus(beside), rules=rules), BF16)
         x = randn(32, 64, seed=3).requires_grad_()
-        with opfuse.autocast(enabled=recipe is not None, recipe=recipe), listed_plans() as plans:
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe), plans_used() as plans:
             y = model(x)
         y.backward(randn(32, 64, seed=4))
         return [y, x.grad, *(p.grad for p in model.parameters())], [name for plan in plans for name in plan.fusions]

@@ -11,10 +11,10 @@ import opfuse
 from opfuse import ops
 from opfuse.errors import DtypeError, GemmError
 from opfuse.recipes import CustomRecipe, DelayedScalingRequest, MXFP8BlockScaling, NVFP4BlockScaling, QuantizerRole
-from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.gemm import gemm
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.harness import HAS_OVERRIDE, Step, delayed_state, randn, recipe_for, run, same, to
+from tests.plans import plans_used
 
 E5M2 = torch.float8_e5m2
 ROWS, K, N = 128, 128, 64
@@ -33,7 +33,7 @@ def layer(*before: torch.nn.Module, after: tuple[torch.nn.Module, ...] = ()) -> 
 
 def casts(model: ops.Sequential, recipe: opfuse.recipes.Recipe) -> list[str]:
     """Classes and roles of the quantizers of the plan of ``model``, in order."""
-    with opfuse.autocast(recipe=recipe), listed_plans() as plans:
+    with opfuse.autocast(recipe=recipe), plans_used() as plans:
         model(randn(ROWS, K).requires_grad_())
     nodes = [node for node in plans[0].graph.nodes if node.is_cast]
     return [f"{type(node.spec.quantizer).__name__} {node.spec.role}" for node in nodes]

@@ -33,6 +33,7 @@ from opfuse.tensors.quantizers import (
 )
 from tests.compiler.harness import Step, delayed_state, differences, randn, recipe_for, run, same, to, train
 from tests.compiler.pipelines import COMPOSED
+from tests.plans import plans_used
 from tests.turns import in_turn
 
 BF16 = torch.bfloat16
@@ -263,7 +264,7 @@ def test_h34_what_inference_cast_is_not_what_training_reads(fprop, dgrad, wgrad)
     """A rowwise cast of inference does not stand in for both planes, nor a cast of one recipe for that of another."""
     recipe = by_product(fprop, dgrad, wgrad)
     model, x, _ = linear()
-    with torch.no_grad(), opfuse.autocast(recipe=recipe), opfuse.runtime.fuser.listed_plans() as plans:
+    with torch.no_grad(), opfuse.autocast(recipe=recipe), plans_used() as plans:
         model(x)
     first = train(model, x, step=Step(recipe))
     usages = [

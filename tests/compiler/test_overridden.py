@@ -9,8 +9,8 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning, PipelineError
-from opfuse.runtime.fuser import listed_plans
 from tests.compiler.harness import randn
+from tests.plans import plans_used
 
 F64 = torch.float64
 RECIPES = [None, recipes.MXFP8BlockScaling(), recipes.DelayedScaling(), recipes.NVFP4BlockScaling(disable_rht=True)]
@@ -270,7 +270,7 @@ def test_a_class_of_the_same_name_is_no_word_of_built_in_rules():
 
     model = ops.Sequential(ops.BasicLinear(8, 8), ConstantScale(), ops.AddExtraInput(in_place=True))
     x, extra = torch.randn(4, 8, requires_grad=True), torch.zeros(4, 8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         y = model(x, extra)
     torch.testing.assert_close(y, 5 * model[0](x))
     assert any(node.kind == f"{__name__}.constant_scale" for node in plans[0].graph.nodes)
@@ -284,7 +284,7 @@ def test_declared_traits_are_a_promise_and_rules_take_them():
         def op_forward(self, ctx, input_, **_):
             raise AssertionError("fused instead")
 
-    with listed_plans() as plans, torch.no_grad():
+    with plans_used() as plans, torch.no_grad():
         ops.Sequential(ops.Linear(8, 8), Same())(torch.randn(4, 8))
     assert "epilogue" in plans[0].fusions
 

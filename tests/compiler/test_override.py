@@ -9,7 +9,6 @@ import opfuse
 from opfuse import ops
 from opfuse.compiler.graph import BACKWARD, QUANTIZE
 from opfuse.errors import MissingPlaneError, ShapeError
-from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import (
@@ -28,6 +27,7 @@ from tests.compiler.harness import (
     train,
 )
 from tests.compiler.pipelines import COMPOSED
+from tests.plans import plans_used
 
 BF16 = torch.bfloat16
 SHAPES = {
@@ -310,7 +310,7 @@ def test_b29_a_disabled_region_is_plain(override, name):
     model, x = linear("3d")
     want = run(model, x).tensors
     leaf = x.clone().requires_grad_()
-    with opfuse.autocast(enabled=False, recipe=recipe_for(name, override)), listed_plans() as plans:
+    with opfuse.autocast(enabled=False, recipe=recipe_for(name, override)), plans_used() as plans:
         y = model(leaf)
     y.backward(randn(*y.shape, seed=100))
     assert same(plain(y), want["output 0"])

@@ -19,7 +19,6 @@ from opfuse.recipes import (
     QuantizerRole,
     Recipe,
 )
-from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -31,6 +30,7 @@ from opfuse.tensors.quantizers import (
     Quantizer,
 )
 from tests.compiler.harness import CASES, HAS_OVERRIDE, Step, bits, differences, plain, randn, recipe_for, run, same, to, train
+from tests.plans import plans_used
 from tests.turns import in_turn
 
 BF16 = torch.bfloat16
@@ -308,7 +308,7 @@ def test_u05_u10_changes_that_keep_the_format_go_on_with_the_same_bytes(change):
     train(model, x, step=Step(old))
     before = weight_planes(model)
     for recipe in (new, old, new):
-        with listed_plans() as plans:
+        with plans_used() as plans:
             train(model, x, step=Step(recipe))
         casts = [node.name for plan in plans for node in plan.graph.nodes if node.name.endswith("[weight]")]
         assert casts == []

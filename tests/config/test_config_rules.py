@@ -16,7 +16,7 @@ from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
 from opfuse.fusions import RULES
 from opfuse.fusions.declared import KINDS, WORDS, declared, extended, misfit
-from opfuse.runtime.fuser import listed_plans
+from tests.plans import plans_used
 
 TOP = """version: 1
 recipe: {kind: mxfp8}
@@ -50,7 +50,7 @@ def finding(*rules):
 def outcomes(found, recipe=None):
     model = found.build()
     x = torch.randn(32, 64, dtype=found.dtype, requires_grad=True)
-    with opfuse.autocast(recipe=recipe or found.recipe), listed_plans() as plans:
+    with opfuse.autocast(recipe=recipe or found.recipe), plans_used() as plans:
         model(x).float().sum().backward()
     return {(outcome.rule, outcome.status) for outcome in plans[0].outcomes}, plans[0]
 
@@ -531,7 +531,7 @@ def test_chains_of_files_change_no_bit_in_either_pass(recipe, direction, pattern
         leaf = x.clone().requires_grad_()
         torch.manual_seed(0)
         context = opfuse.autocast(enabled=fused.recipe is not None, recipe=fused.recipe)
-        with context, listed_plans() as plans, torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        with context, plans_used() as plans, torch.autocast("cpu", torch.bfloat16, enabled=cast):
             y = each(leaf)
         y.float().square().sum().backward()
         results.append((y, leaf.grad, *(p.grad for p in each.parameters())))
@@ -624,7 +624,7 @@ def test_an_extension_may_have_one_node_where_its_rule_takes_several(base: str, 
     model = ops.Sequential(ops.Linear(32, 32, bias=False), *between, ops.Linear(32, 32, bias=False))
     for rules in (default_rules().with_rule(rule, first=True), default_rules().unfused):
         fused = ops.Sequential(*model, rules=rules)
-        with listed_plans() as plans, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        with plans_used() as plans, opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
             y = fused(x)
         made.append([y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])])
         assert ("mine" in {o.rule for o in plans[0].outcomes if o.status == "fused"}) == (len(made) == 1)

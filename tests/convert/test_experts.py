@@ -11,9 +11,9 @@ from opfuse.convert.experts import experts_of
 from opfuse.convert.leaves import GATED
 from opfuse.errors import OpfuseWarning
 from opfuse.recipes import MXFP8BlockScaling
-from opfuse.runtime.fuser import listed_plans
 from tests.convert.test_fuse import EXACT, called, converted_exactly
 from tests.ops.test_routing import made_by
+from tests.plans import plans_used
 
 EXPERTS = 5
 
@@ -190,7 +190,7 @@ def test_rows_of_an_expert_need_not_fill_blocks():
     x, chosen, weights = routed()
     plain = model(x, chosen, weights)
     opfuse.fuse_(model, recipe)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         y = model(x, chosen, weights=weights)
     assert plans[0].key.env.recipe == recipe
     assert 1e-3 < ((y - plain).norm() / plain.norm()).item() < 0.1

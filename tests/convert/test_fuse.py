@@ -20,10 +20,10 @@ from opfuse.convert.weights import joined
 from opfuse.errors import ConversionError, OpfuseWarning, SavedTensorError, UnsupportedError
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.recipes.availability import Support, support
-from opfuse.runtime.fuser import listed_plans
 from opfuse.runtime.held import held_calls
 from opfuse.tensors.quantizers import IdentityQuantizer
 from tests.convert.blocks import GatedMLP, HalvesMLP, Layer, Model, Residual, TransposedMLP
+from tests.plans import plans_used
 
 FP8 = Float8CurrentScaling()
 
@@ -96,7 +96,7 @@ def test_a_block_becomes_one_pipeline_and_computes_the_same(became):
     assert report.fused[""] == became
     assert report.share == 1
     assert all(map(torch.equal, called(model, given), before))
-    with opfuse.autocast(recipe=EXACT), listed_plans() as plans:
+    with opfuse.autocast(recipe=EXACT), plans_used() as plans:
         for _ in range(3):  # interpreted, recorded, repeated
             got = called(model, given)
             for one, other in zip(got, before):
@@ -181,7 +181,7 @@ def test_the_recipe_lives_in_the_module_and_a_region_counts_instead():
     model, x = GatedMLP(), torch.randn(32, 32)
     plain = model(x)
     opfuse.fuse_(model, FP8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         own = model(x)
         with opfuse.autocast(recipe=MXFP8BlockScaling()):
             other = model(x)
@@ -248,7 +248,7 @@ def test_dropouts_draw_what_they_drew():
         assert torch.equal(found[0] == 0, found[1] == 0)
         assert torch.equal(*states)
         torch.testing.assert_close(*found)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         model(x)
     assert len(plans) == 2
 
@@ -330,7 +330,7 @@ def test_threads_do_not_take_each_others_tensors():
     thread = threading.Thread(target=layer, args=(other,))
     thread.start()
     thread.join()
-    with listed_plans() as plans:
+    with plans_used() as plans:
         found = [query, layer.attention.k(x), layer.attention.v(x)]
     assert plans == []
     assert all(map(torch.equal, found, columns))
@@ -369,7 +369,7 @@ def test_a_policy_gives_recipes_by_pattern_or_function():
     assert report["layers.1.mlp"].status == "parts"
     assert report["layers.1.mlp.gate_proj"].got == "policy 'layers.1': None"
     assert report["layers.0.mlp"].recipe == "MXFP8BlockScaling"
-    with listed_plans() as plans:
+    with plans_used() as plans:
         model(words)
     assert [type(plan.key.env.recipe).__name__ for plan in plans] == 2 * ["Float8CurrentScaling"] + [
         "MXFP8BlockScaling",

@@ -11,9 +11,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 import opfuse
 from opfuse.errors import UnsupportedError
-from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention
 from tests.convert.test_fuse import FP8, Layer
+from tests.plans import plans_used
 from tests.runtime.test_compiled import numbers
 
 
@@ -80,7 +80,7 @@ def test_products_of_a_tensor_that_was_written_between_are_made_anew(write):
 def test_products_of_one_tensor_stay_one_and_none_outlives_its_graph():
     model, other, call = compiled_and_not(Projections())
     x = torch.randn(2, 16, 32)
-    with torch.no_grad(), listed_plans() as plans:
+    with torch.no_grad(), plans_used() as plans:
         found = call(x)
     assert len(plans) == 1
     assert other.q.forward.__self__.shared.followed is None
@@ -138,7 +138,7 @@ def test_hooks_write_to_tensors_of_inference_mode_which_count_no_writes():
     with torch.inference_mode():
         x = torch.randn(2, 16, 32)
         assert torch.equal(model(x.clone())[1], model.k(x + 1))
-        with listed_plans() as plans:
+        with plans_used() as plans:
             model.q._forward_hooks.clear()
             model(x)
     assert len(plans) == 1

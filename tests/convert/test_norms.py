@@ -13,8 +13,8 @@ import opfuse
 from opfuse import ops
 from opfuse.convert import norms
 from opfuse.errors import OpfuseWarning
-from opfuse.runtime.fuser import listed_plans
 from tests.convert.test_fuse import FP8, called, converted_exactly
+from tests.plans import plans_used
 
 
 class WrittenNorm(nn.Module):
@@ -62,7 +62,7 @@ def test_the_op_computes_what_the_norm_is():
     op = ops.RMSNorm(32, eps=1e-6, dtype=torch.bfloat16)
     op.weight.data.copy_(own.weight)
     opfuse.fuse_(model, FP8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         y = model.norm(x)
     assert [name.partition("(")[0] for plan in plans for name in plan.ops] == ["RMSNorm"]
     assert torch.equal(y, op(x))
@@ -84,7 +84,7 @@ def test_other_calls_are_those_of_the_module(call):
     model, x = Attention(norm=nn.RMSNorm), torch.randn(4, 32)
     wanted = call(copy.deepcopy(model).norm, x)
     opfuse.fuse_(model, FP8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         found = call(model.norm, x)
     assert not plans
     assert found.dtype == wanted.dtype

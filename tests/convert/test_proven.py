@@ -13,9 +13,9 @@ from torch.nn import functional as F
 import opfuse
 from opfuse.convert.leaves import norm_of
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
-from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention, GatedMLP, Residual
 from tests.convert.test_fuse import EXACT, FP8
+from tests.plans import plans_used
 
 
 def products(plans):
@@ -42,7 +42,7 @@ def test_calls_that_a_pipeline_is_not_for_are_those_of_the_module(name):
     model, x = Residual(), torch.randn(4, 8, 32)
     plain = copy.deepcopy(model)
     opfuse.fuse_(model, EXACT)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         found = call(model, x)
     wanted = call(plain, x)
     assert found.dtype == wanted.dtype
@@ -220,11 +220,11 @@ class ByDtype(nn.Module):
 def test_a_forward_that_asks_for_the_dtype_is_proven_for_one():
     model, x = ByDtype(), torch.randn(8, 32)
     assert opfuse.fuse_(model, EXACT).fused == {"": "Linear → SiLU → Linear"}
-    with listed_plans() as plans:
+    with plans_used() as plans:
         model(x)
     assert products(plans) == [2]
     model.bfloat16()
-    with listed_plans() as plans:
+    with plans_used() as plans:
         found = model(x.bfloat16())
     assert products(plans) == [1, 1]
     torch.testing.assert_close(found, copy.deepcopy(opfuse.unfuse_(model))(x.bfloat16()), rtol=2**-6, atol=2**-6)
@@ -261,7 +261,7 @@ def test_what_torch_autocast_may_cast_otherwise_is_left_to_it(name):
     model, x = make(), torch.randn(8, 32)
     plain = copy.deepcopy(model)
     assert op in opfuse.fuse_(model, EXACT).fused[""]
-    with listed_plans() as plans, torch.autocast("cpu", torch.bfloat16):
+    with plans_used() as plans, torch.autocast("cpu", torch.bfloat16):
         found, wanted = model(x), plain(x)
     assert products(plans) == [1] * len(plans)
     assert not any(op in each for plan in plans for each in plan.ops)

@@ -17,9 +17,9 @@ from opfuse import ops
 from opfuse.convert.converted import converted
 from opfuse.errors import OpfuseWarning
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
-from opfuse.runtime.fuser import listed_plans
 from tests.convert.blocks import Attention
 from tests.convert.test_fuse import EXACT, FP8, called, converted_exactly
+from tests.plans import plans_used
 
 
 class Heads(Attention):
@@ -109,7 +109,7 @@ def test_the_product_is_the_one_that_one_would_write():
     with opfuse.autocast(recipe=FP8):
         wanted = own(x).split(32, -1)
     opfuse.fuse_(model, FP8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         found = model(x)
     assert len(plans) == 1
     assert torch.equal(found, torch.stack([each.reshape(-1) for each in wanted]))
@@ -129,7 +129,7 @@ BETWEEN = {
 def test_calls_from_elsewhere_compute_by_themselves(between, mode):
     model = Heads()
     opfuse.fuse_(model, FP8)
-    with mode(), listed_plans() as plans:
+    with mode(), plans_used() as plans:
         x = torch.randn(2, 16, 32)
         model.q(x)
         BETWEEN[between](x)
@@ -212,7 +212,7 @@ def test_where_code_may_do_more_between_the_calls_nothing_is_shared(make):
 def test_hooks_between_the_calls_end_the_sharing():
     model, x = Heads(), torch.randn(2, 16, 32)
     opfuse.fuse_(model, FP8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         model(x)
         hook = model.q.register_forward_hook(lambda module, args, y: None)
         model(x)
@@ -225,7 +225,7 @@ def test_a_forward_put_over_that_around_computes_one_by_one():
     model, x = Heads(), torch.randn(2, 16, 32)
     opfuse.fuse_(model, FP8)
     model.forward = lambda x: torch.stack([model.q(x), model.k(x.mul_(2)), model.v(x)])
-    with listed_plans() as plans:
+    with plans_used() as plans:
         model(x)
     assert len(plans) == 3
 
@@ -275,7 +275,7 @@ def test_a_module_whose_result_no_loss_depends_on_gets_no_gradient():
     model, x = Idle(), torch.randn(2, 16, 32)
     for pack in (False, True):
         opfuse.fuse_(model, FP8, pack=pack)
-        with listed_plans() as plans:
+        with plans_used() as plans:
             model(x).sum().backward()
         assert len(plans) == 1
         assert {name for name, p in model.named_parameters() if p.grad is None} == {"k.weight", "k.bias", "o.weight", "o.bias"}
@@ -308,6 +308,21 @@ class Failing(Attention):
         if fails:
             raise ValueError
         return torch.stack([q, self.k(x), self.v(x)])
+
+
+class NarrowAdapter(Adapter):
+    """Around a layer in 16 bits, as those of frozen models are."""
+
+    def forward(self, x):
+        return self.base_layer(x.bfloat16()).to(x.dtype) + self.lora_B(self.lora_A(x))
+
+
+def test_a_layer_of_another_dtype_has_a_product_of_its_own():
+    model, x = Heads(), torch.randn(2, 16, 32)
+    model.k = NarrowAdapter(model.k.bfloat16())
+    wanted = model(x)
+    assert joined(opfuse.fuse_(model, EXACT)) == {"v": "in q"}
+    torch.testing.assert_close(model(x), wanted, rtol=2**-7, atol=2**-9)
 
 
 def test_nothing_is_kept_longer_than_the_tensor():

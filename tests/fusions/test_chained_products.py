@@ -10,6 +10,7 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.errors import ShapeError
+from opfuse.events import ProductChosen, collected
 from opfuse.fusions import RULES
 from opfuse.kernels.products.chained import product_chain
 from opfuse.tensors import gemm
@@ -46,25 +47,28 @@ def test_bias_gelu_and_cast_follow_the_product(name, override, monkeypatch):
     assert calls == [(["bias", "gelu"], True, [1]), (["bias"], False, [])]
 
 
-def test_what_is_told_of_products_with_chains():
+def test_products_with_chains_emit_how_they_are_made():
     x = randn(ROWS, WIDTH, dtype=torch.bfloat16)
-    with gemm.chains_told() as told:
+    with collected(ProductChosen) as chosen:
         run(mlp(), x, step=Step(recipe_for("fp8_current"), RULES))
-    run(mlp(), x, step=Step(recipe_for("fp8_current"), RULES))  # of which nobody is told
-    assert [(tuple(shape), ops) for shape, ops, _ in told] == [((ROWS, 2 * WIDTH), ("bias", "gelu")), ((ROWS, WIDTH), ("bias",))]
-    assert {why for *_, why in told} == {"no GPU whose kernels are used"}
+    run(mlp(), x, step=Step(recipe_for("fp8_current"), RULES))  # to which nobody listens
+    assert [(tuple(each.shape), each.ops) for each in chosen] == [
+        ((ROWS, 2 * WIDTH), ("bias", "gelu")),
+        ((ROWS, WIDTH), ("bias",)),
+    ]
+    assert {each.apart for each in chosen} == {"no GPU whose kernels are used"}
     with opfuse.autocast(recipe=recipe_for("fp8_current")):
         found = opfuse.explain(mlp(), x)
     assert found.chains == ()
-    text = str(replace(found, chains=(told[0], told[1]._replace(why=""))))
+    text = str(replace(found, chains=(chosen[0], replace(chosen[1], apart=""))))
     assert "chain    bias gelu behind a product (64, 256): apart, no GPU whose kernels are used\n" in text
     assert "chain    bias behind a product (64, 128): one launch\n" in text
     derivatives = "         derivatives run apart from the dgrad before them: one launch took 1.00 to 1.15 times as long\n"
     assert derivatives in text
     with torch.no_grad(), opfuse.autocast(recipe=recipe_for("fp8_current")):
-        assert derivatives not in str(replace(opfuse.explain(mlp(), x), chains=tuple(told)))
+        assert derivatives not in str(replace(opfuse.explain(mlp(), x), chains=tuple(chosen)))
     with opfuse.autocast(recipe=recipe_for("fp8_current", "dequantized")):  # whose dgrad is in high precision
-        assert derivatives not in str(replace(opfuse.explain(mlp(), x), chains=tuple(told)))
+        assert derivatives not in str(replace(opfuse.explain(mlp(), x), chains=tuple(chosen)))
 
 
 @pytest.mark.parametrize(
@@ -74,22 +78,24 @@ def test_what_is_told_of_products_with_chains():
         (ops.SReLU, WIDTH, "the one launch of a product and its chain is made of one group"),
     ],
 )
-def test_what_is_told_of_products_of_experts(act, inner, wanted):
+def test_products_of_experts_emit_how_they_are_made(act, inner, wanted):
     layers = ops.GroupedLinear(2, WIDTH, inner, bias=False), act(), ops.GroupedLinear(2, WIDTH, WIDTH, bias=False)
     model, sizes = to(ops.Sequential(*layers), torch.bfloat16), torch.tensor([ROWS // 2] * 2)
     extras = (sizes, torch.rand(ROWS), sizes) if act is ops.ScaledSwiGLU else (sizes, sizes)
-    with gemm.chains_told() as told, Step(recipe_for("fp8_current"), RULES).scope():
+    with collected(ProductChosen) as chosen, Step(recipe_for("fp8_current"), RULES).scope():
         model(randn(ROWS, WIDTH, dtype=torch.bfloat16), *extras)
-    ((shape, names, why),) = told
-    assert (tuple(shape), names) == ((ROWS, inner), (layers[1].math.name,))
-    assert why == f"products of experts: {wanted}"
+    (product,) = chosen
+    assert (tuple(product.shape), product.ops) == ((ROWS, inner), (layers[1].math.name,))
+    assert product.apart == f"products of experts: {wanted}"
 
 
 def test_sums_that_are_not_rounded_are_made_apart():
     """The one launch rounds sums before its chain."""
-    with gemm.chains_told() as told:
+    with collected(ProductChosen) as chosen:
         run(mlp(), randn(ROWS, WIDTH, dtype=torch.bfloat16), step=Step(recipe_for("delayed", rounding="single"), RULES))
-    assert [why for *_, why in told] == ["sums that are not rounded: in fp32 they leave a thread no registers for its chain"] * 2
+    assert [each.apart for each in chosen] == [
+        "sums that are not rounded: in fp32 they leave a thread no registers for its chain"
+    ] * 2
 
 
 @pytest.mark.parametrize("name", ["delayed", "fp8_block"])

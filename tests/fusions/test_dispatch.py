@@ -16,10 +16,10 @@ from opfuse.fusions import RULES
 from opfuse.fusions.declared import extended
 from opfuse.fusions.dispatch import DISPATCH_CAST, dispatch_cast
 from opfuse.kernels.engine.registry import Kernel
-from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.quantizers import Float8BlockQuantizer
 from opfuse.tensors.ragged import RaggedProducts, cast_in_groups
 from tests.compiler.harness import UNFUSED, Step, differences, randn, run
+from tests.plans import plans_used
 
 BF16 = torch.bfloat16
 BLOCKS = recipes.Float8BlockScaling()
@@ -193,7 +193,7 @@ def test_splits_of_the_caller_are_another_matter():
     """Of those of the dispatch alone the rule knows that they are where its rows are."""
     gate, _, combine = wired(layer())
     splits = torch.bincount(torch.arange(TOKENS * TOP_K) % GROUPS, minlength=GROUPS)
-    with use_rules(RULES), opfuse.autocast(recipe=BLOCKS), listed_plans() as plans:
+    with use_rules(RULES), opfuse.autocast(recipe=BLOCKS), plans_used() as plans:
         ops.Sequential(gate, layer(), combine)(randn(TOKENS, K), splits)
     (outcome,) = (each for each in plans[0].outcomes if each.rule == "dispatch_cast")
     assert (outcome.status, outcome.got) == ("absent", "the end of the run")

@@ -15,16 +15,16 @@ from opfuse import ops, recipes
 from opfuse.errors import ShapeError
 from opfuse.formats import E4M3, USAGES
 from opfuse.fusions import RULES
-from opfuse.kernels.cases.chain_casts import OF_GROUPS, Combination, chain_case
-from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.chains.cast import backward_chain_cast
 from opfuse.kernels.engine.registry import Kernel
 from opfuse.kernels.products import grouped
-from opfuse.runtime.fuser import listed_plans
 from opfuse.runtime.replayable import Recorded
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import UNFUSED, Step, differences, gradient, randn, run
-from tests.program.fake import fake_device, launches_told
+from tests.kernels.cases.chain_casts import OF_GROUPS, Combination, chain_case
+from tests.kernels.cases.chains import ChainCase
+from tests.plans import plans_used
+from tests.program.fake import fake_device, launches_seen
 
 BF16 = torch.bfloat16
 BLOCKS = recipes.Float8BlockScaling()
@@ -295,7 +295,7 @@ def test_sizes_that_do_not_add_up_are_refused_where_the_host_sees_them(monkeypat
     """By the run, and by the program that repeats it for all sizes."""
     model, (x, splits, scales, _) = experts(), given("scaled swiglu", SIZES[0])
     wrong = torch.tensor((100, 0, 27, 200))
-    with fake_device(monkeypatch), launches_told(monkeypatch), opfuse.autocast(recipe=BLOCKS):
+    with fake_device(monkeypatch), launches_seen(monkeypatch), opfuse.autocast(recipe=BLOCKS):
         for given_last in (wrong, splits, splits, wrong):
             with pytest.raises(ShapeError, match="with the sum 327") if given_last is wrong else nullcontext():
                 model(x, splits, scales, given_last)
@@ -310,7 +310,7 @@ def test_one_program_repeats_it_for_all_sizes(monkeypatch, request):
     """The second call is recorded although its sizes are new; its launches are those that a device would have."""
     request.getfixturevalue("on_device")
     model = experts()
-    with fake_device(monkeypatch), launches_told(monkeypatch), opfuse.autocast(recipe=BLOCKS), listed_plans() as plans:
+    with fake_device(monkeypatch), launches_seen(monkeypatch), opfuse.autocast(recipe=BLOCKS), plans_used() as plans:
         for sizes in ((128, 64, 0, 64), (0, 0, 200, 56)):
             model(*given("scaled swiglu", sizes))
     made = [made for plan in plans for looks in plan.programs.values() for made in looks.values()]
@@ -343,7 +343,7 @@ def test_a_mixture_is_repeated_from_its_gate_to_its_sum(recipe, on_device, monke
     model = mixture(Mixture(tokens=40, features=K, groups=GROUPS, top_k=2, inner=K), "cpu")
     x = randn(40, K).requires_grad_()
     monkeypatch.setattr(grouped, "_arch", lambda device: (9, 0))
-    with caplog.at_level(logging.INFO, logger="opfuse.programs"), fake_device(monkeypatch), launches_told(monkeypatch):
+    with caplog.at_level(logging.INFO, logger="opfuse.programs"), fake_device(monkeypatch), launches_seen(monkeypatch):
         monkeypatch.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
         for _ in range(4):
             with opfuse.autocast(enabled=recipe is not None, recipe=recipe):

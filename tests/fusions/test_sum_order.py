@@ -9,7 +9,8 @@ import torch
 
 import opfuse
 from opfuse import ops
-from opfuse.runtime.fuser import listed_plans
+from opfuse.recipes import Float8CurrentScaling
+from tests.plans import plans_used
 
 BF16 = torch.bfloat16
 SIZE = 64
@@ -55,12 +56,18 @@ def three_extra_inputs() -> list[torch.nn.Module]:
     return [ops.Linear(SIZE, SIZE, dtype=BF16), *adds]
 
 
+def gradients_that_are_cast_before_their_readers() -> list[torch.nn.Module]:
+    tap, *rest = channel_read_twice_in_a_chain_and_once_behind_it()
+    return [ops.GELU(), tap, ops.Quantize(forward=True, backward=True), *rest]
+
+
 CASES: dict[str, tuple[Callable[[], list[torch.nn.Module]], int]] = {
     "an op three times": (shared_ops, 0),
     "three ops with one weight": (tied_parameters, 0),
     "a channel with three readers": (channel_with_three_readers, 0),
     "a channel with two readers in one chain": (channel_read_twice_in_a_chain_and_once_behind_it, 0),
     "the input as an extra input too": (three_extra_inputs, 3),
+    "a channel behind which gradients are cast": (gradients_that_are_cast_before_their_readers, 0),
 }
 
 
@@ -72,11 +79,12 @@ def gradients(
     return [y.detach(), *torch.autograd.grad(y, (x, *parameters), dy)]
 
 
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["", "FP8"])
 @pytest.mark.parametrize(
     ("case", "own"),
     [(case, own) for case in CASES for own in (False, True) if not (own and case == "an op three times")],
 )
-def test_gradients_of_one_tensor_are_summed_in_one_order(case, own):
+def test_gradients_of_one_tensor_are_summed_in_one_order(case, own, recipe):
     make_parts, uses = CASES[case]
     parts = make_parts()
     apart = ops.Sequential(*parts, rules=opfuse.RuleSet((), level=0))
@@ -86,8 +94,9 @@ def test_gradients_of_one_tensor_are_summed_in_one_order(case, own):
         torch.nn.init.normal_(parameter, std=0.3)
     for _ in range(4):
         x, dy = torch.randn(32, SIZE).to(BF16), torch.randn(32, SIZE).to(BF16)
-        with listed_plans() as plans:
+        with plans_used() as plans, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
             found = gradients(fused, parameters, x, dy, uses)
+            wanted = gradients(apart, parameters, x, dy, uses)
         assert plans[0].fusions
-        for got, want in zip(found, gradients(apart, parameters, x, dy, uses), strict=True):
+        for got, want in zip(found, wanted, strict=True):
             assert torch.equal(got, want)

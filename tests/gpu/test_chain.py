@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from opfuse.formats import E5M2, USAGES, fp8_tensor
-from opfuse.kernels.cases.chains import EXACT, OPS, ChainCase
 from opfuse.kernels.casts.encoding import RecordingScale
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax
 from opfuse.kernels.engine import launch
@@ -19,6 +17,8 @@ from opfuse.numerics.chain import Stage
 from opfuse.numerics.formula import FUNCTIONS, formula
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.pointwise import Pointwise
+from tests.kernels.cases.chains import EXACT, OPS, ChainCase
+from tests.kernels.catalogue import CASES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RELATIVE = {BF16: 2**-7, FP16: 2**-10, FP32: 2**-14}

@@ -8,8 +8,6 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE
-from opfuse.kernels.cases.chain_casts import encoding_of
-from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.products.chained import multiply_then_chain, product_chain
 from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.native import _scaled_mm
@@ -17,6 +15,8 @@ from opfuse.recipes import availability
 from opfuse.tensors import gemm
 from tests.gpu.test_kernels import tensors
 from tests.gpu.test_products import KINDS, planes
+from tests.kernels.cases.chain_casts import encoding_of
+from tests.kernels.cases.chains import ChainCase
 
 pytestmark = pytest.mark.skipif(availability.device_arch() != (9, 0), reason="products of compute capability 9.0")
 

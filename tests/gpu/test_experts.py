@@ -11,7 +11,6 @@ import opfuse
 from benchmarks.grouped import Mixture, mixture
 from opfuse import ops, recipes
 from opfuse.fusions import RULES
-from opfuse.kernels.cases.chains import CONSTANTS
 from opfuse.kernels.casts.encoding import WithOriginal
 from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
@@ -23,6 +22,7 @@ from opfuse.tensors.quantizers import Float8BlockQuantizer
 from opfuse.tensors.ragged import cast_in_groups, encoding_in_groups
 from tests.compiler.harness import UNFUSED, Step, differences, randn, run
 from tests.gpu.guards import Guards
+from tests.kernels.cases.chains import CONSTANTS
 
 native_groups = pytest.mark.skipif(not (9, 0) <= availability.device_arch() < (10, 0), reason="no kernel multiplies here")
 BF16 = torch.bfloat16

@@ -8,13 +8,13 @@ import torch
 
 from opfuse.errors import PlanMissError
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, fp8_tensor
-from opfuse.kernels import catalogue
-from opfuse.kernels.cases.chains import EXACT
 from opfuse.kernels.casts import tensor as casts
 from opfuse.kernels.engine import launch, registry
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.layouts import Layout
 from tests.gpu.guards import Guards
+from tests.kernels import catalogue
+from tests.kernels.cases.chains import EXACT
 
 CASES = [pytest.param(kernel, case, id=f"{kernel.name}: {case}") for kernel, cases in catalogue.CASES.items() for case in cases]
 

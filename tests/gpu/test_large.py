@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from opfuse.formats import E4M3, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.cases.chains import OPS
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.kernels.casts.encoding import Blocks, Microscaled, RecordingScale
 from opfuse.kernels.casts.row import cast_lines, cast_row, line_amaxes
@@ -16,6 +15,7 @@ from opfuse.kernels.norms.norm import norm_backward, norm_forward
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.norm import Norm
+from tests.kernels.cases.chains import OPS
 
 pytestmark = pytest.mark.slow
 

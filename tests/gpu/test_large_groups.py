@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor
-from opfuse.kernels.cases.chains import OPS
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
 from opfuse.kernels.products.chained import product_chain
@@ -19,6 +18,7 @@ from opfuse.numerics.layouts import Layout
 from opfuse.numerics.row_groups import TILE, RowGroups
 from opfuse.recipes import availability
 from tests.gpu.test_large import FORMATS, encoding, matrix, same
+from tests.kernels.cases.chains import OPS
 
 pytestmark = pytest.mark.slow
 

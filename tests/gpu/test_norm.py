@@ -6,13 +6,13 @@ import torch
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.fusions import RULES
-from opfuse.kernels.cases import norms
 from opfuse.kernels.casts.encoding import RecordingScale
 from opfuse.kernels.engine import registry
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
 from opfuse.numerics.norm import norm_forward as definition
 from tests.compiler.harness import UNFUSED, Step, differences, recipe_for, run, to
+from tests.kernels.cases import norms
 
 BF16, FP32 = torch.bfloat16, torch.float32
 each_kind = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm", "l2_normalization"])

@@ -15,7 +15,7 @@ from opfuse import ops, recipes
 from opfuse.errors import FusionError
 from opfuse.inspect.explain import explain
 from opfuse.kernels.products.backends import ON_CPU, Machine
-from opfuse.runtime.fuser import listed_plans
+from tests.plans import plans_used
 
 
 def mlp(size: int = 64) -> ops.Sequential:
@@ -112,7 +112,7 @@ def test_saved_bytes_by_override_and_refusals() -> None:
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
 def test_a_call_without_rows_is_explained(shape: tuple[int, ...]) -> None:
     model, x = mlp(), torch.empty(shape, requires_grad=True)
-    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()), listed_plans() as plans:
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()), plans_used() as plans:
         found = explain(model, x)
         assert model(x).shape == shape
     assert found.plans == (plans[-1],)
@@ -216,7 +216,7 @@ def test_the_plan_explained_is_the_one_that_runs(offset: int, leaf: bool) -> Non
     extra = torch.randn(32, 64, requires_grad=True)
     with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
         found = explain(model, x, extra if leaf else extra.clone())
-        with listed_plans() as plans:
+        with plans_used() as plans:
             model(x, extra)
     assert [plan.key for plan in plans] == [plan.key for plan in found.plans]
     assert plans[0].key.env.aligned == (offset == 0)

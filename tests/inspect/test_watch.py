@@ -200,6 +200,19 @@ def test_evaluation_is_not_watched_and_an_error_ends_the_look() -> None:
     assert other.cache_info().plans == 1
 
 
+def test_two_looks_at_one_model_both_tell_and_both_end() -> None:
+    model, recipe = mlp(), recipes.MXFP8BlockScaling()
+    with opfuse.watch(model, every=2) as one, opfuse.watch(model, every=2) as other:
+        train(model, recipe)
+        assert one.records == other.records
+        assert one.records
+        before = len(one.records)
+        train(model, recipe)
+        assert len(one.records) == before  # the second step is not due
+    train(model, recipe)
+    assert len(one.records) == len(other.records) == before
+
+
 class Writer:
     """What a SummaryWriter and a run of W&B have."""
 

@@ -7,7 +7,6 @@ import torch
 
 from opfuse.errors import KernelError, QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, IDENTITY, NVFP4, ROWWISE, USAGES, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.cases.chains import SOFTSIGN, ChainCase
 from opfuse.kernels.casts.encoding import Blocks, Measured, Microscaled, RecordingScale, WithOriginal
 from opfuse.kernels.chains.cast import backward_chain_cast, backward_chain_encoded, forward_chain_cast, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
@@ -17,6 +16,7 @@ from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.pointwise import Pointwise
+from tests.kernels.cases.chains import SOFTSIGN, ChainCase
 
 BF16 = torch.bfloat16
 

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from opfuse.formats import E4M3, USAGES, fp8_block
-from opfuse.kernels.cases.chain_casts import AS_CALLED, BACKWARD, FORWARD, OF_GROUPS, Combination, chain_case
-from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.casts.encoding import Blocks
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.chains.chain import backward_chain
@@ -15,6 +13,8 @@ from opfuse.kernels.engine import compiling
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.pointwise import Pointwise
+from tests.kernels.cases.chain_casts import AS_CALLED, BACKWARD, FORWARD, OF_GROUPS, Combination, chain_case
+from tests.kernels.cases.chains import ChainCase
 
 KERNELS = {"forward": forward_chain_cast, "backward": backward_chain_cast}
 CPU = torch.device("cpu")

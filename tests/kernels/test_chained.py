@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from opfuse import formats
-from opfuse.kernels.cases.chain_casts import encoding_of
-from opfuse.kernels.cases.chained import BOTH, ChainedCase
-from opfuse.kernels.cases.chains import ChainCase
 from opfuse.kernels.casts.encoding import RowScaled
 from opfuse.kernels.chains import call
 from opfuse.kernels.products import chained, native
 from opfuse.kernels.products.chained import slower, why_apart
 from opfuse.kernels.products.hopper import form_of
+from tests.kernels.cases.chain_casts import encoding_of
+from tests.kernels.cases.chained import BOTH, ChainedCase
+from tests.kernels.cases.chains import ChainCase
 from tests.kernels.test_products import BF16, HOPPER, shifted, stored
 
 

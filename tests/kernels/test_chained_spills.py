@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Usage
-from opfuse.kernels.cases.chained import BOTH, ChainedCase
 from opfuse.kernels.casts.encoding import WithOriginal
 from opfuse.kernels.engine import compiling
 from opfuse.kernels.engine.compiling import Variant
@@ -27,6 +26,7 @@ from opfuse.kernels.products import chained
 from opfuse.kernels.products.chained import product_chain
 from opfuse.kernels.products.registers import LONGEST, crowded
 from opfuse.numerics.activations import ARITHMETIC, POINTWISE
+from tests.kernels.cases.chained import BOTH, ChainedCase
 
 CPU, SIZES = torch.device("cpu"), (16, 128, 128)
 

@@ -9,11 +9,11 @@ from opfuse.errors import QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.casts import block as cast_block
 from opfuse.kernels.casts import dequantize as decode
-from opfuse.kernels.catalogue import CASES
 from opfuse.numerics import dequantize
 from opfuse.numerics.casts import amax_nv, cast_nv, cast_tensor
 from opfuse.numerics.hadamard import SIGNS
 from opfuse.numerics.layouts import Layout, lines_of, load_scale, relayout_scale
+from tests.kernels.catalogue import CASES
 from tests.numerics.matrices import within
 
 CPU, FP32 = torch.device("cpu"), torch.float32

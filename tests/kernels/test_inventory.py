@@ -10,10 +10,10 @@ import pytest
 
 from opfuse.cli.app import main
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.engine.compiling import Variant, assemble, cubin
 from opfuse.kernels.engine.cubins import FACTS, CubinCache
 from opfuse.kernels.engine.inventory import inventory
+from tests.kernels.catalogue import CASES
 
 AMAX = next(iter(tensor_amax.launches({"one": next(iter(CASES[tensor_amax].values()))})))[0].defines
 FACT = {"amax": {"registers": 12, "spills": 0, "shared": 0}}
@@ -64,6 +64,15 @@ def test_commands_verify_show_and_prune(directory: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert main(["cache", "prune", "--all"]) == 0
     assert not list(directory.iterdir())
+
+
+def test_facts_that_nobody_can_read_are_told_as_damage(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (facts,) = directory.glob("a*.json")
+    for damage in ("{", "[" * 100_000 + "]" * 100_000):
+        facts.write_text(damage)
+        assert main(["cache", "show", "aaaa", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["entries"], found["faults"]) == ({}, [f"{facts.name} is not what was stored"])
 
 
 def test_a_cubin_that_its_source_does_not_compile_to_is_named(

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from opfuse.errors import KernelError, PlanMissError
-from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.engine import compiling, launch
 from opfuse.kernels.engine.bindings import SOURCES
 from opfuse.kernels.engine.compiling import ARCHITECTURES, Variant
+from tests.kernels.catalogue import CASES
 
 FLUSHES = re.compile(r"^.*\b(?:add|sub|mul|div|sqrt|rcp\.rn|cvt|min|max)\b\S*\.ftz.*$", re.MULTILINE)
 WAITS = re.compile(r"\(C75\d\d\)[^\n]*")

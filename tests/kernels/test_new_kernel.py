@@ -9,9 +9,9 @@ import torch
 
 from opfuse import kernels
 from opfuse.errors import KernelError
-from opfuse.kernels import cases, catalogue
 from opfuse.kernels.engine import compiling, parameters, registry
 from opfuse.kernels.engine.bindings import SOURCES
+from tests.kernels import cases, catalogue
 from tests.kernels.test_launch import complaints, entries_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -40,7 +40,7 @@ def added(tmp_path, monkeypatch):
     yield add
     for known in (compiling.assemble, compiling.code_of, parameters.parameter_of):
         known.cache_clear()
-    for module in ("opfuse.kernels.scaled", "opfuse.kernels.cases.scaled"):
+    for module in ("opfuse.kernels.scaled", "tests.kernels.cases.scaled"):
         sys.modules.pop(module, None)
         vars(sys.modules[module.rpartition(".")[0]]).pop("scaled", None)
 

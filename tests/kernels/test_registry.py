@@ -7,9 +7,7 @@ import torch
 
 from opfuse.errors import KernelError
 from opfuse.formats import E4M3, E5M2
-from opfuse.kernels.cases.chain_casts import OF_GROUPS
 from opfuse.kernels.casts.tensor import cast_current, cast_recording, tensor_amax
-from opfuse.kernels.catalogue import CASES
 from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.engine import registry
 from opfuse.kernels.engine.compiling import Variant
@@ -18,6 +16,8 @@ from opfuse.kernels.engine.registry import BITWISE, Arguments, Tolerance, kernel
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.numerics import casts as definition
 from opfuse.numerics.scalars import encode
+from tests.kernels.cases.chain_casts import OF_GROUPS
+from tests.kernels.catalogue import CASES
 
 
 def double(x: torch.Tensor, *, times: int = 1) -> torch.Tensor:

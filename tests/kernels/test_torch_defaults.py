@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 import torch
 
-from opfuse.kernels.catalogue import CASES
+from tests.kernels.catalogue import CASES
 
 CPU = torch.device("cpu")
 

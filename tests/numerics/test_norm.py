@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from opfuse.errors import RecipeError, ShapeError
-from opfuse.kernels.cases import norms
 from opfuse.kernels.norms import cast as norm_cast
 from opfuse.numerics import chain as definition
 from opfuse.numerics import norm
 from opfuse.numerics.norm import Norm, Statistics, norm_backward, norm_forward
+from tests.kernels.cases import norms
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")

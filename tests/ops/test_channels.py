@@ -9,7 +9,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import ChannelError, PipelineError, PipelineIndexError, PipelineTypeError, QuantizerTypeError
-from opfuse.runtime.fuser import listed_plans
+from tests.plans import plans_used
 
 
 def tap(name, *, to_caller=False, in_place=False):
@@ -275,7 +275,7 @@ def test_channels_are_part_of_the_plan_key():
         ops.Sequential(ops.MakeExtraOutput(), ops.AddExtraInput()),
         ops.Sequential(tap("h"), add("h")),
     )
-    with listed_plans() as plans:
+    with plans_used() as plans:
         first(x, x)
         second(x)
     assert plans[0].key.ops != plans[1].key.ops

@@ -9,9 +9,9 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.core.context import Context
 from opfuse.errors import FusionError
-from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.ops.op_cases import ALL, make, tuple_of
+from tests.plans import plans_used
 
 BASIC = [(name, case) for name, case in ALL if not name.startswith("linear-")]
 
@@ -117,7 +117,7 @@ def test_a_rule_that_saves_the_declared_names_alone_trains():
     model, x = ops.Sequential(ops.Linear(8, 8, bias=False), ops.GELU()), torch.randn(4, 8, requires_grad=True)
     mine = ops.Sequential(*model, rules=opfuse.RuleSet((rule,)))
     found, wanted = (torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()]) for each in (mine, model))
-    with listed_plans() as plans:
+    with plans_used() as plans:
         mine(x)
     assert plans[0].fusions == ("mine",)
     for a, b in zip(found, wanted, strict=True):

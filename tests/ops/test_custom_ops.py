@@ -8,8 +8,8 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.core.context import Context
 from opfuse.errors import FusionError, PipelineError, SavedTensorError, SpecError
-from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors.storage import QuantizedStorage
+from tests.plans import plans_used
 
 # -- basic ops ---------------------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ def test_a_users_activation_fuses_in_both_directions(recipe):
         torch.manual_seed(0)
         model = ops.Sequential(ops.Linear(32, 64), Softsign(), ops.Linear(64, 32), rules=rules)
         x = torch.randn(32, 32, requires_grad=True)
-        with listed_plans() as plans, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        with plans_used() as plans, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
             y = model(x)
         y.backward(torch.randn(32, 32))
         return plans[0], [y.detach(), x.grad, *(p.grad for p in model.parameters())]
@@ -400,7 +400,7 @@ def test_registered_fused_ops_run_and_train(cls, input_grad):
     x = torch.randn(5, 8, requires_grad=input_grad)
     wanted = step(model, x)
     cls.calls = 0
-    with REGISTER[cls](fuse_linear(cls)) as registration, listed_plans() as plans:
+    with REGISTER[cls](fuse_linear(cls)) as registration, plans_used() as plans:
         assert registration.name in opfuse.active_rules().names
         close(step(model, x), wanted)
         assert cls.calls == CALLS[cls]
@@ -574,7 +574,7 @@ def test_the_first_registered_function_claims():
     model, x = ops.Sequential(ops.Linear(8, 4)), torch.randn(3, 8)
     with ops.register_forward_backward_fusion(fuse_linear(Both), name="a"):
         for prepend, winner in ((False, "a"), (True, "b")):
-            with ops.register_forward_backward_fusion(fuse_linear(Other), prepend, name="b"), listed_plans() as plans:
+            with ops.register_forward_backward_fusion(fuse_linear(Other), prepend, name="b"), plans_used() as plans:
                 model(x)
             loser = next(o for o in plans[0].outcomes if o.rule in "ab" and o.status == "shadowed")
             assert winner in plans[0].fusions

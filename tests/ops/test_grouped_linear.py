@@ -17,7 +17,6 @@ from opfuse.compiler.graph import BACKWARD
 from opfuse.kernels.products import grouped as products
 from opfuse.numerics import chain as definition
 from opfuse.recipes import QuantizerRole
-from opfuse.runtime.fuser import listed_plans
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.gemm_grouped import Groups, grouped_rows
@@ -25,6 +24,7 @@ from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import CASES, HAS_OVERRIDE, OVERRIDES, differences, randn, recipe_for, rowwise, same, saved_values
+from tests.plans import plans_used
 from tests.turns import in_turn
 
 BF16 = torch.bfloat16
@@ -65,7 +65,7 @@ def step(op, x, splits, recipe, *, scales=None, plans=None, dy=None) -> dict[str
     x = x.detach().clone().requires_grad_()
     extras = [] if scales is None else [scales.detach().clone().requires_grad_()]
     op.zero_grad(set_to_none=True)
-    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), listed_plans() as ran:
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), plans_used() as ran:
         y = op(x, torch.tensor(splits), *extras)
     y.backward(randn(*y.shape, seed=100, dtype=y.dtype) if dy is None else dy)
     if plans is not None:
@@ -834,7 +834,7 @@ def test_a_mixture_of_experts_trains_under_every_recipe(name, override):
     model, x = moe(BF16, pad_splits=True), randn(96, K).requires_grad_()
     recipe = recipe_of(name, override)
     exact = dense(copy.deepcopy(model).double(), x.detach().double()).detach()
-    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), listed_plans() as plans:
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe), plans_used() as plans:
         y = model(x)
     y.backward(randn(*y.shape, seed=100))
     assert float((y.detach().double() - exact).norm() / exact.norm()) < (0.3 if name == "nvfp4" else 0.1)

@@ -21,7 +21,7 @@ from opfuse.program.steps import LaunchStep, OpStep, Step
 from opfuse.runtime.programs import interpreted
 from opfuse.runtime.replayable import Recorded
 from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
-from tests.program.fake import fake_device, launches_told
+from tests.program.fake import fake_device, launches_seen
 
 pytestmark = pytest.mark.cpu
 BF16 = torch.bfloat16
@@ -183,7 +183,7 @@ def steps_of_nine_groups(name: str, monkeypatch: pytest.MonkeyPatch, **options: 
 
     monkeypatch.setattr(program, "joined_launches", joined)
     model, splits = to(ops.GroupedLinear(9, 128, 128, **options), BF16), torch.tensor([128] * 9)
-    with fake_device(monkeypatch), launches_told(monkeypatch):
+    with fake_device(monkeypatch), launches_seen(monkeypatch):
         for call in range(2):
             step(model, recipe_for(name), splits, call, train=False)
     return found[0]

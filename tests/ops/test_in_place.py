@@ -9,7 +9,7 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.errors import PipelineError, SavedTensorError, UnsupportedError
-from opfuse.runtime.fuser import listed_plans
+from tests.plans import plans_used
 
 NONE = opfuse.RuleSet(())
 every_level = pytest.mark.parametrize("rules", [None, NONE], ids=["fused", "unfused"])
@@ -34,7 +34,7 @@ def test_the_extra_tensor_is_overwritten_and_is_the_output(producer, rules):
     x, base = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
     extra, wanted = base * 1, model[:-1](x) + base
     version = extra._version
-    with listed_plans() as plans:
+    with plans_used() as plans:
         y = model(x, extra)
     assert (rules is None and rule in plans[0].fusions) or rule is None or rules is NONE
     assert y.data_ptr() == extra.data_ptr()
@@ -197,7 +197,7 @@ def test_no_cycle_keeps_the_tensors_of_a_call_alive(rules):
 def test_make_extra_output_never_writes_the_callers_tensors(in_place, rules):
     model = ops.Sequential(ops.MakeExtraOutput(in_place=in_place), ops.Linear(8, 8, bias=False), rules=rules)
     x, weight = torch.randn(3, 8, requires_grad=True), model[1].weight.detach()
-    with listed_plans() as plans:
+    with plans_used() as plans:
         y, extra = model(x)
     assert ("backward_linear_add" in plans[0].fusions) == (in_place and rules is None)
     dy, d_extra = torch.randn(3, 8), torch.randn(3, 8)

@@ -21,7 +21,7 @@ from opfuse.kernels.engine import compiling
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.formula import FUNCTIONS, formula
 from opfuse.numerics.layouts import Layout
-from opfuse.runtime.observed import listed_plans
+from tests.plans import plans_used
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
@@ -51,7 +51,7 @@ def test_it_fuses_in_both_directions_and_no_bit_changes(mish, recipe):
         torch.manual_seed(0)
         model = ops.Sequential(ops.Linear(32, 64), mish(), ops.Linear(64, 32), rules=rules)
         x = torch.randn(32, 32, requires_grad=True)
-        with listed_plans() as plans, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        with plans_used() as plans, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
             y = model(x)
         y.backward(torch.randn(32, 32))
         return plans[0], [y.detach(), x.grad, *(p.grad for p in model.parameters())]

@@ -44,7 +44,7 @@ from opfuse.tensors.ragged import (
     groups_in,
 )
 from tests.compiler.harness import gradient, randn, same
-from tests.program.fake import fake_device, launches_told
+from tests.program.fake import fake_device, launches_seen
 from tests.program.test_program import refusal_of
 
 BF16 = torch.bfloat16
@@ -428,7 +428,7 @@ def test_one_program_repeats_all_sizes_that_the_host_has(given, monkeypatch, req
     """The second call is recorded although its sizes are new; each call checks those that it has."""
     request.getfixturevalue("on_device")
     op = layer()
-    with fake_device(monkeypatch), launches_told(monkeypatch):
+    with fake_device(monkeypatch), launches_seen(monkeypatch):
         for sizes in ((128, 64, 0, 64), (0, 0, 200, 56)):
             op_output(op, randn(256, 128).to(BF16), given(sizes))
         with pytest.raises(ShapeError, match="with the sum 256"):
@@ -452,7 +452,7 @@ def test_a_list_is_a_constant_of_a_graph_and_no_program_copies_it_there(monkeypa
         y = op_output(op, x, list(SIZES[0]))
         return [y, *torch.autograd.grad(y, [x, *op.parameters()], gradient(y, 7))]
 
-    with fake_device(monkeypatch), launches_told(monkeypatch):
+    with fake_device(monkeypatch), launches_seen(monkeypatch):
         for _ in range(2):
             op_output(op, x, list(SIZES[0]))
     with interpreted():

@@ -11,7 +11,8 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning, PipelineError
-from opfuse.runtime.fuser import OperationFuser, listed_plans
+from opfuse.runtime.fuser import OperationFuser
+from tests.plans import plans_used
 
 
 def mlp():
@@ -212,7 +213,7 @@ def test_b20_x01_train_and_eval_keep_their_plans():
 def test_a_rule_set_of_its_own():
     none = opfuse.RuleSet(())
     model, x = ops.Sequential(ops.Linear(8, 8), ops.GELU(), rules=none), x_of(3, 8)
-    with listed_plans() as plans:
+    with plans_used() as plans:
         model(x)
         ops.Sequential(*model)(x)
     assert [plan.fusions[:1] for plan in plans] == [(), ("epilogue",)]

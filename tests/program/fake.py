@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from opfuse.events import KernelLaunched, emit, listeners
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import JOINED
-from opfuse.kernels.engine.launch import Grid, Launch
+from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import Kernel as AnyKernel
 from opfuse.program import line
 from opfuse.program.line import plain_room
@@ -40,10 +41,9 @@ def floats(address: int, count: int) -> np.ndarray:
 
 
 def launch(entry: str, x: Tensor, out: Tensor, *, threads: int = 32) -> Tensor:
-    """``out`` becomes what kernel ``entry`` makes of ``x``, both fp32 and contiguous; a tape that listens is told."""
+    """``out`` becomes what kernel ``entry`` makes of ``x``, both fp32 and contiguous; recorders listen."""
     fields = x.data_ptr(), out.data_ptr(), x.numel()
-    if (tape := launching.listener()) is not None:
-        tape.launched(Launch(VARIANT, entry, Grid(1, threads), LAYOUT, fields, 0))
+    emit(KernelLaunched(VARIANT, entry, Grid(1, threads), LAYOUT, fields, 0))
     _run(entry, *fields)
     return out
 
@@ -64,20 +64,21 @@ def launch_kernel(kernel: tuple[Variant, str], blocks: int, *arguments: int) -> 
 
 
 @contextmanager
-def launches_told(patch: pytest.MonkeyPatch) -> Iterator[None]:
+def launches_seen(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside the block, tapes of runs on a CPU have the launches that a device would have; results are the definitions'."""
 
     def call(self: AnyKernel, *args: Any, **kwargs: Any) -> Any:
-        tape = launching.listener()
-        if not isinstance(tape, Tape) or tape.refusal or tape._paused:  # a definition may call kernels
+        heard = [getattr(listener, "__self__", None) for listener in listeners().get(KernelLaunched, ())]
+        tape = next((each for each in heard if isinstance(each, Tape)), None)
+        if tape is None or tape.refusal or tape._paused:  # a definition may call kernels
             return self.reference(*args, **kwargs)
 
-        def tell(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
-            tape.launched(Launch(variant, entry, grid, layout, fields, 0))
+        def launched(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
+            emit(KernelLaunched(variant, entry, grid, layout, fields, 0))
 
-        made = self.run(tell, *args, **kwargs)
+        made = self.run(launched, *args, **kwargs)
         with patch.context() as paused:
-            paused.setattr(tape, "_paused", True)
+            paused.setattr(tape, "_paused", 1)
             for room, result in zip(tree_leaves(made), tree_leaves(self.reference(*args, **kwargs)), strict=True):
                 if isinstance(room, Tensor):  # None stands for what was not asked for
                     room.copy_(result)

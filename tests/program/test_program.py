@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from opfuse.events import KernelLaunched
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
-from opfuse.kernels.engine.launch import Grid, Launch
+from opfuse.kernels.engine.launch import Grid
 from opfuse.program.frame import Frame, Reader, Readers
 from opfuse.program.program import SMALL, Program, Recording, _needed
 from opfuse.program.slab import ALIGNMENT, aligned, slab_of
@@ -173,12 +174,27 @@ def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
         return [state["scale"]]
 
     with tape.recording():
-        launching.listener().call(live)
+        launching.host_call(live)
         result = tape.given[0] * state["scale"]
     program = Program(tape, [tape.number(result)])
     state["scale"] = torch.tensor([5.0])
     assert program([torch.ones(2)])[0].tolist() == [5.0, 5.0]
     assert state["calls"] == 2
+
+
+def test_a_function_of_the_host_that_fails_is_no_step_and_ends():
+    tape = Tape([torch.ones(2)])
+
+    def fail() -> list[Tensor]:
+        torch.ones(3)  # a tensor from elsewhere, which the tape must not see
+        raise ValueError("no numbers")
+
+    with tape.recording():
+        with pytest.raises(ValueError, match="no numbers"):
+            launching.host_call(fail)
+        tape.given[0] + 1
+    assert tape.refusal == ""
+    assert len(tape.steps) == 1
 
 
 class Live:
@@ -205,7 +221,7 @@ def test_functions_of_the_host_that_can_be_called_as_one_are(names, wanted):
     with tape.recording():
         x = tape.given[0]
         for live in lives:
-            launching.listener().call(live)
+            launching.host_call(live)
             x = 2 * x + live.tensors[0]
     program = Program(tape, [tape.number(x)])
     Live.log.clear()
@@ -226,7 +242,7 @@ def test_what_came_in_is_let_go_after_its_last_reader():
     handed = [weakref.ref(each) for each in (x, y, unread)]
     with tape.recording():
         sums = x + 1
-        launching.listener().call(look)
+        launching.host_call(look)
         result = sums * y + PLACE
     program = Program(tape, [tape.number(result)])
     del tape, x
@@ -288,7 +304,7 @@ PAIR = torch.randn(4, 5), torch.randn(3, 5)
 
 
 def launch(tape: Tape, *fields: int) -> None:
-    tape.launched(Launch(Variant("none.cu"), "none", Grid(1, 32), LAYOUT, fields, 0))
+    tape.launched(KernelLaunched(Variant("none.cu"), "none", Grid(1, 32), LAYOUT, fields, 0))
 
 
 def test_addresses_become_places_and_the_rest_of_a_parameter_stays():

@@ -19,7 +19,7 @@ from opfuse.runtime.interpreter import Interpreter
 from opfuse.runtime.programs import interpreted
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import gradient, randn, to
-from tests.program.fake import fake_device, launches_told
+from tests.program.fake import fake_device, launches_seen
 from tests.runtime.test_passes import Same, own_recipe
 from tests.runtime.test_stepped import SIZE, model_of, python_calls
 
@@ -100,7 +100,7 @@ def calls_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch, *, keeps: bo
 
     with monkeypatch.context() as patch, torch.autograd.set_multithreading_enabled(False):
         patch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
-        with fake_device(patch), launches_told(patch), opfuse.kept_weights(model) if keeps else nullcontext():
+        with fake_device(patch), launches_seen(patch), opfuse.kept_weights(model) if keeps else nullcontext():
             patch.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
             for _ in range(6):
                 step()

@@ -7,6 +7,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
 from opfuse.runtime import recompute
-from opfuse.runtime.fuser import listed_plans
+from opfuse.runtime.programs import interpreted
 from opfuse.torch_private import checkpoints as known
+from tests.plans import plans_used
 
 RECIPES = {
     "none": None,
@@ -85,7 +87,7 @@ def test_it_keeps_no_activations_and_recomputes_each_block_once() -> None:
 
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t)
-    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()), listed_plans() as plans, hooks:
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()), plans_used() as plans, hooks:
         y = opfuse.checkpoint(run, x)
     assert sum(saved) <= x.nbytes
     y.sum().backward()
@@ -516,6 +518,23 @@ def test_validation_in_a_checkpoint_counts_no_amax() -> None:
         with torch.no_grad(), under(RECIPES["delayed"]):
             torch_checkpoint(model, x, use_reentrant=reentrant)
     assert not any(state.amax_history.any() for op in model for state in getattr(op, "quantizer_states", ()))
+
+
+def test_calls_without_gradients_count_no_amax_where_a_reentrant_checkpoint_counts_them() -> None:
+    """Both are one program: neither has gradients, and the checkpoint's forward pass is one of a training step all the same."""
+
+    def states(repeated: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, x = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32)), torch.randn(32, 32)
+        for _ in range(4):
+            with nullcontext() if repeated else interpreted(), under(recipes.DelayedScaling(amax_history_len=4)):
+                y = torch_checkpoint(model, x.clone().requires_grad_(), use_reentrant=True)
+            y.sum().backward()
+            with nullcontext() if repeated else interpreted(), under(recipes.DelayedScaling(amax_history_len=4)), torch.no_grad():
+                model((100 * x).requires_grad_())
+        return [value for name, value in model.state_dict().items() if "amax_history" in name]
+
+    assert all(map(torch.equal, states(repeated=True), states(repeated=False)))
 
 
 def test_a_torch_whose_checkpoint_works_in_another_way_is_refused(monkeypatch) -> None:

@@ -26,7 +26,7 @@ from opfuse.runtime.programs import interpreted
 from opfuse.runtime.replayable import BACKWARD_LOOKS, LOOKS, Recorded, Replayable
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
-from tests.program.fake import fake_device, launches_told
+from tests.program.fake import fake_device, launches_seen
 from tests.programs import backwards, forwards, plans_of
 from tests.turns import in_turn
 
@@ -85,7 +85,7 @@ def test_a_recording_stays_while_blocks_of_saved_tensors_may_be_made_of_it(monke
 
     def recorded(train: bool) -> Recorded:
         model, x = to(ops.Sequential(ops.Linear(64, 64)), BF16), randn(32, 64).requires_grad_(train)
-        with fake_device(monkeypatch), launches_told(monkeypatch), torch.set_grad_enabled(train):
+        with fake_device(monkeypatch), launches_seen(monkeypatch), torch.set_grad_enabled(train):
             for _ in range(2):
                 with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
                     y = model(x)

@@ -20,7 +20,7 @@ from opfuse.kernels.engine import ahead, compiling, cubins
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import joined_variant
-from opfuse.kernels.engine.launch import noting
+from opfuse.kernels.engine.launch import dry_run
 from opfuse.kernels.engine.registry import Kernel
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import delayed_state, gradient, randn, recipe_for, to
@@ -36,7 +36,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
 
     def call(self, *args, **kwargs):
         local = launching._parameters
-        if local.noted is not None:
+        if local.dry:
             self.run(launching.launch, *args, **kwargs)
         elif (coming := local.coming) is not None:
             local.coming = None
@@ -180,13 +180,13 @@ def test_a_rehearsal_runs_no_code_of_the_users_own(own, found):
     assert found
 
 
-def test_noted_kernels_are_not_launched_and_blocks_end():
-    with noting() as outer:
+def test_a_dry_run_launches_nothing_and_its_blocks_end():
+    with dry_run() as outer:
         launching.launch(Variant("a.cu"), "a", launching.Grid(1, 1), None, device=0)
-        with noting() as inner:
+        with dry_run() as inner:
             launching.launch(Variant("b.cu"), "b", launching.Grid(1, 1), None, device=0)
     assert (outer, inner) == ([Variant("a.cu")], [Variant("b.cu")])
-    assert launching._parameters.noted is None
+    assert not launching._parameters.dry
 
 
 @pytest.fixture

@@ -75,6 +75,15 @@ TURNED = {"current", "delayed", "row", "block1d", "block2d", "mxfp8", "mxfp8_swi
 """Kinds whose columnwise plane is the rowwise one of the transpose."""
 
 
+def test_another_quantizer_makes_later_casts_and_is_copied():
+    """So what is set on it later changes no tensor that has it."""
+    t, quantizer = make("mxfp8"), QUANTIZERS["mxfp8"]().wanting(columnwise=False)
+    assert t.usages == ("rowwise", "columnwise")
+    t.quantizer = quantizer
+    assert t.quantizer == quantizer
+    assert t.quantizer is not quantizer
+
+
 @pytest.mark.row("H30")
 @every_kind
 def test_h30_columnwise_only_tensor_describes_and_dequantizes_itself(kind):

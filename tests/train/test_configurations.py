@@ -14,8 +14,8 @@ import opfuse
 from opfuse.cli.explain import explained
 from opfuse.config import Config, load
 from opfuse.recipes import RECIPES
-from opfuse.runtime.fuser import listed_plans
 from opfuse.train import compare, to_dict
+from tests.plans import plans_used
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 every_configuration = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -29,7 +29,7 @@ def test_a_configuration_runs_forward_and_backward(path: Path) -> None:
     assert config.data is not None
     model = config.build()
     x = torch.randn(32, config.data.columns, dtype=config.dtype, requires_grad=True)
-    with opfuse.autocast(enabled=config.recipe is not None, recipe=config.recipe), listed_plans() as plans:
+    with opfuse.autocast(enabled=config.recipe is not None, recipe=config.recipe), plans_used() as plans:
         logits = model(x)
     torch.nn.functional.cross_entropy(logits.float(), torch.arange(32)).backward()
     assert logits.shape == (32, config.data.classes)

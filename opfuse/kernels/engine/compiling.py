@@ -186,13 +186,6 @@ def _flags() -> tuple[str, ...]:
     return (*FLAGS, *(SINCE_13 if nvrtc().version >= (13, 0) else ()))
 
 
-def architectures() -> tuple[str, ...]:
-    """Architectures that this NVRTC compiles for, also those of one device (a) or a family (f). UnsupportedError without it."""
-    oldest = {"": 0, "a": 90, "f": 100}
-    numbers = sorted(nvrtc().architectures())
-    return tuple(f"sm_{number}{suffix}" for number in numbers for suffix, first in oldest.items() if number >= first)
-
-
 def compile_variant(variant: Variant, arch: str) -> Compiled:
     """The variant for ``arch``, on the first of its :func:`rungs` on which nothing spills; else on the one that spills least."""
     tried: list[Compiled] = []
@@ -219,13 +212,10 @@ def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resou
     return {entry: Resources(**used) for entry, used in found.items()}
 
 
-def cache_key(*parts: str) -> str:
-    """The cache's key of what is made from ``parts`` by this compiler with these flags."""
-    return hashlib.sha256("\0".join([*parts, *_flags(), *map(str, nvrtc().version)]).encode()).hexdigest()
-
-
 def _key(variant: Variant, arch: str) -> str:
-    return cache_key(code_of(variant), arch, *map(" ".join, rungs(variant.defines)))
+    """The cache's key of the variant: of all that its cubin depends on, also this compiler and its flags."""
+    parts = (code_of(variant), arch, *map(" ".join, rungs(variant.defines)), *_flags(), *map(str, nvrtc().version))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _made(variant: Variant, arch: str, cache: CubinCache, kind: str) -> bytes:

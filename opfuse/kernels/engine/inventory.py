@@ -29,7 +29,7 @@ _DAY = 86400.0
 class KeptCubin:
     """The files of the cache under one key.
 
-    source: the .cu file; empty for a table of ``opfuse kernels``. entries: registers, spilled bytes and shared memory, by kernel.
+    source: the .cu file; empty where its text is missing. entries: registers, spilled bytes and shared memory, by kernel.
     digests: SHA-256 of each cubin. bytes: of all files. written: seconds since the epoch. faults: what is wrong. current: whether
     its text is that of this package's sources, so that a launch may ask for it.
     """
@@ -71,7 +71,7 @@ def _kept(key: str, paths: Sequence[Path]) -> KeptCubin:
     text = next((content.decode(errors="replace") for path, content in contents.items() if path.suffix == ".cu"), "")
     facts = next((content for path, content in contents.items() if path.suffix == f".{FACTS}"), b"")
     entries: Any = {}
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         entries = json.loads(facts or b"{}")
     named = _files(text)
     source = next((name for name in named if name.endswith(".cu")), "")

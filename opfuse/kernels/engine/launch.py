@@ -1,4 +1,4 @@
-"""From a cubin to work on a GPU: load it once, launch it on torch's stream, tell who listens."""
+"""From a cubin to work on a GPU: load it once, launch it on torch's stream."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from opfuse.errors import OpfuseWarning, PlanMissError, describe
+from opfuse.events import HostCallBegan, HostCallEnded, KernelLaunched, emit, listeners, silenced, subscribed
 from opfuse.kernels.engine.ahead import compile_together, in_turn, wait_for
 from opfuse.kernels.engine.bindings import driver, require_same_cuda, runtime
 from opfuse.kernels.engine.compiling import (
@@ -45,14 +46,13 @@ def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fie
     Its one parameter is a struct passed by value: ``fields`` packed by ``layout``, tensors by their ``data_ptr()``. Only the
     first launch on a device loads the kernel, and compiles it if it must; PlanMissError if a stream is then being captured.
     """
-    if _parameters.noted is not None:
-        _parameters.noted.append(variant)
-        return
+    if _parameters.dry:
+        return emit(KernelLaunched(variant, entry, grid, layout, fields, device))
     if current_device() != device:  # torch.cuda.current_device() without its checks
         with torch.cuda.device(device):
             return launch(variant, entry, grid, layout, *fields, device=device)
-    if _parameters.listener is not None:
-        _parameters.listener.launched(Launch(variant, entry, grid, layout, fields, device))
+    if KernelLaunched in listeners():
+        emit(KernelLaunched(variant, entry, grid, layout, fields, device))
     handle = function(variant, entry, device)
     layout.pack_into(_parameters.buffer, 0, *fields)
     bind(device)
@@ -105,43 +105,22 @@ def function(variant: Variant, entry: str, device: int) -> int:
     return _functions.get((variant, entry, device)) or load(variant, entry, device)
 
 
-class Launch(NamedTuple):
-    """The arguments of :func:`launch`."""
-
-    variant: Variant
-    entry: str
-    grid: Grid
-    layout: struct.Struct
-    fields: Sequence[int | float]
-    device: int
+def is_recorded() -> bool:
+    """Whether a recorder listens, which has to ask functions of the host again at each repetition."""
+    return HostCallEnded in listeners()
 
 
-class Listener(Protocol):
-    """Records the launches of a thread."""
-
-    def launched(self, launch: Launch) -> None:
-        """A kernel is about to be queued."""
-
-    def call(self, function: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-        """What a function of the host returns, which kernels then read; a repetition has to call it again."""
-
-    def refuse(self, reason: str) -> None:
-        """What runs now cannot be repeated from ops and launches alone, for this reason."""
-
-
-@contextlib.contextmanager
-def listening(to: Listener) -> Iterator[None]:
-    """Inside the block, tell ``to`` of each launch of this thread."""
-    before, _parameters.listener = _parameters.listener, to
+def host_call(function: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """What a function of the host returns, which kernels then read; a repetition has to call it again."""
+    if not is_recorded():
+        return function()
+    tensors = None
+    emit(HostCallBegan())
     try:
-        yield
+        tensors = function()
     finally:
-        _parameters.listener = before
-
-
-def listener() -> Listener | None:
-    """The listener of this thread's launches, if any."""
-    return _parameters.listener
+        emit(HostCallEnded(function, tensors))
+    return tensors
 
 
 @contextlib.contextmanager
@@ -155,13 +134,18 @@ def compiled_ahead(coming: Callable[[], Iterable[Variant]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[Variant]]:
-    """Inside the block, launches of this thread only note their variants in the list; results stay uninitialized."""
-    before, _parameters.noted = _parameters.noted, []
+def dry_run() -> Iterator[list[Variant]]:
+    """Inside the block, this thread queues no kernel: the list gets their variants, and results stay uninitialized.
+
+    Listeners around it get no events, since nothing that it runs counts.
+    """
+    variants: list[Variant] = []
+    before, _parameters.dry = _parameters.dry, True
     try:
-        yield _parameters.noted
+        with silenced(), subscribed(lambda launched: variants.append(launched.variant), KernelLaunched):
+            yield variants
     finally:
-        _parameters.noted = before
+        _parameters.dry = before
 
 
 def is_current(device: int) -> bool:
@@ -198,8 +182,7 @@ class _Parameters(threading.local):
         self.buffer = ctypes.create_string_buffer(MOST_PARAMETERS)
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
         self.address = ctypes.addressof(self.pointers)
-        self.listener: Listener | None = None
-        self.noted: list[Variant] | None = None
+        self.dry = False
         self.coming: Callable[[], Iterable[Variant]] | None = None
 
 

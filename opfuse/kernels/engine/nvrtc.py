@@ -36,14 +36,6 @@ class Nvrtc:
         self._call("Version", ctypes.byref(major), ctypes.byref(minor))
         return major.value, minor.value
 
-    def architectures(self) -> list[int]:
-        """Compute capabilities that it compiles for, in tenths."""
-        count = ctypes.c_int()
-        self._call("GetNumSupportedArchs", ctypes.byref(count))
-        found = (ctypes.c_int * count.value)()
-        self._call("GetSupportedArchs", found)
-        return [*found]
-
     def compile(self, text: str, name: str, options: Sequence[str]) -> Printout:
         """The cubin of ``text``, of which messages speak as ``name``. NvrtcError with the messages if it does not compile."""
         program = ctypes.c_void_p()

@@ -1,7 +1,7 @@
 """Kernels: a .cu file, a thin launch, and the torch function that defines the result.
 
 Calling a kernel launches it for a CUDA tensor, and runs the definition for any other tensor, and for all under
-``OPFUSE_REFERENCE=1``. The calls on which the two are compared are in ``kernels/cases``, which nothing that runs a kernel loads.
+``OPFUSE_REFERENCE=1``. The calls on which the two are compared are in ``tests/kernels/cases``.
 
 Running the cases with a launcher that records shows what a kernel launches, on a CPU. So tests compile variants without a GPU:
 as many as cover each definition and each op of a chain once in every run, all of them for every architecture among slow tests.
@@ -187,7 +187,7 @@ def kernel(
 ) -> Callable[[Callable[Concatenate[Launcher, P], R]], Kernel[P, R]]:
     """Register a launch function under its own name. KernelError unless it can be tested against ``reference``.
 
-    The calls on which it is tested are in ``CASES`` of a module in ``kernels/cases``.
+    The calls on which it is tested are in ``CASES`` of a module in ``tests/kernels/cases``.
 
     Args:
         source: the .cu file, in ``opfuse/kernels/cuda``.

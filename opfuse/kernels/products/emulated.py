@@ -20,7 +20,7 @@ import torch
 from opfuse.formats import COLUMNWISE, E2M1, ROWWISE, Usage
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups
 from opfuse.kernels.engine.joining import JOINED
-from opfuse.kernels.engine.launch import listener
+from opfuse.kernels.engine.launch import is_recorded
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.sums import scaled_sums
 from opfuse.kernels.products.tiles import TileCut, in_tiles
@@ -69,7 +69,7 @@ def _lines(left: Lines, cut: TileCut) -> Lines:
 
 def _is_alone() -> bool:
     """Whether nobody holds what an op here has made: a mode may, as that of a selective checkpoint; a recording does not."""
-    return active_modes() <= (listener() is not None)
+    return active_modes() <= is_recorded()
 
 
 AT_ONCE = JOINED

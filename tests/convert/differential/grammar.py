@@ -287,6 +287,12 @@ class Case:
         lines = [f"dtype = torch.{self.dtype}", *(block.text for block in self.blocks), "model = Model().to(dtype)", *self.script]
         return "\n".join(lines) + "\n"
 
+    def without_reentrant(self) -> Case:
+        """This case with checkpoints of the other kind only."""
+        pair = "use_reentrant=True", "use_reentrant=False"
+        blocks = (replace(each, steps=tuple((init, done.replace(*pair)) for init, done in each.steps)) for each in self.blocks)
+        return replace(self, blocks=tuple(blocks))
+
     def smaller(self) -> Iterator[Case]:
         """This case without one of its parts, for each."""
         for at, line in enumerate(self.script):

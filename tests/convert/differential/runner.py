@@ -6,7 +6,7 @@ import copy
 import linecache
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,14 +20,12 @@ from opfuse.tensors.quantizers import IdentityQuantizer
 from tests.convert.differential import ingredients
 from tests.convert.differential.grammar import Case
 
-EXACT = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
-"""Changes nothing."""
-RECIPES: dict[str, tuple[object, Callable[[], AbstractContextManager[Any]]]] = {
-    "none": (None, nullcontext),
-    "identity": (EXACT, nullcontext),
-    "region": (None, partial(opfuse.autocast, recipe=EXACT)),
+RECIPES: dict[str, Callable[[CustomRecipe], tuple[object, Callable[[], AbstractContextManager[Any]]]]] = {
+    "none": lambda exact: (None, nullcontext),
+    "identity": lambda exact: (exact, nullcontext),
+    "region": lambda exact: (None, partial(opfuse.autocast, recipe=exact)),
 }
-"""What ``fuse_`` is given, and what is around calls."""
+"""What ``fuse_`` is given, and what is around calls, by a recipe that changes nothing."""
 bf16 = partial(torch.autocast, "cpu", torch.bfloat16)
 MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], ...]] = {
     "plain": (),
@@ -47,7 +45,7 @@ VALUES = "values differ"
 
 
 class Run:
-    """One run of a case: ``seen`` is what can be seen of it, as pairs of a name and a value.
+    """One run of a case: ``seen`` is what can be seen of it, as pairs of a name and a value, ``refused`` the calls of REFUSED.
 
     converts: whether ``fuse`` does something. shaken: the relative change of all numbers that a call begins with, at random by
     ``draw``.
@@ -57,10 +55,12 @@ class Run:
         self.case, self.converts, self.shaken, self.draw = case, converts, shaken, torch.Generator().manual_seed(draw)
         self.seen: list[tuple[str, Any]] = []
         self.log = ingredients.Log()
-        self.recipe, self.around = RECIPES[case.recipe]
+        # One for all cases would be asked for the roles of all: a custom recipe asks again for them whenever a region begins.
+        self.recipe, self.around = RECIPES[case.recipe](CustomRecipe(qfactory=lambda role: IdentityQuantizer()))
         self.left: str | None = None
         self.report: opfuse.convert.report.Report | None = None
         self.calls = 0
+        self.refused: list[int] = []
         self.error: Exception | None = None
 
     def execute(self) -> Run:
@@ -68,7 +68,7 @@ class Run:
         linecache.cache[name] = (len(self.case.text), None, self.case.text.splitlines(keepends=True), name)
         if "compile(" in self.case.text:
             torch._dynamo.reset()
-        torch.manual_seed(self.case.seed)
+        seeded(self.case.seed)
         draw = torch.Generator().manual_seed(self.case.seed)
         self.space = {each: getattr(ingredients, each) for each in ingredients.__all__}
         self.space |= {
@@ -118,7 +118,7 @@ class Run:
             self.shake([*given.values(), *(model.parameters() if self.calls == 1 else ())])
         before = {name: each._version for name, each in given.items()}
         model.zero_grad()
-        torch.manual_seed(self.calls)
+        seeded(self.calls)
         was = [module.training for module in model.modules()]
         if mode.startswith("eval"):
             model.eval()
@@ -134,6 +134,7 @@ class Run:
         except Exception as error:
             found.append(("raises", type(error).__name__ if isinstance(error, ingredients.Stop) else True))
             self.error = error
+            self.refused += [self.calls] if REFUSED in str(error) else []
         for module, training in zip(model.modules(), was):
             module.training = training
         found += [(f"{name} afterwards", each.detach().clone()) for name, each in given.items()]
@@ -145,6 +146,11 @@ class Run:
         found += [(f"hook {i}, {each[0]}", each[1:]) for i, each in enumerate(self.log)]
         self.log.clear()
         self.seen += [(f"{at}: {name}", value) for name, value in found]
+
+
+def seeded(seed: int) -> None:
+    """Begin the random numbers of the host anew; ``torch.manual_seed`` would also note where it was called, for each device."""
+    torch.default_generator.manual_seed(seed)
 
 
 def _facts(result: Any, given: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
@@ -172,9 +178,24 @@ REFUSED = "recomputation by a checkpoint"
 
 
 def differences(case: Case) -> list[str]:
-    """What differs between ``case`` plain and converted, each with its name first; nothing for a call that is refused."""
-    found = compared(case, Run(case).execute(), Run(case, converts=True).execute())
-    return [] if any(REFUSED in each for each in found) else found
+    """What differs between ``case`` plain and converted, each with its name first.
+
+    Of a call that is refused, only what was there before its backward pass; that counts for the case with other checkpoints, too.
+    """
+    plain, other = Run(case).execute(), Run(case, converts=True).execute()
+    found = compared(case, plain, other)
+    if not other.refused:
+        return found
+    found = [each for each in found if not _is_refused(each, other.refused)]
+    accepted = case.without_reentrant()
+    return found + [f"with use_reentrant=False, {each}" for each in (differences(accepted) if accepted != case else [])]
+
+
+def _is_refused(difference: str, refused: list[int]) -> bool:
+    """Whether a difference follows from a backward pass that ended; buffers that it would have written differ from then on."""
+    at, _, what = difference.partition(": ")
+    call = int(at.split()[1]) if at.startswith("call") else 0
+    return (call in refused and not what.startswith("result")) or (call > refused[0] and what.startswith("buffer"))
 
 
 def compared(case: Case, plain: Run, other: Run) -> list[str]:
@@ -184,17 +205,31 @@ def compared(case: Case, plain: Run, other: Run) -> list[str]:
     names = [[name for name, _ in run.seen] for run in (plain, other)]
     lost, more = ([name for name in names[i] if name not in names[1 - i]] for i in (0, 1))
     found = [f"{name}: only converted: {other.error!r:.300}" for name in more] or [f"{name}: only plain" for name in lost]
-    values, shaken = dict(other.seen), list[dict[str, Any]]()
+    values, shaken = dict(other.seen), _Shaken(case, ROUNDING["bfloat16" if narrow else case.dtype])
+    largest = cache(partial(_largest, plain.seen))
     for name, value in plain.seen:
-        if name not in values or not (why := differs(value, values[name], close, partial(_largest, plain.seen, name))):
+        if name not in values or not (why := differs(value, values[name], close, partial(largest, _group(name)))):
             continue
         if why.startswith(VALUES) and not exact:
-            rounding = ROUNDING["bfloat16" if narrow else case.dtype]
-            shaken = shaken or [dict(Run(case, shaken=rounding, draw=draw).execute().seen) for draw in range(SHAKES)]
-            if _distance(value, values[name]) <= 4 * max(_distance(value, each.get(name)) for each in shaken):
+            distance = _distance(value, values[name])
+            if any(distance <= 4 * _distance(value, each.get(name)) for each in shaken):
                 continue
         found.append(f"{name}: {why}")
     return sorted(found, key=lambda each: int(each.split()[1]) if each.startswith("call") else 0)
+
+
+class _Shaken:
+    """What is seen of runs of a case with numbers that are rounded otherwise, made as they are asked for."""
+
+    def __init__(self, case: Case, rounding: float) -> None:
+        self.case, self.rounding = case, rounding
+        self.seen: list[dict[str, Any]] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for draw in range(SHAKES):
+            if draw == len(self.seen):
+                self.seen.append(dict(Run(self.case, shaken=self.rounding, draw=draw).execute().seen))
+            yield self.seen[draw]
 
 
 def _distance(value: Any, other: Any) -> float:
@@ -202,11 +237,15 @@ def _distance(value: Any, other: Any) -> float:
     return sum((one.double() - two.double()).nan_to_num(0, 0, 0).norm().item() for one, two in pairs if one.shape == two.shape)
 
 
-def _largest(seen: list[tuple[str, Any]], name: str) -> float:
-    """Of the gradients of a call, or of its results."""
+def _group(name: str) -> str:
+    """How the names of all gradients of a call begin, or of all its results."""
     at, _, what = name.partition(": ")
-    start = f"{at}: {what.partition(' ')[0]}"
-    return max((size(value) for other, value in seen if other.startswith(start)), default=0.0)
+    return f"{at}: {what.partition(' ')[0]}"
+
+
+def _largest(seen: list[tuple[str, Any]], start: str) -> float:
+    """Of the values whose names begin so."""
+    return max((size(value) for name, value in seen if name.startswith(start)), default=0.0)
 
 
 def size(value: Any) -> float:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, Element, Usage
-from opfuse.kernels.cases.chain_casts import encoding_of
-from opfuse.kernels.cases.chains import BF16, FP16, ChainCase
-from opfuse.kernels.cases.products import FORMATS, stored
 from opfuse.kernels.engine.registry import Arguments, CaseTable
 from opfuse.kernels.products.chained import product_chain
+from tests.kernels.cases.chain_casts import encoding_of
+from tests.kernels.cases.chains import BF16, FP16, ChainCase
+from tests.kernels.cases.products import FORMATS, stored
 
 
 class ChainedCase(NamedTuple):

@@ -25,7 +25,6 @@ from opfuse.formats import (
     fp8_tensor,
     mxfp8,
 )
-from opfuse.kernels.cases.matrices import hard
 from opfuse.kernels.casts.encoding import (
     Blocks,
     Current,
@@ -45,6 +44,7 @@ from opfuse.numerics import norm as definition
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.norm import Norm, NormKind
+from tests.kernels.cases.matrices import hard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.cases.matrices import DTYPES
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups, dequantize_nv
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, SIZE
 from opfuse.numerics.layouts import Layout
+from tests.kernels.cases.matrices import DTYPES
 
 _FORMATS: dict[str, NumberFormat] = {
     **{f"tensor {element.name}": fp8_tensor(element) for element in (E4M3, E5M2)},

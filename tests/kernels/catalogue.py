@@ -1,4 +1,4 @@
-"""Every kernel of the library, with the calls that compare its launch with its definition. Tests and the command line read it."""
+"""Every kernel of the library, with the calls that compare its launch with its definition. Tests and benchmarks read it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from opfuse.errors import KernelError, describe
-from opfuse.kernels import cases
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable, Kernel
+from tests.kernels import cases
 
 
 def tables() -> Iterator[tuple[str, CaseTable]]:
-    """``CASES`` of each module in ``kernels/cases``, by the name of the module."""
+    """``CASES`` of each module in ``tests/kernels/cases``, by the name of the module."""
     for found in pkgutil.iter_modules(cases.__path__):
         yield found.name, importlib.import_module(f"{cases.__name__}.{found.name}").CASES
 

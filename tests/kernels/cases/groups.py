@@ -22,8 +22,6 @@ from opfuse.formats import (
     fp8_row,
     fp8_tensor,
 )
-from opfuse.kernels.cases.matrices import DTYPES, hard, matrix
-from opfuse.kernels.cases.products import FORMATS, stored
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import (
     cast_current_groups,
@@ -39,6 +37,8 @@ from opfuse.kernels.products.stored import Stored
 from opfuse.numerics import group_casts
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.row_groups import RowGroups
+from tests.kernels.cases.matrices import DTYPES, hard, matrix
+from tests.kernels.cases.products import FORMATS, stored
 
 SIZES: dict[str, Sequence[int]] = {
     "whole tiles": (256, 128, 0, 512),

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import torch
 
 from opfuse.formats import E4M3, E5M2, ROWWISE, NumberFormat, fp8_block, fp8_row, fp8_tensor
-from opfuse.kernels.cases.matrices import DTYPES
 from opfuse.kernels.engine.registry import Arguments, CaseTable
 from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.scalars import encode
+from tests.kernels.cases.matrices import DTYPES
 
 FORMATS: dict[str, tuple[NumberFormat, NumberFormat]] = {
     "tensors": (fp8_tensor(E4M3), fp8_tensor(E4M3)),

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.kernels.cases.matrices import DTYPES, hard
 from opfuse.kernels.casts.figures import cast_figures
 from opfuse.kernels.engine.registry import Arguments, CaseTable
+from tests.kernels.cases.matrices import DTYPES, hard
 
 _SIZES = {"parts of blocks": 3 * 16384 + 4099, "a pack and three": 11, "misaligned": 20000, "empty": 0}
 

@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, Element, NumberFormat, Usage, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.cases.chains import BF16, FP16, FP32, OPS, ChainCase
-from opfuse.kernels.cases.groups import SIZES, groups_of, known_groups
 from opfuse.kernels.casts.encoding import (
     Blocks,
     BlocksOfGroups,
@@ -27,6 +25,8 @@ from opfuse.kernels.chains.cast import backward_chain_cast, forward_chain_cast
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.row_groups import RowGroups
+from tests.kernels.cases.chains import BF16, FP16, FP32, OPS, ChainCase
+from tests.kernels.cases.groups import SIZES, groups_of, known_groups
 
 
 class _CastKind(NamedTuple):

@@ -1,4 +1,4 @@
-"""Ops with hooks for calls and for changes of the recipe."""
+"""Hooks that ops override, for calls and for changes of the recipe."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from opfuse.core.operation import BasicOperation
 from opfuse.recipes import Recipe
 
 
-class Told:
-    """The ops that override ``pre_fuser_forward`` or ``reset_recipe_state``, which are called; other ops cost a call nothing."""
+class OpHooks:
+    """The ops of a pipeline that override ``pre_fuser_forward`` or ``reset_recipe_state``; other ops cost a call nothing."""
 
     def __init__(self, ops: Sequence[BasicOperation]) -> None:
         numbered = tuple(enumerate(ops))
-        self.call_listeners = tuple((i, op) for i, op in numbered if _overrides(op, "pre_fuser_forward"))
-        self.recipe_listeners = tuple(op for _, op in numbered if _overrides(op, "reset_recipe_state"))
+        self.of_calls = tuple((i, op) for i, op in numbered if _overrides(op, "pre_fuser_forward"))
+        self.of_recipes = tuple(op for _, op in numbered if _overrides(op, "reset_recipe_state"))
         self.recipe: Any = _NONE_YET
 
-    def of_recipe(self, recipe: Recipe | None) -> None:
+    def call_under(self, recipe: Recipe | None) -> None:
         """Call ``reset_recipe_state`` if ``recipe`` is not that of the last call."""
         if recipe is not self.recipe and recipe != self.recipe:
             self.recipe = recipe
-            for op in self.recipe_listeners:
+            for op in self.of_recipes:
                 op.reset_recipe_state(recipe=recipe)
 
 

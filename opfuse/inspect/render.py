@@ -1,4 +1,4 @@
-"""An explanation as text, a screenful or in full; as plain values; as a chart. Layers that are alike are told once."""
+"""An explanation as text, a screenful or in full; as plain values; as a chart. Layers that are alike are shown once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pip
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest, number_of
+from opfuse.events import ProductChosen
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import SavedValue, Totals
-from opfuse.inspect.saved import RefusedSetting, listed, told
+from opfuse.inspect.saved import RefusedSetting, listed, totals_line
 from opfuse.kernels.products.chained import OF_DERIVATIVES
-from opfuse.tensors.gemm import ChainTold
 
 WIDTH, MOST = 120, 5
 """Columns of a line; lines of one pass, or names, that a screenful has of a pipeline."""
@@ -53,7 +53,7 @@ class Explanation:
     from_environment: Mapping[str, str] = field(default_factory=dict)
     rule: str | None = None
     kept: tuple[int, int] = (0, 0)
-    chains: tuple[ChainTold, ...] = ()
+    chains: tuple[ProductChosen, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -98,7 +98,7 @@ class Explanation:
             "saved": [asdict(value) for value in self.saved],
             "saved_bytes": self.saved_bytes,
             "kept_bytes": self.kept[1],
-            "chains": [{"shape": list(each.shape), "ops": list(each.ops), "why_apart": each.why} for each in self.chains],
+            "chains": [{"shape": list(each.shape), "ops": list(each.ops), "why_apart": each.apart} for each in self.chains],
             "saved_bytes_by_override": {
                 name: {"refused": saved.reason} if isinstance(saved, RefusedSetting) else saved
                 for name, saved in self.saved_by_override.items()
@@ -127,15 +127,16 @@ def _head(e: Explanation) -> Iterator[str]:
         yield f"         {name} was taken from the environment, {variable}"
     yield f"backend  {e.backend}: {e.reason}"
     if e.rule is None:
-        yield f"saved    {told(e.totals)}"
+        yield f"saved    {totals_line(e.totals)}"
         for override, saved in e.saved_by_override.items():
             kept = str(saved) if isinstance(saved, RefusedSetting) else f"{saved} bytes"
             yield f"         under backward_override={override}: {kept}"
     if any(e.kept):
         casts, size = e.kept
         yield f"kept     {casts} casts of weights, {size} bytes beside what is saved"
-    for shape, names, why in e.chains if e.rule is None else ():
-        yield f"chain    {' '.join(names)} behind a product {tuple(shape)}: {f'apart, {why}' if why else 'one launch'}"
+    for chain in e.chains if e.rule is None else ():
+        how = f"apart, {chain.apart}" if chain.apart else "one launch"
+        yield f"chain    {' '.join(chain.ops)} behind a product {tuple(chain.shape)}: {how}"
     if e.rule is None and e.chains and any(_derives(plan) for plan in e.plans):
         yield f"         {OF_DERIVATIVES}"
 
@@ -150,8 +151,8 @@ def _derives(plan: Plan) -> bool:
 
 def _pipelines(e: Explanation, section: Callable[[Plan], Iterable[str]]) -> Iterator[str]:
     """A section for each pipeline, under the names of all that have the same."""
-    told_of = [(plan.name, plan, tuple(section(plan))) for plan in e.plans]
-    for same in alike(told_of, lambda each: (starred(each[0]), each[2])):
+    sections = [(plan.name, plan, tuple(section(plan))) for plan in e.plans]
+    for same in alike(sections, lambda each: (starred(each[0]), each[2])):
         _, plan, lines = same[0]
         counts = {"basic op": plan.ops, "node": plan.graph.nodes, "autograd node": plan.segments}
         sizes = ", ".join(number_of(len(each), noun) for noun, each in counts.items())
@@ -172,8 +173,8 @@ def _brief(plan: Plan) -> Iterator[str]:
     if plan.remade:
         yield f"  made anew in the backward pass: {len(list(remade(plan)))} operands of products"
     yield from _in_steps(plan, MOST)
-    told_of = [each for each in plan.outcomes if each.status not in ROUTINE]
-    yield from ("  rules", *_alike(told_of)) if told_of else ("  rules: none fused",)
+    shown = [each for each in plan.outcomes if each.status not in ROUTINE]
+    yield from ("  rules", *_alike(shown)) if shown else ("  rules: none fused",)
 
 
 def _full(plan: Plan) -> Iterator[str]:

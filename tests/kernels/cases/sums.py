@@ -8,10 +8,10 @@ import zlib
 
 import torch
 
-from opfuse.kernels.cases.matrices import DTYPES
 from opfuse.kernels.engine.registry import Arguments, CaseTable
 from opfuse.kernels.products.sums import scaled_sums
 from opfuse.numerics.sums import Factors
+from tests.kernels.cases.matrices import DTYPES
 
 _SIZES = {"whole vectors": (264, (64, 3, 128, 0, 40, 8, 16, 1, 24, 5)), "parts of vectors": (259, (67, 1, 0, 12))}
 _KINDS = ("none", "numbers", "lines of the left", "lines of both")

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, NVFP4, ROWWISE, NumberFormat, Usage
-from opfuse.kernels.cases.matrices import DTYPES, MATRIX_KINDS, hard, matrix
 from opfuse.kernels.casts import nvfp4 as launches
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.numerics import casts as definition
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout, ceil_div
+from tests.kernels.cases.matrices import DTYPES, MATRIX_KINDS, hard, matrix
 
 _PLANES: tuple[tuple[Usage, ...], ...] = ((ROWWISE,), (COLUMNWISE,), (ROWWISE, COLUMNWISE))
 

@@ -44,8 +44,8 @@ class Interpreter:
     """One segment of a plan over live ops, in one call. held: casts of weights that are made already.
 
     partial: whether what is the library's in passes with code of the user's own is repeated. events: emits each group that runs;
-    None where nobody listens. places: where in blocks of kept casts the saved tensors lie. outer: the backward pass that recomputes
-    the call, of which that of the segment is to be a part; None if none does.
+    None where nobody listens. places: where in blocks of kept casts the saved tensors lie. outer: the backward pass that
+    recomputes the call, of which that of the segment is to be a part; None if none does.
     """
 
     outer: PassAround = None

@@ -238,8 +238,9 @@ class ReplayedSegment:
         return Ran([*values, *saved], backward, backward.replayables, backward.packs)
 
     def released(self) -> list[torch.Tensor]:
-        """The tensors that are saved for the backward pass."""
+        """The tensors that are saved for the backward pass; whatever else is held of this call is let go."""
         saved, self._saved = self._saved, []
+        self.dirty, self._held = (), ()
         return saved
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:

@@ -107,7 +107,7 @@ class Replayable(dict[Any, Any]):
     ) -> tuple[Any, Any]:
         """The values of a run and what it returns beside them.
 
-        key: None if no program may run. given: the tensors that come in; the list is emptied, unless the run is recorded.
+        key: None if no program may run. given: the tensors that come in; the list is emptied.
         interpret: runs without a program, and gets the tape that records it, if one does. let_go: called before a program runs,
         which then alone holds what comes in, and lets each tensor go when it is read.
         """
@@ -125,6 +125,7 @@ class Replayable(dict[Any, Any]):
             with tape.recording():
                 ran = interpret(tape)
             self.note(key, self._recorded(tape, ran))
+            given.clear()
         return ran.values, ran.rest
 
     def _recorded(self, tape: Tape, ran: Ran) -> Recorded | str:

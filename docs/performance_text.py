@@ -102,7 +102,7 @@ LESS_THAN_BYTES = """\
 A measured training step can be a little faster than that: products that alternate with memory-bound kernels have more
 electrical power available than products back to back. Running SwiGLU inside its product would save inference two thirds of
 these bytes, but was slower; so was, in training, dgrad with the derivative and the cast behind it, 1.00 to 1.15 times as long:
-[architecture.md](architecture.md#decisions-worth-their-reasons)."""
+[derivatives beside products](decisions/derivatives-beside-products.md)."""
 
 PROFILES = """\
 Milliseconds of the GPU for each kernel of a step, and in parentheses its launches, by torch.profiler. *nvjet* kernels are

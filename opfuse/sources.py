@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from zlib import crc32
 
@@ -48,9 +48,8 @@ class _PassedFiles(dict[str, bool]):
 _passes = _PassedFiles()
 
 
-def site() -> Site:
-    """The innermost line around this call that is neither of opfuse nor of torch; :func:`told` says how it is written."""
-    return place_around(_passes.__getitem__)
+site: Callable[[], Site] = functools.partial(place_around, _passes.__getitem__)
+"""The innermost line around a call that is neither of opfuse nor of torch; :func:`told` says how it is written."""
 
 
 def told(place: Site) -> str:

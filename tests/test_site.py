@@ -28,7 +28,7 @@ def pages(menu: object) -> Iterator[str]:
 
 def test_every_page_is_in_the_menu() -> None:
     menu = YAML(typ="safe", pure=True).load(ROOT / "mkdocs.yml")["nav"]
-    assert sorted(pages(menu)) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert sorted(pages(menu)) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 
 
 def test_every_example_has_a_place() -> None:

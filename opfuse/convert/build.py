@@ -11,7 +11,7 @@ from torch import nn
 from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, chain_of
 from opfuse.convert.converted import Converted, Proven
 from opfuse.convert.fits import unfit
-from opfuse.convert.leaves import GATED, UNGATED, LeafModule, leaf_of, obstacle, weight_of
+from opfuse.convert.leaves import GATED, UNGATED, LeafModule, leaf_of, obstacle, runs, weight_of
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.policy import Choice, Policies
 from opfuse.convert.record import LEADING, required_arguments
@@ -153,6 +153,7 @@ class Build:
             dtypes=self._dtypes(chain),
             in_autocast=chain.in_autocast and self.keeps_dtype,
             columns=chain.widths[1:],
+            views=any(map(views_rows, self.weights)),
         )
         members = {path: member for path, member in self.members.items() if path}
         return Converted(
@@ -189,8 +190,13 @@ def build_alone(weight: Weight, path: str, recipe: Recipe | None, shared: Sequen
     else:
         run.multiply([weight], path, ("weight", "bias"))
     argument = required_arguments(weight.module)[:1]
-    proven = Proven(linear=True)
+    proven = Proven(linear=True, views=views_rows(weight))
     return Converted(weight.module, path, arguments=argument, run=run, members={}, recipe=recipe, proven=proven)
+
+
+def views_rows(weight: Weight) -> bool:
+    """Whether the forward of a product may view its input as a matrix, as that of a Conv1D, and refuse one of other strides."""
+    return not runs(weight.module, nn.Linear)
 
 
 def refusal(weight: Weight, choice: Choice) -> tuple[str, str] | None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import pairwise
 from types import MethodType
 from typing import Any
 
@@ -37,7 +38,7 @@ class Proven:
 
     linear: the pipeline is that of one linear layer, which takes what a linear layer takes. ranks: numbers of dimensions of
     the input. dtypes: of inputs and parameters; empty: any. in_autocast: also under torch.autocast. columns: of each further
-    argument, which has the rows of the first.
+    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix.
     """
 
     linear: bool = False
@@ -45,6 +46,7 @@ class Proven:
     dtypes: tuple[torch.dtype, ...] = ()
     in_autocast: bool = False
     columns: tuple[int, ...] = ()
+    views: bool = False
 
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
@@ -57,8 +59,9 @@ class Proven:
             return False
         if cast is not None and torch.float64 in (x.dtype, *[p.dtype for p in parameters if p is not None]):
             return False  # which torch.autocast leaves alone
-        if self.linear:
-            return True
+        suits = not self.views or all(_is_matrix(each) for each in (x, *extras) if isinstance(each, torch.Tensor))
+        if self.linear or not suits:
+            return suits
         if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast) or _is_tagged(x):
             return False
         fits = not self.dtypes or dtype in self.dtypes
@@ -67,6 +70,12 @@ class Proven:
     def _adds(self, x: torch.Tensor, dtype: torch.dtype, extra: Any, columns: int) -> bool:
         plain = type(extra) is torch.Tensor and extra is not x
         return plain and extra.dtype == dtype and extra.shape == (*x.shape[:-1], columns)
+
+
+def _is_matrix(x: torch.Tensor) -> bool:
+    """Whether ``x.view(-1, x.shape[-1])`` exists: its leading dimensions lie behind each other."""
+    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()) if size != 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(sizes))
 
 
 def _is_tagged(x: torch.Tensor) -> bool:

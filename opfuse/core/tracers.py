@@ -19,20 +19,15 @@ from torch.autograd import forward_ad
 
 from opfuse.errors import UnsupportedError, describe
 from opfuse.sources import class_code, package_code
-from opfuse.torch_private.autograd import in_forward_mode
+from opfuse.torch_private.autograd import in_forward_mode, is_followed
 from opfuse.torch_private.compiler import break_graph as break_graph_because
 from opfuse.torch_private.compiler import compiled_autograd, constant_when_traced, frame_callback, in_export, in_fullgraph
-from opfuse.torch_private.dispatch import in_transform, is_batched_gradient, is_transformed, without_modes
+from opfuse.torch_private.dispatch import is_batched_gradient, is_transformed, without_modes
 
 WHY = "opfuse runs its own plans: a call is no op of a graph of torch.compile with "
 """How the reason of a graph break begins."""
 
 _TORCH = "rebuild it of torch.nn modules, which load its state_dict"
-
-
-def is_followed() -> bool:
-    """Whether a call may be followed by something that :func:`check_followed` refuses."""
-    return in_transform() or in_forward_mode() or torch.jit.is_tracing()
 
 
 def check_followed(label: str, tensors: Iterable[object]) -> None:

@@ -29,7 +29,6 @@ from opfuse.core.tracers import (
     check_partial,
     check_proxy,
     enroll,
-    is_followed,
     outside,
     prepared,
 )
@@ -55,6 +54,7 @@ from opfuse.runtime.segment import outlined, run_plan
 from opfuse.runtime.thrash import Thrash
 from opfuse.runtime.trace import Made, since_start
 from opfuse.tensors.quantizers.ranks import in_distributed_run
+from opfuse.torch_private.autograd import is_followed
 
 ROWS = 128
 """The largest divisor of the number of rows that a plan may depend on."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from opfuse.torch_private.dispatch import in_transform
 from opfuse.torch_private.names import private
 
 
@@ -167,3 +168,8 @@ private(
 def in_forward_mode() -> bool:
     """Whether forward-mode AD is on: a level of dual tensors is open."""
     return forward_ad._current_level >= 0
+
+
+def is_followed() -> bool:
+    """Whether a transform of torch.func, forward-mode AD or torch.jit.trace follows what runs. Asked at every call, so in one."""
+    return in_transform() or forward_ad._current_level >= 0 or torch.jit.is_tracing()

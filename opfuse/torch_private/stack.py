@@ -43,7 +43,7 @@ def frames_of_threads() -> dict[int, FrameType]:
 
 def place_around(passes: Callable[[str], bool]) -> tuple[str, int]:
     """File and line of the innermost frame around the caller whose file does not pass; of the outermost if all do."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while passes(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

@@ -325,3 +325,28 @@ def test_what_no_pipeline_can_run_is_the_forward_of_the_module(name):
     wanted = FOLLOWED[name](model, x)
     opfuse.fuse_(model, FP8)
     torch.testing.assert_close(FOLLOWED[name](model, x), wanted)
+
+
+class ViewedProduct(nn.Module):
+    """x W, of rows that it views as a matrix, as GPT-2 has it."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(columns, 32))
+
+    def forward(self, x):
+        return (x.view(-1, x.size(-1)) @ self.weight).view(*x.shape[:-1], 32)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_forward_cannot_view_as_a_matrix_is_refused_as_before(autocast):
+    """A product by another spelling takes what its forward takes: rows in turn, with gaps between them, and no exchanged ones."""
+    model = nn.Sequential(ViewedProduct(16), nn.SiLU(), ViewedProduct(32))
+    opfuse.fuse_(model, EXACT)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            model(torch.randn(5, 2, 16).transpose(0, 1))
+        with plans_used() as plans:
+            model(torch.randn(2, 5, 32)[..., :16])
+            model(torch.randn(1, 5, 32)[:, ::2, ::2])
+    assert plans

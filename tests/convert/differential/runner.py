@@ -134,7 +134,7 @@ class Run:
         except Exception as error:
             found.append(("raises", type(error).__name__ if isinstance(error, ingredients.Stop) else True))
             self.error = error
-            self.refused += [self.calls] if REFUSED in str(error) else []
+            self.refused += [self.calls] if any(text in str(error) for text in REFUSED[self.converts]) else []
         for module, training in zip(model.modules(), was):
             module.training = training
         found += [(f"{name} afterwards", each.detach().clone()) for name, each in given.items()]
@@ -173,20 +173,26 @@ def backward(result: Any) -> None:
         torch.stack(terms).sum().backward()
 
 
-REFUSED = "recomputation by a checkpoint"
-"""How the error begins of a checkpoint whose function calls other modules when it runs again (docs/fuse.md)."""
+REFUSED = {
+    False: ("is a view and is being modified inplace",),
+    True: ("recomputation by a checkpoint",),
+}
+"""Errors of one run alone, by whether it is the converted one. In plain torch refuses writes to a result of a checkpoint or of a
+function of autograd that is a view, where a converted module's own result is none. Converted, a checkpoint refuses a function
+that calls other modules when it runs again (docs/fuse.md)."""
 
 
 def differences(case: Case) -> list[str]:
     """What differs between ``case`` plain and converted, each with its name first.
 
-    Of a call that is refused, only what was there before its backward pass; that counts for the case with other checkpoints, too.
+    Of a call that one of them refuses, only what was there before; that counts for the case with other checkpoints, too.
     """
     plain, other = Run(case).execute(), Run(case, converts=True).execute()
     found = compared(case, plain, other)
-    if not other.refused:
+    refused = sorted({*plain.refused, *other.refused})
+    if not refused:
         return found
-    found = [each for each in found if not _is_refused(each, other.refused)]
+    found = [each for each in found if not _is_refused(each, refused)]
     accepted = case.without_reentrant()
     return found + [f"with use_reentrant=False, {each}" for each in (differences(accepted) if accepted != case else [])]
 
@@ -195,7 +201,7 @@ def _is_refused(difference: str, refused: list[int]) -> bool:
     """Whether a difference follows from a backward pass that ended; buffers that it would have written differ from then on."""
     at, _, what = difference.partition(": ")
     call = int(at.split()[1]) if at.startswith("call") else 0
-    return (call in refused and not what.startswith("result")) or (call > refused[0] and what.startswith("buffer"))
+    return (call in refused and (not what.startswith("result") or "only converted" in what)) or (call > refused[0] and what.startswith("buffer"))
 
 
 def compared(case: Case, plain: Run, other: Run) -> list[str]:

@@ -43,7 +43,7 @@ Result = list[torch.Tensor | None]
 class Interpreter:
     """One segment of a plan over live ops, in one call. held: casts of weights that are made already.
 
-    partial: whether what is the library's in passes with code of the user's own is repeated. events: emits each group that runs;
+    in_parts: whether what is the library's in passes with code of the user's own is repeated. events: emits each group that runs;
     None where nobody listens. places: where in blocks of kept casts the saved tensors lie. outer: the backward pass that
     recomputes the call, of which that of the segment is to be a part; None if none does.
     """
@@ -58,14 +58,14 @@ class Interpreter:
         kwargs: Kwargs,
         held: Sequence[Held] = (),
         *,
-        partial: bool = False,
+        in_parts: bool = False,
         events: GroupEvents | None = None,
     ) -> None:
         self.plan = plan
         self.segment = segment
         self.ops = ops
         self.kwargs = kwargs
-        self.partial, self.events = partial, events
+        self.in_parts, self.events = in_parts, events
         self.held = {each.node: each.storage for each in held} if held else {}
         self.blocks = [*{id(block): block for each in held for block in each.blocks}.values()] if held else []
         self.places: tuple[PlaceInBlock, ...] = ()
@@ -141,7 +141,7 @@ class Interpreter:
 
     def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
         """What does a cast of a node."""
-        return RepeatedCast(self.plan, node, cast) if self.partial else cast
+        return RepeatedCast(self.plan, node, cast) if self.in_parts else cast
 
     def _cast_of(self, node: Node) -> Cast:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
@@ -295,7 +295,7 @@ class Interpreter:
         grads = Gradients(self.plan, contexts, self.segment.again)
         for value, grad in grad_outputs.items():
             grads.add(value, grad)
-        if self.partial and not active_modes():
+        if self.in_parts and not active_modes():
             repeat(self.plan, self.segment, self._told, grads, self._backward_groups)
         else:
             self._backward_groups(self.segment.backward, grads)

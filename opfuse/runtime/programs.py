@@ -76,7 +76,7 @@ def runner_of(
         return Interpreter(plan, segment, ops, kwargs, held)
     key = None if FORWARD in own.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, kept=kept)
     if key is None:
-        return Interpreter(plan, segment, ops, kwargs, held, partial=bool(own.why))
+        return Interpreter(plan, segment, ops, kwargs, held, in_parts=bool(own.why))
     if segment.requires_grad and saving_hooks(True) is not None:  # which may count what is saved, or compare it
         key = *key, HOOKED
     if held:
@@ -231,7 +231,7 @@ class ReplayedSegment:
         if not segment.requires_grad:
             return Ran(values)
         self.dirty, saved = interpreter.dirty, interpreter.released()
-        interpreter.partial = stepped
+        interpreter.in_parts = stepped
         limit = 0 if stepped else BACKWARD_LOOKS
         replayable = Replayable(self._replayable.device, self._replayable.where, limit)
         backward = BackwardPass(interpreter, replayable, packs=not stepped and self._key[-1] != HOOKED)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from opfuse.cli.certify import OPS, QUANTIZERS, certify
+from opfuse.kernels.engine.cubins import CubinCache
 from opfuse.kernels.products import certificate, native
 from opfuse.kernels.products.backends import BACKENDS, Backend, LibraryOperand, backend_of, library_operand
 from opfuse.kernels.products.certificate import certified, examine
@@ -19,13 +22,16 @@ HERE = {
 
 
 @pytest.mark.parametrize("family", HERE)
-def test_every_product_of_the_device_passes_as_if_nobody_had_tried_it(family: str, device: torch.device, monkeypatch) -> None:
+def test_every_product_of_the_device_passes_as_if_nobody_had_tried_it(
+    family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     unrecorded = HERE[family]._replace(recorded=False)
     monkeypatch.setitem(certificate.BACKENDS, family, (unrecorded,))
     monkeypatch.setattr(certificate, "_known", {})
+    monkeypatch.setattr(certificate, "_cache", lambda: CubinCache(tmp_path / "kept"))
     found = certified(family, device.index, native.machine(device_arch()), native.library_product)
     assert found.fault == ""
-    monkeypatch.setattr(certificate, "_known", {})
+    certificate._known.clear()
     again = certificate.known_certificate(family, native.machine(device_arch()))
     assert again == found, "a certificate is kept beside the compiled kernels"
 

@@ -197,10 +197,10 @@ class Exact(NamedTuple):
         if got.shape != self.product.shape:
             return f"wants the shape {tuple(self.product.shape)}, got {tuple(got.shape)}"
         bound = self.bound + 2.0 ** -_OUT_BITS[got.dtype] * self.product.abs()
-        overflows = self.product.abs() > torch.finfo(got.dtype).max
+        overflows = self.product.abs() + bound > torch.finfo(got.dtype).max
         got = got.double()
         right = ((got - self.product).abs() <= bound) | (got.isnan() & self.product.isnan())
-        right |= overflows & (got == self.product.sign() * torch.inf)
+        right |= overflows & got.isinf()
         if right.all():
             return ""
         row, column = (int(i) for i in (~right).nonzero()[0])
@@ -250,7 +250,9 @@ def standing(family: str, machine: Machine) -> str:
 
 def known_certificate(family: str, machine: Machine) -> Certificate | None:
     """The certificate of a family on the current CUDA device, if that is such a machine and somebody has asked for it before."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != machine.arch:
+    backend = backend_of(BACKENDS[family], machine)
+    is_here = torch.cuda.is_available() and torch.cuda.get_device_capability() == machine.arch
+    if isinstance(backend, str) or backend.recorded or not is_here:
         return None
     device = torch.cuda.current_device()
     return _known.get((family, device)) or _read(_key(family, device))

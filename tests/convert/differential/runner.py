@@ -201,7 +201,8 @@ def _is_refused(difference: str, refused: list[int]) -> bool:
     """Whether a difference follows from a backward pass that ended; buffers that it would have written differ from then on."""
     at, _, what = difference.partition(": ")
     call = int(at.split()[1]) if at.startswith("call") else 0
-    return (call in refused and (not what.startswith("result") or "only converted" in what)) or (call > refused[0] and what.startswith("buffer"))
+    ended = call in refused and (not what.startswith("result") or "only converted" in what)
+    return ended or (call > refused[0] and what.startswith("buffer"))
 
 
 def compared(case: Case, plain: Run, other: Run) -> list[str]:

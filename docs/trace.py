@@ -20,7 +20,7 @@ from opfuse.kernels.engine.launch import Grid
 from opfuse.numerics.activations import BIAS, GELU
 from opfuse.numerics.chain import Stage
 from opfuse.program.program import Program
-from opfuse.runtime.recorded import RecordedValues
+from opfuse.runtime.replayable import Recorded
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
 DOCUMENT = Path(__file__).resolve().parent / "trace.md"
@@ -61,7 +61,7 @@ autograd node, because quantized values flow between them.
 
 {groups}
 
-## 4. The run (`runtime/run.py`, `tensors/`, `numerics/`)
+## 4. The run (`runtime/interpreter.py`, `tensors/`, `numerics/`)
 
 The interpreter runs the groups in order. Node 0 casts the input in blocks of 32 elements with one E8M0 scale
 (`numerics/scales.py`, `numerics/scalars.py`). The first {shown} elements of the first block:
@@ -153,7 +153,7 @@ def _values(model: ops.Sequential, x: torch.Tensor, y: torch.Tensor) -> Iterator
 
 def _program(plan: Plan) -> Program:
     """The program of the forward pass."""
-    (made,) = (each for looks in plan.programs.values() for each in looks.values() if isinstance(each, RecordedValues))
+    (made,) = (each for looks in plan.programs.values() for each in looks.values() if isinstance(each, Recorded))
     return made.program
 
 

@@ -18,12 +18,12 @@ import torch
 from opfuse.program.program import Program
 from opfuse.program.steps import CallStep, OpStep
 from opfuse.program.tape import Tape
-from opfuse.runtime import recorded
+from opfuse.runtime import replayable
 from opfuse.tensors import QuantizedTensor
 
-recorded.INTERPRETED_FIRST = False
+replayable.INTERPRETED_FIRST = False
 _make = Program.__init__
-_note = recorded.Programs.note
+_note = replayable.Replayable.note
 
 
 def _repeats(program: Program) -> bool:
@@ -46,8 +46,8 @@ def _made_and_checked(program: Program, tape: Tape, results: Sequence[int]) -> N
         assert torch.equal(_bits(one), _bits(other)), f"tensor {number} has other bits"
 
 
-def _noted(programs: recorded.Programs, look: Any, what: Any) -> None:
-    _note(programs, look, recorded.SEEN if what is recorded.REFUSED and look not in programs else what)
+def _noted(programs: replayable.Replayable, look: Any, what: Any) -> None:
+    _note(programs, look, replayable.SEEN if what is replayable.REFUSED and look not in programs else what)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -56,12 +56,12 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 Program.__init__ = _made_and_checked  # type: ignore[method-assign]
-recorded.Programs.note = _noted  # type: ignore[method-assign]
+replayable.Replayable.note = _noted  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
 def _unrun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("unrun"):
         monkeypatch.setattr(Program, "__init__", _make)
-        monkeypatch.setattr(recorded.Programs, "note", _note)
-        monkeypatch.setattr(recorded, "INTERPRETED_FIRST", True)
+        monkeypatch.setattr(replayable.Replayable, "note", _note)
+        monkeypatch.setattr(replayable, "INTERPRETED_FIRST", True)

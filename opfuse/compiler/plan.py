@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ class OwnCode(NamedTuple):
     """What of the user's own runs in a segment. why: in which passes, and what; of ``users`` it is the user's code, in others the
     library's, which does more than return results. before: casts that run before the segment does.
 
-    backward: the backward pass, cut around such code; empty if it has none.
+    backward: the backward pass, cut around such code; empty if neither pass has any.
     """
 
     why: Mapping[str, str]
@@ -90,9 +90,9 @@ class Plan:
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
     that the backward pass makes anew, by the node that reads them.
 
-    What was found since, by a segment's first node: programs (also by that and a pass, and by a cast): recordings. own_code: what
-    of the user's own runs in a segment. keepable: its casts of weights that may be kept from call to call. grouped: its ops with
-    groups of rows, and their casts.
+    What was found since, by a segment's first node: programs: recordings, those of stretches also by pass and position, those of
+    casts by cast. own_code: what of the user's own runs in a segment. keepable: its casts of weights that may be kept from call
+    to call. grouped: its ops with groups of rows, and their casts.
     """
 
     key: PlanKey
@@ -295,26 +295,32 @@ def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
 def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Sequence[Group]) -> Segment:
     members = [graph.nodes[i] for i in nodes]
     made = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
-    read = dict.fromkeys(value for node in members for value in node.inputs if value not in made)
-    # A view that an autograd node overwrites must be the node's first input. Of the others those that are read last come first:
-    # so autograd sums gradients of one tensor in the order in which it gets them from ops that are nodes of their own.
-    written = {value for node in members if getattr(node.spec, "in_place", False) for value in node.inputs[1:]}
-    places = {value: (-node.index, i) for node in members for i, value in enumerate(node.inputs)}
     leaves = [v for v in made if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
+    inputs = _inputs(members, made)
+    # Of inputs only those of channels have several: what is cast, forwards or backwards, is read by one op.
+    readers = Counter(value for node in members if not node.is_cast for value in node.inputs)
     trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
     claimed = any(group.claimed for group in (*forward, *backward))
     viewed = not claimed and all(VIEW in node.traits for node in members)
-    inputs = tuple(sorted(read, key=lambda value: (value not in written, places[value])))
-    # Of inputs only those of channels have several: what is cast, forwards or backwards, is read by one op.
-    readers = Counter(value for node in members if not node.is_cast for value in node.inputs)
     return Segment(
         nodes,
-        inputs,
-        tuple(sorted(leaves)),
-        tuple(forward),
-        tuple(reversed(backward)),
-        tuple(dict.fromkeys(node.op for node in members)),
-        trains and not viewed,
-        tuple(value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)),
-        frozenset(leaves) - graph.grads,
+        inputs=inputs,
+        outputs=tuple(sorted(leaves)),
+        forward=tuple(forward),
+        backward=tuple(reversed(backward)),
+        ops=tuple(dict.fromkeys(node.op for node in members)),
+        requires_grad=trains and not viewed,
+        again=tuple(value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)),
+        constant=frozenset(leaves) - graph.grads,
     )
+
+
+def _inputs(members: Sequence[Node], made: Collection[int]) -> tuple[int, ...]:
+    """The values that nodes read and do not make.
+
+    A view that an autograd node overwrites must be the node's first input. Of the others those that are read last come first: so
+    autograd sums gradients of one tensor in the order in which it gets them from ops that are nodes of their own.
+    """
+    written = {value for node in members if getattr(node.spec, "in_place", False) for value in node.inputs[1:]}
+    places = {value: (-node.index, i) for node in members for i, value in enumerate(node.inputs) if value not in made}
+    return tuple(sorted(places, key=lambda value: (value not in written, places[value])))

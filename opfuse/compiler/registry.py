@@ -206,7 +206,7 @@ def checked_rules(rules: object) -> RuleSet:
 
 def active_rules() -> RuleSet:
     """The rule set that is used for plans here."""
-    return _scoped.get() or default_rules()
+    return _scoped.get() or _defaults or default_rules()
 
 
 def set_default_rules(rules: RuleSet) -> None:

@@ -282,7 +282,7 @@ class Sequential(Enrolled):
             runs = self.runs()
             if self.__dict__["_made"].unquantized and current_recipe() is not None:
                 self._tell_unquantized()
-        kwargs = self._kwargs({} if op_kwargs is None else op_kwargs)
+        kwargs = {} if op_kwargs is None else self._kwargs(op_kwargs)
         given = self._given(extra_inputs)
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}

@@ -9,7 +9,10 @@ from collections.abc import Collection, Iterable
 from types import CodeType
 
 _PLAIN = (dict, list, tuple, frozenset, str, bytes, int, float, CodeType, memoryview)
-_OWN = ("opfuse.program.", "opfuse.runtime.recorded", "opfuse.runtime.run", "opfuse.core.context", "opfuse.tensors.storage")
+_OWN = (
+    *("opfuse.program.", "opfuse.core.context", "opfuse.tensors.storage"),
+    *("opfuse.runtime.replayable", "opfuse.runtime.backward", "opfuse.runtime.packing", "opfuse.runtime.interpreter"),
+)
 """Modules whose objects belong to one recording. What else it holds, as ops, torch's functions and tensors, is shared."""
 
 

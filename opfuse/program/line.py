@@ -63,30 +63,34 @@ def compiled(text: str) -> CompiledText:
 
 
 class Line:
-    """The text of the function, and the values of its constants.
+    """Writes the text of the function, and collects the values of its constants.
 
-    given, results: numbers of the inputs and results. addressed: the base of each tensor whose address is read, by number. slab:
-    its bytes, of which the first ``zeroed`` are set to 0. inside: numbers of tensors that lie there and so have no variable.
+    device: on which it allocates. addressed: the base of each tensor whose address is read, by number.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        given: Sequence[int],
-        results: Sequence[int],
-        *,
-        device: torch.device | None,
-        addressed: Mapping[int, int],
-        inside: Collection[int],
-        slab: int,
-        zeroed: int,
-    ) -> None:
+    def __init__(self, device: torch.device | None, addressed: Mapping[int, int]) -> None:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._lines: list[str] = []
         self._addressed, self._device = addressed, device
         self._launches = self._products = 0
         self._empty = empty_on(device) if device is not None else None
+
+    def write(
+        self,
+        steps: Sequence[Step],
+        given: Sequence[int],
+        results: Sequence[int],
+        *,
+        inside: Collection[int],
+        slab: int,
+        zeroed: int,
+    ) -> tuple[CompiledText, ProgramFunction]:
+        """The text, and the function that it defines over the constants.
+
+        given, results: numbers of the inputs and results. slab: its bytes, of which the first ``zeroed`` are set to 0. inside:
+        numbers of tensors that lie there and so have no variable.
+        """
         last, kept = last_reads(steps), {*inside, *results}
         self._start(given, last, kept)
         self._make_slab(slab, zeroed)
@@ -100,9 +104,9 @@ class Line:
             defined.update(made)
             self._let_go([n for n in dict.fromkeys((*step.reads(), *made)) if last.get(n, i) == i and n not in kept])
         self._say(f"return [{', '.join(map(_name, results))}]")
+        return self._function()
 
-    def function(self) -> tuple[CompiledText, ProgramFunction]:
-        """The text, and the function that it defines over these constants."""
+    def _function(self) -> tuple[CompiledText, ProgramFunction]:
         text = compiled("\n".join(["def run(given, frame, stream):", *(f"    {line}" for line in self._lines)]))
         namespace = dict(self._constants)
         exec(text.code, namespace)

@@ -21,7 +21,6 @@ from opfuse.program.slab import slab_of
 from opfuse.program.steps import CallStep, Joining, LaunchStep, OpStep, Place, ProductStep, Step
 from opfuse.program.tape import Tape
 from opfuse.torch_private.devices import raw_stream
-from opfuse.torch_private.dispatch import arguments_of
 
 _aten: Any = torch.ops.aten
 
@@ -141,17 +140,15 @@ class Program:
         places = {SLAB: 0, **self.slab.offsets}
         bases: dict[int, int] = {}
         self._readers = self._read(bases, places, workspace=zeroed.size)
-        line = Line(
+        line = Line(None if self._device is None else torch.device("cuda", self._device), bases)
+        self.code, self._run = line.write(
             recording.steps,
             recording.given,
             recording.results,
-            device=None if self._device is None else torch.device("cuda", self._device),
-            addressed=bases,
             inside=places.keys(),
             slab=self.slab.size,
             zeroed=zeroed.size,
         )
-        self.code, self._run = line.function()
         self._frames = [self._new_frame()]
 
     def _read(self, bases: dict[int, int], places: Mapping[int, int], *, workspace: int) -> dict[int, Readers]:
@@ -285,24 +282,34 @@ def _by_address(tape: Tape, step: Step) -> list[Step]:
     """``step``; a product that torch gives to cuBLASLt becomes one by addresses, after an op that allocates its result."""
     if not isinstance(step, OpStep) or step.op not in _SCALED_MM or library() is None:
         return [step]
-    missing = arguments_of(step.op)[len(step.args) :]
-    given = [*step.args, *(step.kwargs.get(argument.name, argument.default_value) for argument in missing)]
-    left, right, left_scales, left_scaling, _, right_scales, right_scaling, _, bias, _, _, fast, *_ = given
-    a, b, out = (tape.tensors[number] for number in (left.number, right.number, step.results[0]))
-    if not a.is_cuda or bias is not None or not (a.is_contiguous() and b.t().is_contiguous() and out.is_contiguous()):
+    given, out = step.by_name(), step.results[0]
+    left, right = given["self"].number, given["mat2"].number
+    a, b, c = (tape.tensors[number] for number in (left, right, out))
+    if not a.is_cuda or given["bias"] is not None or not (a.is_contiguous() and b.t().is_contiguous() and c.is_contiguous()):
         return [step]
+    (left_scaling, *_), (right_scaling, *_) = given["recipe_a"], given["recipe_b"]
     form = ProductForm(
-        len(a), b.shape[1], b.shape[0], a.dtype, b.dtype, out.dtype, left_scaling[0], right_scaling[0], bool(fast), a.get_device()
+        rows=len(a),
+        columns=b.shape[1],
+        length=b.shape[0],
+        left=a.dtype,
+        right=b.dtype,
+        out=c.dtype,
+        left_scaling=left_scaling,
+        right_scaling=right_scaling,
+        fast=bool(given["use_fast_accum"]),
+        device=a.get_device(),
     )
     tried = Product(form)
     if not tried.found:
         return [step]
-    numbers = left.number, right.number, left_scales[0].number, right_scales[0].number, step.results[0]
-    product = ProductStep(form, {name: tape.place(number) for name, number in zip(OPERANDS, numbers)}, tried.workspace)
+    (left_scale, *_), (right_scale, *_) = given["scale_a"], given["scale_b"]
+    numbers = {"left": left, "right": right, "left_scale": left_scale.number, "right_scale": right_scale.number, "out": out}
+    product = ProductStep(form, {name: tape.place(number) for name, number in numbers.items()}, tried.workspace)
     if step.op is _aten._scaled_mm_v2.out:
         return [product]
-    room = {"dtype": out.dtype, "device": out.device}
-    return [OpStep(_aten.empty.memory_format, (list(out.shape),), room, step.results, single=True), product]
+    room = {"dtype": c.dtype, "device": c.device}
+    return [OpStep(_aten.empty.memory_format, (list(c.shape),), room, step.results, single=True), product]
 
 
 _SCALED_MM = (_aten._scaled_mm_v2.default, _aten._scaled_mm_v2.out)

@@ -12,7 +12,7 @@ import torch
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.program.cublaslt import ProductForm
-from opfuse.torch_private.dispatch import schema_of
+from opfuse.torch_private.dispatch import arguments_of, schema_of
 from opfuse.torch_private.operations import tree_map_only
 
 WORD = 8
@@ -56,6 +56,12 @@ class OpStep:
     @cached_property
     def _read(self) -> tuple[int, ...]:
         return (*numbers_in(self.args), *numbers_in(self.kwargs))
+
+    def by_name(self) -> dict[str, Any]:
+        """The arguments by the names of the op's schema, with its defaults."""
+        declared = arguments_of(self.op)
+        given = dict(zip((argument.name for argument in declared), self.args)) | self.kwargs
+        return {argument.name: given.get(argument.name, argument.default_value) for argument in declared}
 
     def renamed(self, names: Mapping[int, int]) -> OpStep:
         """The same step with other numbers for the tensors that it reads."""

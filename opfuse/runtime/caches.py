@@ -35,9 +35,9 @@ def info_of(caches: Iterable[Cache[PlanKey, Plan]], last_miss: str | None) -> Ca
     """The counts of several pipelines together."""
     caches = list(caches)
     plans = [plan for each in caches for _, plan in each.items()]
-    known = [looks for plan in plans for looks in list(plan.programs.values())]
-    made = [each for looks in known for _, each in looks.made()]
-    programs = [program for each in made for program in each.programs()]
+    known = [each for plan in plans for each in list(plan.programs.values())]
+    recorded = [what for each in known for _, what in each.recorded()]
+    programs = [program for each in recorded for program in each.programs()]
     return CacheInfo(
         sum(map(len, caches)),
         sum(each.hits for each in caches),
@@ -47,5 +47,5 @@ def info_of(caches: Iterable[Cache[PlanKey, Plan]], last_miss: str | None) -> Ca
         max((program.block_bytes for program in programs), default=0),
         bytes_of([*(plan.programs for plan in plans), *(program.constants for program in programs)])
         + sum(program.frame_bytes for program in programs),
-        sum(looks.dropped for looks in (*known, *(further for each in made for further in each.further()))),
+        sum(each.dropped for each in (*known, *(behind for what in recorded for behind in what.behind))),
     )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ PLANS, MADE = 64, 256
 _NEGATIVE = torch.Tensor.is_neg
 """Whether a tensor has torch's negative bit: its values are those in memory, negated."""
 
+_TRAINING = attrgetter("training")
+
 _log = logging.getLogger("opfuse.misses")
 _misses = itertools.count(1)
 """Misses of all pipelines, in order."""
@@ -88,9 +91,10 @@ class OperationFuser:
     names: those of ``ops`` in their module (default: numbers). alone: its one op was called as a module. imports, exports:
     channels that come from earlier pipelines, and that later ones read. before: the last key of a pipeline that this one
     replaces. extra_inputs: the channel of each extra input of a call, or None. extra_outputs: the channels of the extra outputs.
-    slots: where parameters are found. starts: the position of the first basic op of each of ``ops``, by name. last_missed: the
-    number of its last miss among those of all pipelines, 0 before the first. members: ops that are run without calling their
-    modules, so that module hooks do not run. path: of its module, once known. ticket: its number in graphs of torch.compile.
+    places, slots: where the parameters of each op are found, and all in order. starts: the position of the first basic op of each
+    of ``ops``, by name. last_missed: the number of its last miss among those of all pipelines, 0 before the first. members: ops
+    that are run without calling their modules, so that module hooks do not run. path: of its module, once known. ticket: its
+    number in graphs of torch.compile.
     """
 
     def __init__(
@@ -121,26 +125,35 @@ class OperationFuser:
         self._thrash = Thrash(PLANS)
         for op in (basic for given in self.given for basic in given.basic_ops):
             op.pre_first_fuser_forward()
-        self._look()
+        self._read()
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         """Read everything of the ops that calls do not change."""
         self._epoch = WatchedModule.epoch
-        counts = [len(op.basic_ops) for op in self.given]
-        starts = list(itertools.accumulate(counts, initial=0))
-        self.starts = dict(zip(self.names, starts))
-        self.presets = tuple((start, op) for start, op in zip(starts, self.given) if isinstance(op, FusedOperation))
-        self.ops = tuple(basic for op in self.given for basic in op.basic_ops)
-        check_channels(self.ops, self.imports)
-        for op in self.ops:
-            op.capture()
-        self._hooks = OpHooks(self.ops)
-        for member in self.given:
-            member.capture(member=bool(self.members))
-        numbered = ((name, n, i) for name, n in zip(self.names, counts) for i in range(n))
-        self._op_names = tuple(".".join(filter(None, (name, str(i) if n > 1 else ""))) for name, n, i in numbered)
+        self._read_ops()
+        self._read_channels()
+        self._read_parameters()
         self.structure = self._structure()
         self.form = f"{self.structure} {sorted(self.imports)} {sorted(self.exports)}"
+        self._hooks = OpHooks(self.ops)
+        self._modal = tuple(op for op in self.ops if op.reads_training)
+        modal = [name for name, op in zip(self._op_names, self.ops) if op.reads_training]
+        self._modes = {len(modal): record(modal), len(self.ops): record(self._op_names)}
+        self._trees = tuple((op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules)
+
+    def _read_ops(self) -> None:
+        """The basic ops, where each of the given ones begins, and their names: those of ops with several parts are numbered."""
+        self.ops = tuple(basic for op in self.given for basic in op.basic_ops)
+        counts = [len(op.basic_ops) for op in self.given]
+        starts = [*itertools.accumulate(counts, initial=0)]
+        self.starts = dict(zip(self.names, starts))
+        self.presets = tuple((start, op) for start, op in zip(starts, self.given) if isinstance(op, FusedOperation))
+        numbered = ((name, n, i) for name, n in zip(self.names, counts) for i in range(n))
+        self._op_names = tuple(".".join(filter(None, (name, str(i) if n > 1 else ""))) for name, n, i in numbered)
+
+    def _read_channels(self) -> None:
+        """Which extra tensors a call takes, those of imported channels once, and which it returns."""
+        check_channels(self.ops, self.imports)
         read = [channel.name for op in self.ops for channel in op.extra_input_channels]
         first = {name: i for i, name in reversed([*enumerate(read)])}
         self.extra_inputs = tuple(
@@ -148,13 +161,16 @@ class OperationFuser:
         )
         made = [channel for op in self.ops for channel in op.extra_output_channels]
         self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
-        self.slots = tuple(place for op in self.ops for place in op.parameter_places())
+
+    def _read_parameters(self) -> None:
+        """Where parameters are, from now on reported by ops that change."""
+        for op in self.ops:
+            op.capture()
+        for member in self.given:
+            member.capture(member=bool(self.members))
+        self.places = tuple(op.parameter_places() for op in self.ops)
+        self.slots = tuple(itertools.chain.from_iterable(self.places))
         self._parameters = record(self._parameter_names())
-        self._modal = tuple(op for op in self.ops if op.reads_training)
-        named = [*zip(self._op_names, self.ops)]
-        modal = record(name for name, op in named if op.reads_training)
-        self._modes = {len(self._modal): modal, len(self.ops): record(self._op_names)}
-        self._trees = tuple((op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules)
 
     def _structure(self) -> Digest:
         channels = [
@@ -174,13 +190,13 @@ class OperationFuser:
                 for own, slot in op.parameter_slots():
                     yield ".".join(filter(None, (name, prefixes.get(id(slot), ""), own.rpartition(".")[2])))
 
-    def _look_again(self) -> None:
+    def _refresh(self) -> None:
         """Notice changes of modules inside of ops, and, by the count of all changes, of ops."""
         for op, tree in self._trees:
             if not tree.stands:
                 op.changed()
         if self._epoch != WatchedModule.epoch:
-            self._look()
+            self._read()
 
     @property
     def handle(self) -> str:
@@ -195,7 +211,7 @@ class OperationFuser:
     def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> tuple[Any, ...]:
         """Everything that the plan of this call may depend on: a :class:`PlanKey` as plain tuples, which are equal to it."""
         if self._epoch != WatchedModule.epoch or self._trees:
-            self._look_again()
+            self._refresh()
         device, arch, has_autocast = _device(x.device)
         # A group that is made after a first call makes another plan: rows travel, and amaxes are shared.
         group = current_amax_group() or default_group()
@@ -212,9 +228,9 @@ class OperationFuser:
         )
         inputs = (
             input_signature(x),
-            tuple([input_signature(extra) for extra in extras]),
+            tuple(map(input_signature, extras)),
             parameter_signatures(self.slots),
-            tuple([op.training for op in (self.ops if rules.functions else self._modal)]),
+            tuple(map(_TRAINING, self.ops if rules.functions else self._modal)),
         )
         return self.structure, env, inputs, rules.digest
 
@@ -312,7 +328,6 @@ class OperationFuser:
             check_tensors(self.label, x)
         if is_followed():
             check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self.slots]))
-        check_count(self, extras)
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
         if self._hooks.of_recipes:
@@ -326,12 +341,12 @@ class OperationFuser:
         tensors = x, *extras
         if True in map(_NEGATIVE, tensors):  # kernels read what lies in memory
             tensors = resolved(self, tensors)
-        outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), instead)
+        outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), places=self.places, instead=instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     # -- in a graph of torch.compile -------------------------------------------------------------------------------------------
 
-    get_ready = _look_again
+    get_ready = _refresh
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """The call inside of an op of torch.compile: its segments are all that it runs."""

@@ -42,7 +42,11 @@ def check_count(pipeline: PipelineInputs, extras: Sequence[torch.Tensor]) -> Non
 
 
 def check_call(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> None:
-    """All checks of a call: typed errors for tensors, weights and devices that it cannot take; warnings for hooks."""
+    """All checks of a call: typed errors for tensors, weights and devices that it cannot take; warnings for hooks.
+
+    Made where no plan is found: the key of a plan tells how many inputs there are, and of what kinds.
+    """
+    check_count(pipeline, extras)
     check_tensors(pipeline.label, *extras, what="extra input")
     _check_strided(pipeline.label, x, *extras)
     _check_foreign(f"{pipeline.label} input", x, _LOCAL)

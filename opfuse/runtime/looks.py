@@ -65,5 +65,6 @@ def _structure(tensor: Any) -> Any:
 def given(tensors: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors that are not None, followed by the planes of quantized ones."""
     there = [tensor for tensor in tensors if tensor is not None]
-    planes = [plane for tensor in there if type(tensor) is QuantizedTensor for plane in tensor.held.tensors()]
-    return [*there, *planes]
+    if QuantizedTensor in map(type, there):
+        there += [plane for tensor in there if type(tensor) is QuantizedTensor for plane in tensor.held.tensors()]
+    return there

@@ -8,18 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-
-import torch
+from typing import Any
 
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, FORWARD
+from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
-from opfuse.events import GroupRan, PlanUsed, emit, listeners, silenced, subscribed
+from opfuse.core.operation import BasicOperation
+from opfuse.events import GroupRan, PlanUsed, emit, silenced, subscribed
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.gradients import Gradients
 from opfuse.runtime.misses import trial_plans
-from opfuse.runtime.run import Runner
 from opfuse.tensors.capture import check_capture
+
+RunsGroup = Callable[[Group, Any], None]
+"""Runs a group over the values, or the gradients, of its pass."""
+
+Listeners = Mapping[type, tuple[Callable[[Any], None], ...]]
+"""By type of event."""
 
 
 @contextmanager
@@ -34,16 +40,16 @@ def observed(listener: Callable[[GroupRan], None], *, fused: bool = False) -> It
         yield
 
 
-class ObservedRunner(Runner):
-    """Runs a segment and emits each of its groups, also those of the backward pass, to the listeners of the call."""
+class GroupEvents:
+    """Emits each group of nodes of an observed call, also those of its backward pass, to the listeners ``to`` of the call."""
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
-        self._listeners = listeners()
-        return super().forward(tensors)
+    def __init__(self, plan: Plan, ops: Sequence[BasicOperation], to: Listeners) -> None:
+        self.plan, self.ops, self._listeners = plan, ops, to
 
-    def _forward_group(self, group: Group, values: dict[int, Value]) -> None:
+    def forward(self, run: RunsGroup, group: Group, values: dict[int, Value]) -> None:
+        """Run a group of the forward pass."""
         start = time.perf_counter()
-        super()._forward_group(group, values)
+        run(group, values)
         seconds = time.perf_counter() - start
         if current_pass() is Pass.AGAIN:  # the first run emitted it
             return
@@ -54,14 +60,15 @@ class ObservedRunner(Runner):
             source = self.ops[first.op].parameter(self._role(group) or "") if first.side else values[first.inputs[0]]
         self._emit(FORWARD, group, seconds, source, values.get(last.outputs[0]) if last.outputs else None)
 
-    def _backward_group(self, group: Group, grads: Gradients) -> None:
+    def backward(self, run: RunsGroup, group: Group, grads: Gradients) -> None:
+        """Run a group of the backward pass."""
         nodes = [self.plan.graph.nodes[i] for i in group.nodes]
         if not any(grads.has(node.outputs) for node in nodes):
             return
         cast = nodes[-1].is_cast and not group.claimed
         source = _gradient(grads, nodes[-1].outputs[0]) if cast else None
         start = time.perf_counter()
-        super()._backward_group(group, grads)
+        run(group, grads)
         seconds = time.perf_counter() - start
         value = nodes[-1].outputs[0] if cast else nodes[0].inputs[0] if nodes[0].inputs else None
         self._emit(BACKWARD, group, seconds, source, None if value is None else _gradient(grads, value))

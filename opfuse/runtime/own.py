@@ -52,7 +52,8 @@ def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Own
     # A cast in groups leaves the gradient itself in the context of its reader, which may be in another stretch.
     theirs |= {i for i, cast in casting.items() if isinstance(cast, GroupedCast) or not is_own_cast(cast)}
     users = frozenset(each.side for each in found if each.is_users)
-    return OwnCode(why, users, before, tuple(_stretches(plan, segment.backward, theirs)) if BACKWARD in why else ())
+    stretches = _stretches(plan, segment.backward, theirs if BACKWARD in why else ()) if why else ()
+    return OwnCode(why, users, before, tuple(stretches))
 
 
 def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[_Reason]:

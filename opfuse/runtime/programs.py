@@ -1,16 +1,16 @@
-"""Runners of a segment: the interpreter, one that records what it does, and one that repeats the recording.
+"""Who runs a segment: the interpreter, or a program that it has recorded.
 
-A segment is interpreted when its inputs look new, recorded when they look so again, and repeated from then on. Only what the
-library itself computes is recorded: an op, a rule or a quantizer of the user's own may do what no tape sees. A pass that has
-one runs in steps (``stepped.py``); the other one is repeated.
+Only what the library itself computes is recorded: an op, a rule or a quantizer of the user's own may do what no tape sees. A pass
+that has one is repeated in parts (``partial.py``), the other one as a whole.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,34 +18,24 @@ import torch
 from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, Node
 from opfuse.compiler.plan import OwnCode, Plan, Segment
 from opfuse.core.cast import Cast
-from opfuse.core.context import Value
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.environment import variable
 from opfuse.events import INTERPRETED, GroupRan, listeners
+from opfuse.kernels.engine.launch import compiled_ahead
 from opfuse.program.tape import Tape
 from opfuse.recipes.counting import PassAround
-from opfuse.runtime.backward import BackwardPass, GradOutputs, Result
-from opfuse.runtime.before import made_before
+from opfuse.runtime.backward import BackwardPass
+from opfuse.runtime.blocks import PlaceInBlock
+from opfuse.runtime.interpreter import GradOutputs, Interpreter, Kwargs, Result
 from opfuse.runtime.kept import Held, KeptCasts, held_casts
 from opfuse.runtime.looks import firsts, given, look_of
-from opfuse.runtime.observed import ObservedRunner
+from opfuse.runtime.observed import GroupEvents
 from opfuse.runtime.own import own_code
-from opfuse.runtime.recorded import (
-    BACKWARD_LOOKS,
-    REFUSED,
-    Packing,
-    Programs,
-    Recorded,
-    RecordedBackward,
-    program_of,
-    structures_of,
-    without_autocast,
-)
-from opfuse.runtime.rehearsal import RehearsedRunner
-from opfuse.runtime.run import Kwargs, Runner
-from opfuse.runtime.stepped import SteppedRunner
+from opfuse.runtime.partial import made_before
+from opfuse.runtime.rehearsal import rehearsed
+from opfuse.runtime.replayable import BACKWARD_LOOKS, Ran, Replayable
 from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import matrix_shape
@@ -71,37 +61,30 @@ def interpreted() -> Iterator[None]:
 
 def runner_of(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
-) -> Runner | Recorder | Repeater:
+) -> Interpreter | ReplayedSegment:
     """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
     kept = held_casts(plan, segment, ops)
     if heard := listeners():
         if GroupRan in heard:
-            return ObservedRunner(plan, segment, ops, kwargs, kept.casts)
+            return Interpreter(plan, segment, ops, kwargs, kept.casts, events=GroupEvents(plan, ops, heard))
         if not INTERPRETED.isdisjoint(heard):
             tensors = None
-    own = _own_code(plan, segment, ops)
+    own = plan.own_code.get(segment.nodes.start) or _own_code(plan, segment, ops)
     before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
     held = (*before, *kept.casts) if before else kept.casts
     if tensors is None or not _enabled.get() or active_modes():
-        return Runner(plan, segment, ops, kwargs, held)
-    look = None if FORWARD in own.why or any(kwargs) else _look(plan, segment, ops, tensors, before=before, kept=kept)
-    if look is None:
-        return (SteppedRunner if own.why else Runner)(plan, segment, ops, kwargs, held)
+        return Interpreter(plan, segment, ops, kwargs, held)
+    key = None if FORWARD in own.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, kept=kept)
+    if key is None:
+        return Interpreter(plan, segment, ops, kwargs, held, in_parts=bool(own.why))
+    if segment.requires_grad and saving_hooks(True) is not None:  # which may count what is saved, or compare it
+        key = *key, HOOKED
     if held:
         tensors = [*tensors, *[tensor for each in before for tensor in each.tensors], *kept.tensors]
-    programs = plan.programs.get(segment.nodes.start)
-    if programs is None:
-        programs = plan.programs.setdefault(segment.nodes.start, Programs())
-    found = programs.get(look)
-    if isinstance(found, Recorded):
-        return Repeater(found, plan, segment, tensors)
-    refused = found is REFUSED or is_capturing()  # a program may want kernels that no call has launched: a capture loads none
-    if refused or programs.is_new(look):
-        return (Runner if refused else RehearsedRunner)(plan, segment, ops, kwargs, held)
-    return Recorder(plan, segment, ops, kwargs, held, tensors=tensors, note=lambda what: programs.note(look, what))
+    return ReplayedSegment(plan, segment, ops, held, key=key, tensors=given(tensors))
 
 
-def _look(
+def _key(
     plan: Plan,
     segment: Segment,
     ops: Sequence[BasicOperation],
@@ -130,12 +113,10 @@ def _look(
 
 
 def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
-    """What of the user's own runs in the segment."""
-    found = plan.own_code.get(segment.nodes.start)
-    if found is None:
-        found = plan.own_code[segment.nodes.start] = own_code(plan, segment, ops)
-        for side, why in found.why.items():
-            _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
+    """What of the user's own runs in the segment, which is told once."""
+    found = plan.own_code[segment.nodes.start] = own_code(plan, segment, ops)
+    for side, why in found.why.items():
+        _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
     return found
 
 
@@ -191,121 +172,78 @@ def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Seq
     return found
 
 
-# -- recording -------------------------------------------------------------------------------------------------------------------
+# -- repeating -------------------------------------------------------------------------------------------------------------------
+
+HOOKED = "hooked"
+"""Ends the key of a call under hooks of saved tensors, which see them one by one: no blocks."""
 
 
-class Recorder(Runner):
-    """The interpreter, on tape."""
+class ReplayedSegment:
+    """One segment in one call, with the methods of the interpreter: interpreted, recorded or repeated, as its key is known."""
+
+    outer: PassAround = None
 
     def __init__(
         self,
         plan: Plan,
         segment: Segment,
         ops: Sequence[BasicOperation],
-        kwargs: Kwargs,
         held: Sequence[Held],
         *,
-        tensors: Sequence[torch.Tensor | None],
-        note: Callable[[Any], None],
+        key: tuple[Any, ...],
+        tensors: list[torch.Tensor],
     ) -> None:
-        """tensors: all that come in. note: takes what becomes of the look."""
-        super().__init__(plan, segment, ops, kwargs, held)
-        self._note = note
-        self._kept = held
-        self._tape: Tape | None = Tape(given(tensors))
-        self._values: list[Value] = []
-
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
-        tape = self._tape
-        if tape is None:
-            return super().forward(tensors)
-        with tape.recording():
-            self.held, self._kept = {each.node: each.made_again() for each in self._kept}, ()
-            values = self._values = super().forward(tensors)
-        if self.dirty:
-            tape.refuse("a tensor of the caller is changed in place")
-        if not self.segment.requires_grad:
-            self._end([])
-        return values
-
-    def released(self) -> list[torch.Tensor]:
-        saved = super().released()
-        self._end(saved)
-        return saved
-
-    def _end(self, saved: Sequence[torch.Tensor]) -> None:
-        tape, values, self._tape, self._values = self._tape, self._values, None, []
-        if tape is None:
-            return
-        structures, tensors = structures_of(values)
-        stepped = BACKWARD in self.plan.own_code[self.segment.nodes.start].why
-        packs = self.segment.requires_grad and not stepped
-        program = program_of(tape, [*tensors, *saved], self.plan.name, self.segment.nodes, packs=packs)
-        if program is None:
-            self._note(REFUSED)
-            return
-        interpreter = (SteppedRunner if stepped else Runner)(self.plan, self.segment, self.ops, ())
-        if self.segment.requires_grad:  # else no backward pass wants them, and they hold what the ops read
-            interpreter.contexts, interpreter.places = self.contexts, self.places
-        backward = Programs(0 if stepped else BACKWARD_LOOKS)
-        self._note(Recorded(program, structures, interpreter, backward, packs=program.recording is not None))
-
-
-# -- repeating -------------------------------------------------------------------------------------------------------------------
-
-
-class Repeater:
-    """Runs what was recorded, with the methods of the interpreter."""
-
-    dirty: Sequence[Any] = ()
-    outer: PassAround = None
-
-    def __init__(self, recorded: Recorded, plan: Plan, segment: Segment, tensors: Sequence[torch.Tensor | None]) -> None:
+        """tensors: all that come in."""
         self.plan, self.segment = plan, segment
-        self._recorded = recorded
-        self._given = given(tensors)
-        self.places = recorded.interpreter.places
-        self._saved: list[torch.Tensor] = []
-        self._packing: Packing | None = None
+        self._ops, self._held = ops, held
+        self._key, self._tensors = key, tensors
+        self._replayable = Replayable.of(plan, segment.nodes.start, segment.nodes)
+        self._backward: Any = None
+        self._saved: list[Any] = []
+        self.places: tuple[PlaceInBlock, ...] = ()
+        self.dirty: Sequence[tuple[int, torch.Tensor]] = ()
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
-        """The segment's outputs."""
-        recorded, program = self._recorded, self._recorded.program
-        # Hooks of saved tensors, such as a checkpoint's, may count what is saved, or compare it with an earlier call.
-        if recorded.packing is not None and saving_hooks(True) is None:
-            self._packing, program = recorded.packing, recorded.packing.forward
-        results = without_autocast(self.plan.key.env.device, program, self._given)
-        self._given = []
-        self._saved = results[recorded.results :]
-        return recorded.values(results)
+    def forward(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """The segment's outputs for its inputs."""
+        found: tuple[list[Any], BackwardPass | None] = self._replayable(
+            self._key, self._tensors, partial(self._interpret, inputs)
+        )
+        values, self._backward = found
+        if self._backward is None:
+            return values
+        self.places = self._backward.interpreter.places
+        count = len(self.segment.outputs)
+        self._saved = values[count:]
+        return values[:count]
+
+    def _interpret(self, inputs: Sequence[torch.Tensor], tape: Tape | None) -> Ran:
+        """The outputs, then the saved tensors; and the backward pass behind them, if there is one."""
+        plan, segment, stepped = self.plan, self.segment, BACKWARD in self.plan.own_code[self.segment.nodes.start].why
+        interpreter = Interpreter(plan, segment, self._ops, ({},) * len(self._ops), self._held)
+        if tape is None:
+            with compiled_ahead(partial(rehearsed, interpreter, inputs)):
+                values = interpreter.forward(inputs)
+        else:
+            interpreter.held = {each.node: each.made_again() for each in self._held}
+            values = interpreter.forward(inputs)
+            if interpreter.dirty:
+                tape.refuse("a tensor of the caller is changed in place")
+        if not segment.requires_grad:
+            return Ran(values)
+        self.dirty, saved = interpreter.dirty, interpreter.released()
+        interpreter.in_parts = stepped
+        limit = 0 if stepped else BACKWARD_LOOKS
+        replayable = Replayable(self._replayable.device, self._replayable.where, limit)
+        backward = BackwardPass(interpreter, replayable, packs=not stepped and self._key[-1] != HOOKED)
+        return Ran([*values, *saved], backward, backward.replayables, backward.packs)
 
     def released(self) -> list[torch.Tensor]:
-        """The tensors that are saved for the backward pass."""
+        """The tensors that are saved for the backward pass; whatever else is held of this call is let go."""
         saved, self._saved = self._saved, []
+        self.dirty, self._held = (), ()
         return saved
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
         """As of the interpreter."""
-        recorded, saved = self._recorded, list(tensors)
-        unseen = None  # the look of what comes in blocks, if it is not known yet whether a program can take them so
-        packs = recorded.packs or recorded.packing is not None
-        backward = BackwardPass(self.plan, self.segment, recorded.interpreter.gradients, recorded.backward, packs=packs)
-        if (packing := self._packing) is not None:
-            look = backward.look(grad_outputs, saved)
-            found = packing.backward.get(look)
-            if isinstance(found, RecordedBackward):
-                return backward.repeated(found, grad_outputs, saved)
-            saved, unseen = [*packing.unpacked(saved)], look if found is None else None
-        look = backward.look(grad_outputs, saved)
-        found = recorded.backward.get(look)
-        if isinstance(found, RecordedBackward):
-            self._pack(found, grad_outputs, unseen)
-        return backward.run(grad_outputs, saved, look, found)
-
-    def _pack(self, backward: RecordedBackward, grad_outputs: GradOutputs, look: tuple[Any, ...] | None) -> None:
-        """Have later calls save together what ``backward`` reads by address. look: of what came, where it was saved so."""
-        recorded, grads = self._recorded, sum(grad is not None for grad in grad_outputs.values())
-        if look is None:
-            recorded.pack(backward, grads)
-        elif self._packing is not None:
-            self._packing.backward.note(look, self._packing.of_backward(backward, grads))
+        found: Result = self._backward(grad_outputs, list(tensors), (self._replayable, self._key))
+        return found

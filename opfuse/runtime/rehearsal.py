@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from opfuse.compiler.graph import BACKWARD
-from opfuse.core.context import Value, plain
+from opfuse.core.context import plain
 from opfuse.kernels.casts.delayed import updating
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import with_joined
-from opfuse.kernels.engine.launch import compiled_ahead, dry_run
+from opfuse.kernels.engine.launch import dry_run
 from opfuse.program.tape import PLAIN
 from opfuse.recipes.passes import Pass, running
-from opfuse.runtime.run import Runner
+from opfuse.runtime.interpreter import Interpreter
 from opfuse.torch_private.dispatch import TorchDispatchMode, arguments_of, schema_of
 from opfuse.torch_private.operations import tree_leaves
 
@@ -81,35 +81,31 @@ def _memory(values: Any) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in tree_leaves(values) if isinstance(each, torch.Tensor)}
 
 
-class RehearsedRunner(Runner):
-    """The interpreter at the first call of a look: kernels that must be compiled are compiled together."""
+def rehearsed(interpreter: Interpreter, tensors: Sequence[torch.Tensor]) -> list[Variant]:
+    """The kernels that both passes of a segment launch for inputs like ``tensors``, as far as they can be found."""
+    plan, segment, ops = interpreter.plan, interpreter.segment, interpreter.ops
+    parameters = [value for i in segment.ops for value in ops[i].parameter_values() if value is not None]
+    if not all(type(each) in PLAIN for each in (*tensors, *parameters)):
+        return []
+    devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    twin = Interpreter(plan, segment, ops, ({},) * len(ops))
+    twin.held = dict(interpreter.held)
+    with dry_run() as needed, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
+        try:
+            with _Harmless():
+                _run(twin, tensors)
+        except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
+            _log.debug("%s, nodes %s: rehearsed in part, since %s", plan.name, segment.nodes, reason)
+        if any(cast.is_delayed for cast in plan.casts.values()):  # by who owns the region, when its passes are over
+            needed.append(updating())
+        return with_joined(needed)
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
-        with compiled_ahead(lambda: self._rehearsed(tensors)):
-            return super().forward(tensors)
 
-    def _rehearsed(self, tensors: Sequence[torch.Tensor]) -> list[Variant]:
-        """The kernels of a forward and a backward pass, as far as they can be found."""
-        parameters = [value for i in self.segment.ops for value in self.ops[i].parameter_values() if value is not None]
-        given, devices = [*tensors, *parameters], sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
-        if not all(type(each) in PLAIN for each in given):
-            return []
-        twin = Runner(self.plan, self.segment, self.ops, ({},) * len(self.ops))
-        twin.held = dict(self.held)
-        with dry_run() as needed, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
-            try:
-                with _Harmless():
-                    self._run(twin, tensors)
-            except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
-                _log.debug("%s, nodes %s: rehearsed in part, since %s", self.plan.name, self.segment.nodes, reason)
-            if any(cast.is_delayed for cast in self.plan.casts.values()):  # by who owns the region, when its passes are over
-                needed.append(updating())
-            return with_joined(needed)
-
-    def _run(self, twin: Runner, tensors: Sequence[torch.Tensor]) -> None:
-        values = twin.forward(tensors)
-        if self.segment.requires_grad and BACKWARD not in self.plan.own_code[self.segment.nodes.start].users:
-            saved = twin.released()
-            outputs = zip(self.segment.outputs, values)
-            grads: dict[int, torch.Tensor | None] = {number: torch.empty_like(plain(value)) for number, value in outputs}
-            twin.gradients(grads, iter(saved))
+def _run(twin: Interpreter, tensors: Sequence[torch.Tensor]) -> None:
+    plan, segment = twin.plan, twin.segment
+    values = twin.forward(tensors)
+    if segment.requires_grad and BACKWARD not in plan.own_code[segment.nodes.start].users:
+        saved = twin.released()
+        outputs = zip(segment.outputs, values)
+        grads: dict[int, torch.Tensor | None] = {number: torch.empty_like(plain(value)) for number, value in outputs}
+        twin.gradients(grads, iter(saved))

@@ -11,30 +11,30 @@ import torch
 
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value, plain
-from opfuse.core.operation import BasicOperation
+from opfuse.core.operation import BasicOperation, ParameterPlaces
 from opfuse.core.tracers import check_backward, check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.blocks import gathered_again, scattered
+from opfuse.runtime.interpreter import Interpreter, Kwargs
 from opfuse.runtime.ledger import Ledger, SavedTensors
-from opfuse.runtime.programs import Recorder, Repeater, runner_of
+from opfuse.runtime.programs import ReplayedSegment, runner_of
 from opfuse.runtime.recompute import check_once
-from opfuse.runtime.run import Kwargs, Runner
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.autograd import saving_hooks
 from opfuse.torch_private.tensors import base_of, share_memory
 
-AnyRunner = Runner | Recorder | Repeater
+AnyRunner = Interpreter | ReplayedSegment
 
 
 class _SegmentFunction(torch.autograd.Function):
     """The autograd node of one segment: inputs and parameters in, outputs out."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, runner: AnyRunner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = _published(runner.forward(tensors[:count]), tensors)
         ctx.values = list(runner.segment.outputs)
         for value, tensor in runner.dirty:
@@ -51,7 +51,7 @@ class _SegmentFunction(torch.autograd.Function):
             saved = [*scattered(iter(saved), runner.places)]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
-        results = tuple(_distinct(outputs))
+        results = tuple(_distinct(outputs)) if len(outputs) > 1 else tuple(outputs)
         if constant := runner.segment.constant:
             ctx.mark_non_differentiable(*[each for value, each in zip(ctx.values, results) if value in constant])
         return results
@@ -79,7 +79,7 @@ class _SegmentFunction(torch.autograd.Function):
         return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
 
 
-def _check_view(runner: Runner, written: torch.Tensor, *, alone: bool) -> None:
+def _check_view(runner: AnyRunner, written: torch.Tensor, *, alone: bool) -> None:
     """UnsupportedError for a view that autograd cannot rebase: it must be its node's first input and only output."""
     if base_of(written) is not None and not alone:
         where, cure = f"{runner.plan.name} extra input", "clone it, or use in_place=False"
@@ -125,7 +125,10 @@ def _published(values: Sequence[Value], given: Sequence[torch.Tensor | None]) ->
     A view of memory that the node alone made is detached, so that it is no view: autograd forbids writes in place to views from a
     node. It keeps its bytes and its count of writes, so a change of what was saved is still noticed.
     """
-    outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in values]
+    outputs: list[Any] = [*values]
+    for i, value in enumerate(values):
+        if isinstance(value, QuantizedStorage):
+            outputs[i] = QuantizedTensor(value)
     for i, tensor in enumerate(outputs):
         if base_of(tensor) is not None and _owns_memory(tensor, (*given, *outputs[:i], *outputs[i + 1 :])):
             outputs[i] = tensor.detach()
@@ -188,17 +191,19 @@ def run_plan(
     ops: Sequence[BasicOperation],
     given: Sequence[torch.Tensor],
     kwargs: Kwargs,
+    *,
+    places: Sequence[ParameterPlaces],
     instead: Mapping[int, torch.Tensor] | Ledger | None = None,
 ) -> list[torch.Tensor]:
     """The pipeline's outputs, main first, for its inputs.
 
-    instead: tensors that take the gradients of parameters, by their ``id()``; or a ledger, in which segments note their backward
-    passes in place of autograd nodes.
+    places: where the parameters of each op are. instead: tensors that take the gradients of parameters, by their ``id()``; or a
+    ledger, in which segments note their backward passes in place of autograd nodes.
     """
     if not plan.reads_sizes:
-        return _run_segments(plan, ops, given, kwargs, instead)
+        return _run_segments(plan, ops, given, kwargs, places=places, instead=instead)
     with sizes_read_once():
-        return _run_segments(plan, ops, given, kwargs, instead)
+        return _run_segments(plan, ops, given, kwargs, places=places, instead=instead)
 
 
 def _run_segments(
@@ -206,21 +211,23 @@ def _run_segments(
     ops: Sequence[BasicOperation],
     given: Sequence[torch.Tensor],
     kwargs: Kwargs,
+    *,
+    places: Sequence[ParameterPlaces],
     instead: Mapping[int, torch.Tensor] | Ledger | None = None,
 ) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = dict(zip((0, *graph.extra_inputs), given))
     for segment in plan.segments:
-        inputs = [values[value] for value in segment.inputs]
+        inputs = [*map(values.__getitem__, segment.inputs)]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
-        params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in ops[op].parameter_places()]
+        params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in places[op]]
         # Autograd follows views by itself; a ledger follows nothing that is not noted, and wants the interpreter's contexts.
         viewed = isinstance(instead, Ledger) and not segment.requires_grad and not graph.grads.isdisjoint(segment.outputs)
         runner = runner_of(plan, segment, ops, kwargs, None if viewed else [*inputs, *params])
         if segment.requires_grad or viewed:
             if plan.delays and current_pass() is Pass.AGAIN:
                 runner.outer = running_pass()
-            again = [values[value] for value in segment.again]
+            again = [*map(values.__getitem__, segment.again)]
             if isinstance(instead, Mapping):
                 params = [instead.get(id(p), p) for p in params]
             try:
@@ -234,7 +241,7 @@ def _run_segments(
         else:
             outputs = _published(runner.forward(inputs), inputs)
         values.update(zip(segment.outputs, outputs))
-    return [values[value] for value in graph.outputs]
+    return [*map(values.__getitem__, graph.outputs)]
 
 
 def outlined(plan: Plan, ops: Sequence[BasicOperation], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -242,5 +249,5 @@ def outlined(plan: Plan, ops: Sequence[BasicOperation], given: Sequence[torch.Te
     values: dict[int, Value] = dict(zip((0, *plan.graph.extra_inputs), given))
     for segment in plan.segments:
         inputs = [plain(values[value]) for value in segment.inputs]
-        values.update(zip(segment.outputs, Runner(plan, segment, ops, ({},) * len(ops)).forward(inputs)))
+        values.update(zip(segment.outputs, Interpreter(plan, segment, ops, ({},) * len(ops)).forward(inputs)))
     return [plain(values[value]) for value in plan.graph.outputs]

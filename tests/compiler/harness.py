@@ -15,8 +15,8 @@ from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.core.context import Context
 from opfuse.errors import OpfuseError
+from opfuse.runtime.interpreter import Interpreter
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.run import Runner
 from opfuse.tensors.storage import QuantizedStorage
 from tests.plans import plans_used
 
@@ -137,9 +137,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def watched(see: Callable[[int, Context], None]) -> Iterator[None]:
     """Show ``see`` the position and the context of every op after each forward pass, before its saved state is handed over."""
-    forward = Runner.forward
+    forward = Interpreter.forward
 
-    def watching(runner: Runner, tensors: Sequence[torch.Tensor]) -> list:
+    def watching(runner: Interpreter, tensors: Sequence[torch.Tensor]) -> list:
         outputs = forward(runner, tensors)
         position = {id(op): i for i, op in enumerate(runner.ops)}
         for context in runner.contexts.values():
@@ -147,12 +147,12 @@ def watched(see: Callable[[int, Context], None]) -> Iterator[None]:
                 see(position[id(context.op)], context)
         return outputs
 
-    Runner.forward = watching
+    Interpreter.forward = watching
     try:
         with interpreted():  # a program has no contexts
             yield
     finally:
-        Runner.forward = forward
+        Interpreter.forward = forward
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from opfuse.fusions import RULES
 from opfuse.kernels.chains.cast import backward_chain_cast
 from opfuse.kernels.engine.registry import Kernel
 from opfuse.kernels.products import grouped
-from opfuse.runtime.recorded import Recorded, RecordedBackward
+from opfuse.runtime.replayable import Recorded
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import UNFUSED, Step, differences, gradient, randn, run
 from tests.kernels.cases.chain_casts import OF_GROUPS, Combination, chain_case
@@ -353,4 +353,4 @@ def test_a_mixture_is_repeated_from_its_gate_to_its_sum(recipe, on_device, monke
     plans = [plan for each in model.runs() for _, plan in each.cache.items()]
     made = [each for plan in plans for looks in plan.programs.values() for each in looks.values()]
     assert all(isinstance(each, Recorded) for each in made)
-    assert all(any(isinstance(backward, RecordedBackward) for backward in each.backward.values()) for each in made)
+    assert all(any(isinstance(backward, Recorded) for backward in each.rest.replayable.values()) for each in made)

@@ -18,7 +18,7 @@ from opfuse import ops, recipes
 from opfuse.kernels.products import grouped as gemm_grouped
 from opfuse.recipes import availability
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import Recorded, RecordedBackward
+from opfuse.runtime.replayable import Recorded
 from opfuse.tensors.ragged import RaggedProducts
 
 BF16 = torch.bfloat16
@@ -122,7 +122,7 @@ def test_one_program_repeats_steps_of_all_sizes(place, device):
                     assert all(map(torch.equal, got, step(apart, x, dy, list(sizes), recipe)))
     made = [made for _, plan in op._fuser.cache.items() for looks in plan.programs.values() for made in looks.values()]
     assert [type(each) for each in made] == [Recorded]
-    assert [type(each) for each in made[0].backward.values()] == [RecordedBackward]
+    assert [type(each) for each in made[0].rest.replayable.values()] == [Recorded]
 
 
 @contextmanager
@@ -248,7 +248,7 @@ def test_programs_of_emulated_groups_have_the_bits_of_the_interpreter(kind, devi
             assert all(map(torch.equal, got, step(other, x, dy, torch.tensor(SPLITS[0]), recipe)))
     made = [made for _, plan in op._fuser.cache.items() for looks in plan.programs.values() for made in looks.values()]
     assert [type(each) for each in made] == [Recorded]
-    assert [type(each) for each in made[0].backward.values()] == [RecordedBackward]
+    assert [type(each) for each in made[0].rest.replayable.values()] == [Recorded]
 
 
 @grouped_kernel

@@ -11,7 +11,7 @@ from opfuse.kernels.engine.joining import READ_WORDS
 from opfuse.program import cublaslt
 from opfuse.program.cublaslt import Product, ProductForm
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import Recorded
+from opfuse.runtime.replayable import Recorded
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16

@@ -19,7 +19,7 @@ from opfuse.program.joining import Homes, joined_launches
 from opfuse.program.line import MAKES_ROOM
 from opfuse.program.steps import LaunchStep, OpStep, Step
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import Recorded, RecordedBackward
+from opfuse.runtime.replayable import Recorded
 from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
 from tests.program.fake import fake_device, launches_seen
 
@@ -67,8 +67,8 @@ def test_a_training_step_with_sizes_of_the_host_is_a_program(number, name, overr
         assert_same(model, other, recipe, splits, call)
     (made,) = made_for(model)
     assert isinstance(made, Recorded)
-    (backward,) = made.backward.values()
-    assert isinstance(backward, RecordedBackward)
+    (backward,) = made.rest.replayable.values()
+    assert isinstance(backward, Recorded)
     for call in range(3):
         assert_same(model, other, recipe, splits, call, train=False)
     assert all(isinstance(made, Recorded) for made in made_for(model))
@@ -82,8 +82,8 @@ def test_biases_in_one_parameter_are_repeated(scale_bias):
     for call in range(5):
         assert_same(model, other, recipe, torch.tensor([128, 0, 256]), call)
     (made,) = made_for(model)
-    assert all(isinstance(backward, RecordedBackward) for backward in made.backward.values())
-    assert made.backward
+    assert all(isinstance(backward, Recorded) for backward in made.rest.replayable.values())
+    assert made.rest.replayable
 
 
 def test_other_sizes_are_another_program_also_in_the_same_tensor():
@@ -158,7 +158,7 @@ def test_weight_gradients_that_are_put_off_or_added_by_hand_are_interpreted(opti
             assert mine.grad is theirs.grad is None or torch.equal(mine.grad, theirs.grad)
     made = made_for(model)
     assert [type(each) for each in made] == [Recorded]
-    assert not any(isinstance(each, RecordedBackward) for each in made[0].backward.values())
+    assert not any(isinstance(each, Recorded) for each in made[0].rest.replayable.values())
 
 
 def test_sizes_that_a_run_reads_in_its_midst_end_the_recording(monkeypatch, caplog):

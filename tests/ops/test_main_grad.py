@@ -9,11 +9,11 @@ import opfuse
 from opfuse import errors, ops, recipes
 from opfuse.core.spec import beyond_gradients
 from opfuse.kernels.products.runs import products_into
-from opfuse.runtime.recorded import Recorded
 from opfuse.tensors.gemm import gemm, wgrad_into
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from opfuse.tensors.ragged import cast_in_groups, groups_in
 from tests.ops.test_op_errors import raised
+from tests.programs import forwards
 
 SPLITS = torch.tensor([32, 0, 64])
 RECIPES = (None, recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling(), recipes.DelayedScaling(amax_history_len=2))
@@ -169,12 +169,11 @@ def test_plans_tell_them_apart_and_no_program_is_made_of_what_adds():
     assert beyond_gradients(plain[0].basic_ops[0].spec) == []
     ((_, plan),) = one.cache.items()
     (op,) = (i for i, node in enumerate(plan.graph.nodes) if node.op == 0)
-    recorded = [made for looks in plan.programs.values() for made in looks.values()]
-    (forward,) = (each for each in recorded if isinstance(each, Recorded))
-    assert not forward.backward  # what follows is the pass in stretches, of which none has the op that adds
+    (forward,) = forwards([plan])
+    assert not forward.rest.replayable  # what follows is the pass in stretches, of which none has the op that adds
     (own,) = plan.own_code.values()
     assert [stretch.repeats for stretch in own.backward if op in stretch.nodes] == [False]
-    assert len(recorded) == 1 + sum(stretch.repeats for stretch in own.backward)
+    assert sum(isinstance(key, tuple) for key in plan.programs) == sum(stretch.repeats for stretch in own.backward)
 
 
 @pytest.mark.parametrize("form", FORMS)

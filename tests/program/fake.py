@@ -25,7 +25,7 @@ from opfuse.program import line
 from opfuse.program.line import plain_room
 from opfuse.program.steps import Step
 from opfuse.program.tape import Tape
-from opfuse.runtime import recorded
+from opfuse.runtime import packing
 
 LAYOUT = struct.Struct("PPq")
 """Where floats come from, where they go, how many."""
@@ -98,7 +98,7 @@ def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
         patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
         patched.setattr("opfuse.program.line.runtime", lambda: SimpleNamespace(memsetAsync=_memset))
         patched.setattr("opfuse.program.line.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
-        for module in (line, recorded):
+        for module in (line, packing):
             patched.setattr(module, "plain_room", _plain_room)
         patched.setattr("opfuse.program.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
         patched.setattr("opfuse.program.program.raw_stream", lambda device: 0)

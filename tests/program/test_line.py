@@ -16,8 +16,8 @@ from opfuse.errors import PipelineError
 from opfuse.program.line import empty_on
 from opfuse.program.program import Program, Recording
 from opfuse.program.tape import Tape
-from opfuse.runtime.recorded import Recorded, RecordedBackward
 from tests.program.fake import fake_device, launch
+from tests.programs import forwards
 
 pytestmark = [pytest.mark.cpu, pytest.mark.row("R16")]
 
@@ -53,9 +53,8 @@ def strange(program: Program) -> Iterator[str]:
 def programs_of(model: ops.Sequential) -> Iterator[Program]:
     for run in model.runs():
         for _, plan in run.cache.items():
-            for made in [each for looks in plan.programs.values() for each in looks.values() if isinstance(each, Recorded)]:
-                yield made.program
-                yield from (each.program for each in made.backward.values() if isinstance(each, RecordedBackward))
+            for made in forwards([plan]):
+                yield from made.programs()
 
 
 @pytest.mark.parametrize("recipe", [None, recipes.DelayedScaling(), recipes.NVFP4BlockScaling()], ids=repr)

@@ -505,3 +505,13 @@ def test_a_place_in_the_storage_of_what_comes_in_is_not_repeated():
         tape.number(x.as_strided((2, 2), (8, 2), 1))
     program = program_of(lambda x: [x.as_strided((2, 2), (8, 2))], x)
     assert torch.equal(program([later])[0], later.as_strided((2, 2), (8, 2)))
+
+
+def test_arguments_of_an_op_have_the_names_of_its_schema():
+    op = torch.ops.aten._scaled_mm_v2.default
+    positional = [Ref(0), Ref(1), [Ref(2)], [0], [], [Ref(3)], [1], []]
+    step = OpStep(op, tuple(positional), {"use_fast_accum": True, "out_dtype": torch.bfloat16}, (4,), single=True)
+    given = step.by_name()
+    assert [*given] == [argument.name for argument in op._schema.arguments]
+    assert (given["mat2"], given["scale_b"], given["recipe_b"]) == (Ref(1), [Ref(3)], [1])
+    assert (given["bias"], given["use_fast_accum"], given["out_dtype"]) == (None, True, torch.bfloat16)

@@ -15,8 +15,8 @@ import opfuse
 from opfuse import ops
 from opfuse.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, pending
 from opfuse.recipes.recipe import Recipe
+from opfuse.runtime.interpreter import Interpreter
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.run import Runner
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import gradient, randn, to
 from tests.program.fake import fake_device, launches_seen
@@ -137,8 +137,8 @@ def test_checkpoints_repeat_both_runs(recipe: Recipe, reentrant: bool, monkeypat
             wanted = step(other, number)
         with monkeypatch.context() as patch:
             if number == 5:  # by when looks were seen and recorded in both passes
-                patch.setattr(Runner, "forward", None)
-                patch.setattr(Runner, "backward", None)
+                patch.setattr(Interpreter, "forward", None)
+                patch.setattr(Interpreter, "backward", None)
             found = step(model, number)
         assert all(map(torch.equal, found, wanted)), number
 

@@ -28,7 +28,7 @@ from opfuse.core.grouped_cast import GroupedCast
 from opfuse.errors import PipelineError, SavedTensorError, UnsupportedError
 from opfuse.runtime import kept
 from opfuse.runtime.kept import CASTS, KeptWeights, kept_weights
-from opfuse.runtime.recorded import Recorded
+from opfuse.runtime.replayable import Recorded
 from opfuse.tensors.quantizers import MXFP8Quantizer
 from opfuse.tensors.quantizers.own import draws
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to

@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,19 +14,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from opfuse import ops
 from opfuse.kernels.engine import joining
 from opfuse.program.program import SMALL, Program
 from opfuse.program.steps import LaunchStep, OpStep
 from opfuse.program.tape import Tape
+from opfuse.runtime.backward import BackwardPass
 from opfuse.runtime.looks import given
-from opfuse.runtime.programs import Repeater
-from opfuse.runtime.recorded import REFUSED, Packing, Recorded, RecordedBackward
+from opfuse.runtime.packing import Packing
+from opfuse.runtime.programs import ReplayedSegment
+from opfuse.runtime.replayable import BACKWARD_LOOKS, Recorded, Replayable
 from tests.program.fake import KERNELS, VARIANT, fake_device, launch
+from tests.programs import forwards, plans_of
 
 pytestmark = pytest.mark.cpu
 
-SEGMENT: Any = SimpleNamespace(nodes=range(1))
-PLAN: Any = SimpleNamespace(name="fake", key=SimpleNamespace(env=SimpleNamespace(device="cpu")))
+SEGMENT: Any = SimpleNamespace(nodes=range(1), outputs=(1,))
+KEY = ("fake",)
 
 
 @pytest.fixture(autouse=True)
@@ -64,23 +69,55 @@ class Interpreter:
         return [backward(grad, list(saved))]
 
 
-def recorded_forward(x: Tensor) -> Recorded:
+class ForwardPass:
+    """One that is recorded: its results are one output, then what is saved."""
+
+    def __init__(self, tape: Tape, results: list[Tensor], interpreter: Any) -> None:
+        assert tape.refusal == ""
+        backward = BackwardPass(interpreter, Replayable("cpu", "fake", BACKWARD_LOOKS), packs=True)
+        program = Program(tape, [tape.number(each) for each in results])
+        self.interpreter, self.first = interpreter, backward
+        self.replayable = Replayable("cpu", "fake")
+        self.replayable.note(KEY, Recorded(program, None, backward, backward.replayables))
+
+    def call(self, *given: Tensor) -> ReplayedSegment:
+        plan: Any = SimpleNamespace(programs={0: self.replayable})
+        return ReplayedSegment(plan, SEGMENT, (), (), key=KEY, tensors=[*given])
+
+    @property
+    def program(self) -> Program:
+        program: Program = self.replayable[KEY].program
+        return program
+
+    @property
+    def backward(self) -> BackwardPass:
+        backward: BackwardPass = self.replayable[KEY].rest
+        return backward
+
+
+def recorded_forward(x: Tensor) -> ForwardPass:
     tape = Tape([x])
     with torch.no_grad(), tape.recording():
         y, saved = forward(x)
-    assert tape.refusal == ""
-    return Recorded(Program(tape, [tape.number(each) for each in (y, *saved)]), (None,), Interpreter())
+    return ForwardPass(tape, [y, *saved], Interpreter())
 
 
-def step(recorded: Recorded, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+def step(recorded: ForwardPass, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Result, gradient, and what lay between the passes."""
-    repeater = Repeater(recorded, PLAN, SEGMENT, [x])
+    call = recorded.call(x)
     with torch.no_grad():
-        (y,) = repeater.forward([x])
-        saved = repeater.released()
+        (y,) = call.forward([x])
+        saved = call.released()
         kept = list(saved)
-        (dx,) = repeater.gradients({1: grad}, iter(saved))
+        (dx,) = call.gradients({1: grad}, iter(saved))
     return y, dx, kept
+
+
+def packing_of(recorded: ForwardPass, backward: Program) -> Packing | None:
+    made, read = recorded.program.recording, backward.recording
+    assert made is not None
+    assert read is not None
+    return Packing.of(made, read, grads=1, count=len(made.results) - 1)
 
 
 def assert_right(x: Tensor, grad: Tensor, y: Tensor, dx: Tensor) -> None:
@@ -102,8 +139,8 @@ def test_what_kernels_alone_read_is_saved_in_one_block():
     # Seen, recorded, repeated, which is when it is known what the pass reads; from then on packed.
     assert counts == [3, 3, 3, 2, 2, 2, 2, 2]
     assert recorded.interpreter.calls == 2
-    (packed,) = recorded.packing.backward.values()
-    assert isinstance(packed, RecordedBackward)
+    assert recorded.backward.packed is not None
+    assert len(recorded.backward.packed.recorded()) == 1
 
 
 def test_a_block_is_made_before_the_first_of_its_tensors_is_written(monkeypatch):
@@ -136,32 +173,32 @@ def test_another_look_of_the_gradient_gets_what_was_packed():
         grad = torch.randn(40) if call < 5 or call % 2 else torch.randn(80)[::2]
         y, dx, _ = step(recorded, x, grad)
         assert_right(x, grad, y, dx)
-    assert sum(isinstance(made, RecordedBackward) for made in recorded.packing.backward.values()) == 2
+    assert recorded.backward.packed is not None
+    assert len(recorded.backward.packed.recorded()) == 2
     assert recorded.interpreter.calls == 4
 
 
 def test_hooks_of_saved_tensors_see_them_one_by_one():
-    recorded = recorded_forward(torch.randn(40))
-    for _ in range(5):
-        step(recorded, torch.randn(40), torch.randn(40))
-    x, grad = torch.randn(40), torch.randn(40)
-    with torch.autograd.graph.save_on_cpu():
-        y, dx, kept = step(recorded, x, grad)
-    assert_right(x, grad, y, dx)
-    assert len(kept) == 3
-    assert len(step(recorded, x, grad)[2]) == 2
+    """A call under hooks has a program of its own, of which no blocks will be made."""
+    model, x = ops.Sequential(ops.Linear(8, 8)), torch.randn(8, 8, requires_grad=True)
+    for _ in range(2):
+        for hooks in (nullcontext(), torch.autograd.graph.save_on_cpu()):
+            with hooks:
+                model(x)
+    assert [made.rest.packs for made in forwards(plans_of(model))] == [True, False]
 
 
 def test_a_pass_that_reads_what_is_packed_as_tensors_is_refused_the_block():
     recorded = recorded_forward(torch.randn(40))
     for _ in range(5):
         step(recorded, torch.randn(40), torch.randn(40))
-    assert recorded.packing is not None
+    packing = recorded.backward.packing
+    assert packing is not None
     tape = Tape([torch.randn(40), *forward(torch.randn(40))[1]])
     grad, doubled, *others = tape.given
     with torch.no_grad(), tape.recording():
         result = backward(grad, [doubled, *others]) + 0 * doubled
-    assert recorded.packing.of_backward(RecordedBackward(Program(tape, [tape.number(result)]), (True,)), 1) is REFUSED
+    assert packing.backward(Program(tape, [tape.number(result)]).recording, 1) is None
 
 
 def test_large_tensors_stay_apart_since_a_block_is_there_as_long_as_anything_in_it():
@@ -169,8 +206,8 @@ def test_large_tensors_stay_apart_since_a_block_is_there_as_long_as_anything_in_
     recorded = recorded_forward(torch.randn(count))
     for _ in range(4):
         step(recorded, torch.randn(count), torch.randn(count))
-    assert recorded.packing is None
-    assert recorded.packs is False
+    assert recorded.backward.packing is None
+    assert recorded.backward.packs is False
 
 
 class OfWeights(Interpreter):
@@ -193,18 +230,18 @@ def test_large_tensors_that_one_step_reads_last_are_one(monkeypatch: pytest.Monk
     with torch.no_grad(), tape.recording():
         planes = [launch("double", weight, room(weight)) for weight in weights]
         y = x + 1
-    recorded = Recorded(Program(tape, [tape.number(each) for each in (y, *planes)]), (None,), OfWeights())
+    recorded = ForwardPass(tape, [y, *planes], OfWeights())
     gone: list[bool] = []
     negate = KERNELS["negate"]
     monkeypatch.setitem(KERNELS, "negate", lambda values: [gone.append(alive[0]() is None), negate(values)][1])
-    for call in range(6):
-        repeater = Repeater(recorded, PLAN, SEGMENT, [x, *weights])
+    for turn in range(6):
+        call = recorded.call(x, *weights)
         with torch.no_grad():
-            repeater.forward([x])
-            saved = repeater.released()
+            call.forward([x])
+            saved = call.released()
             count, alive[0] = len(saved), weakref.ref(saved[0])
-            dx, *squares = repeater.gradients({1: x}, iter([saved.pop(0) for _ in range(count)]))
-        assert count == (5 if call < 3 else 1)
+            dx, *squares = call.gradients({1: x}, iter([saved.pop(0) for _ in range(count)]))
+        assert count == (5 if turn < 3 else 1)
         assert torch.equal(dx, -x)
         assert all(torch.equal(square, (2 * weight) ** 2) for square, weight in zip(squares, weights, strict=True))
     assert recorded.interpreter.calls == 2
@@ -215,12 +252,12 @@ def test_a_backward_pass_holds_nothing_that_it_has_read():
     recorded = recorded_forward(torch.randn(40))
     for _ in range(5):
         step(recorded, torch.randn(40), torch.randn(40))
-    repeater = Repeater(recorded, PLAN, SEGMENT, given([torch.randn(40)]))
-    repeater.forward([])
-    saved = repeater.released()
+    call = recorded.call(*given([torch.randn(40)]))
+    call.forward([])
+    saved = call.released()
     alive = [weakref.ref(each) for each in saved]
     grads = {1: torch.randn(40)}
-    repeater.gradients(grads, iter([saved.pop(0) for _ in range(len(saved))]))
+    call.gradients(grads, iter([saved.pop(0) for _ in range(len(saved))]))
     gc.collect()
     assert grads == {}
     assert [each() for each in alive] == [None, None]
@@ -232,12 +269,12 @@ def test_one_tensor_is_no_block():
     with torch.no_grad(), tape.recording():
         doubled = launch("double", x, room(x))
         y = x + 1
-    recorded = Recorded(Program(tape, [tape.number(y), tape.number(doubled)]), (None,), Interpreter())
+    recorded = ForwardPass(tape, [y, doubled], Interpreter())
     grad = torch.randn(8)
     tape = Tape([grad, doubled])
     with torch.no_grad(), tape.recording():
         dx = launch("negate", doubled, room(x))
-    assert Packing.of(recorded, Program(tape, [tape.number(dx)]), 1) is None
+    assert packing_of(recorded, Program(tape, [tape.number(dx)])) is None
 
 
 def test_what_packing_takes_grows_as_the_number_of_saved_tensors(monkeypatch: pytest.MonkeyPatch):
@@ -249,7 +286,7 @@ def test_what_packing_takes_grows_as_the_number_of_saved_tensors(monkeypatch: py
         with torch.no_grad(), tape.recording():
             planes = [launch("double", x, room(x)) for _ in range(count)]
             y = x + 1
-        recorded = Recorded(Program(tape, [tape.number(each) for each in (y, *planes)]), (None,), Interpreter())
+        recorded = ForwardPass(tape, [y, *planes], Interpreter())
         tape = Tape([torch.randn(8), *planes])
         with torch.no_grad(), tape.recording():
             read = [launch("negate", plane, room(x)) for plane in planes]
@@ -257,7 +294,7 @@ def test_what_packing_takes_grows_as_the_number_of_saved_tensors(monkeypatch: py
         with monkeypatch.context() as counting:
             for kind in (OpStep, LaunchStep):
                 counting.setattr(kind, "reads", lambda step, reads=kind.reads: [made.append(1), reads(step)][1])
-            assert Packing.of(recorded, backward, 1) is not None
+            assert packing_of(recorded, backward) is not None
         return len(made)
 
     assert asked(64) < 3 * asked(32)
@@ -301,14 +338,14 @@ def test_random_passes_have_their_values_however_they_are_packed(seed, small, mo
     tape = Tape([torch.randn(40)])
     with torch.no_grad(), tape.recording():
         y, saved = drawn.forward(tape.given[0])
-    recorded = Recorded(Program(tape, [tape.number(each) for each in (y, *saved)]), (None,), drawn)
+    recorded = ForwardPass(tape, [y, *saved], drawn)
     for _ in range(7):
         x, grad = torch.rand(40) - 0.5, torch.rand(40) - 0.5
-        repeater = Repeater(recorded, PLAN, SEGMENT, [x])
+        call = recorded.call(x)
         with torch.no_grad():
-            (y,) = repeater.forward([x])
-            kept = repeater.released()
-            found = repeater.gradients({1: grad}, iter([kept.pop(0) for _ in range(len(kept))]))
+            (y,) = call.forward([x])
+            kept = call.released()
+            found = call.gradients({1: grad}, iter([kept.pop(0) for _ in range(len(kept))]))
         wanted, planes = drawn.forward(x)
         assert all(map(torch.equal, [y, *found], [wanted, *drawn.backward(grad, planes)]))
     assert drawn.calls == 2

@@ -16,9 +16,9 @@ from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import fusion
 from opfuse.core.context import Context
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import Recorded, RecordedBackward
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import CASES, differences, gradient, randn, recipe_for
+from tests.programs import backwards, plans_of, under
 from tests.runtime.test_stepped import SIZE, compared, model_of, python_calls, step
 from tests.turns import in_turn
 
@@ -108,18 +108,14 @@ def recipe_of(kind, name="fp8_current", override=None):
 
 def repeated(model):
     """The passes of which there is a program, of segments with code of the user's own."""
-    plans = [plan for run in model.runs() for _, plan in run.cache.items()]
-    looks = [
-        plan.programs.get(key, {})
-        for plan in plans
-        for start, own in plan.own_code.items()
-        if own.why
-        for key in (start, (start, BACKWARD))
-    ]
-    made = [each for look in looks for each in look.values()]
-    whole = [each for each in made if isinstance(each, Recorded)]
-    back = [*made, *(each for found in whole for each in found.backward.values())]
-    return {FORWARD for _ in whole} | {BACKWARD for each in back if isinstance(each, RecordedBackward)}
+    found = set()
+    for plan in plans_of(model):
+        for start in (start for start, own in plan.own_code.items() if own.why):
+            whole = under(plan, start)
+            uncut = len(plan.own_code[start].backward) == 1
+            back = [*backwards(*whole), *(under(plan, (start, BACKWARD, 0)) if uncut else ())]
+            found |= {FORWARD for _ in whole} | {BACKWARD for _ in back}
+    return found
 
 
 @pytest.mark.parametrize(("kind", "name", "override"), [*in_turn(SCOPES, CASES, of=5), *((role, "", None) for role in ROLES)])

@@ -21,12 +21,13 @@ from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from opfuse.numerics.pointwise import gated
 from opfuse.program.program import host_bytes
-from opfuse.runtime import own, recorded
+from opfuse.runtime import own, replayable
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import BACKWARD_LOOKS, LOOKS, Programs, Recorded, RecordedBackward
+from opfuse.runtime.replayable import BACKWARD_LOOKS, LOOKS, Recorded, Replayable
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 from tests.program.fake import fake_device, launches_seen
+from tests.programs import backwards, forwards, plans_of
 from tests.turns import in_turn
 
 BF16 = torch.bfloat16
@@ -70,13 +71,12 @@ def run(model, recipe, *, calls: int = 4, train: bool = True, rows: int = 32, au
 
 
 def recorded_in(model) -> list[Recorded]:
-    """What was recorded of all plans of a model."""
-    plans = [plan for run in model.runs() if hasattr(run, "cache") for _, plan in run.cache.items()]
-    return [made for plan in plans for looks in plan.programs.values() for made in looks.values() if isinstance(made, Recorded)]
+    """The forward passes of all plans of a model."""
+    return forwards(plans_of(model))
 
 
-def backwards_of(model) -> list[RecordedBackward]:
-    return [made for each in recorded_in(model) for made in each.backward.values() if isinstance(made, RecordedBackward)]
+def backwards_of(model) -> list[Recorded]:
+    return backwards(*recorded_in(model))
 
 
 @pytest.mark.unrun
@@ -97,22 +97,21 @@ def test_a_recording_stays_while_blocks_of_saved_tensors_may_be_made_of_it(monke
 
     for train in (True, False):
         made = recorded(train)
-        assert (made.program.recording is not None, made.packs) == (train, train)
+        assert (made.program.recording is not None, bool(made.rest and made.rest.packs)) == (train, train)
     run(model := model_of("mlp"), None, calls=2)
-    assert {(made.program.recording, made.packs) for made in recorded_in(model)} == {(None, False)}
+    assert {made.program.recording for made in recorded_in(model)} == {None}
 
 
 def test_nothing_is_recorded_while_a_graph_is_captured(monkeypatch):
     """A recorded program may want kernels that none of its calls has launched: joined ones, which a capture cannot load."""
     model, recipe = model_of("mlp"), recipes.Float8CurrentScaling()
-    monkeypatch.setattr("opfuse.runtime.programs.is_capturing", lambda: True)
+    monkeypatch.setattr("opfuse.runtime.replayable.is_capturing", lambda: True)
     run(model, recipe)
     assert recorded_in(model) == []
     monkeypatch.undo()
-    monkeypatch.setattr("opfuse.runtime.backward.is_capturing", lambda: True)
     run(model, recipe)
     assert recorded_in(model)
-    assert backwards_of(model) == []
+    assert backwards_of(model)
 
 
 def assert_same(got: list[dict], wanted: list[dict]) -> None:
@@ -178,13 +177,13 @@ def called(model: ops.Sequential, *rows: int) -> None:
 def rows_of(model: ops.Sequential) -> set[int]:
     """For how many rows there are programs."""
     plans = [plan for run in model.runs() for _, plan in run.cache.items()]
-    return {look[0][0][0] for plan in plans for looks in plan.programs.values() for look, _ in looks.made()}
+    return {look[0][0][0] for plan in plans for looks in plan.programs.values() for look, _ in looks.recorded()}
 
 
 @pytest.mark.cpu
 def test_programs_take_no_more_of_the_host_than_is_allowed(monkeypatch, caplog):
     """In a whole process; the least recently used go first, but never what needs the room. What went is recorded again."""
-    monkeypatch.setattr(recorded, "_ALL", WeakValueDictionary())  # without those that other tests still hold
+    monkeypatch.setattr(replayable, "_ALL", WeakValueDictionary())  # without those that other tests still hold
     one, other = (to(ops.Sequential(ops.Linear(64, 64), ops.GELU()), BF16) for _ in range(2))
     called(other, 8)
     called(one, 8, 16)
@@ -197,8 +196,8 @@ def test_programs_take_no_more_of_the_host_than_is_allowed(monkeypatch, caplog):
     assert (rows_of(one), rows_of(other)) == ({8, 16, 24}, set())
     assert other.cache_info().dropped == len(caplog.messages) > 0 == one.cache_info().dropped
     monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", "1")
-    called(one, 16)
-    assert (rows_of(one), one.cache_info().programs) == ({16}, 2)
+    called(one, 32)
+    assert (rows_of(one), one.cache_info().programs) == ({32}, 2)
     assert one.cache_info().dropped > 0
     called(other, 8)
     assert (rows_of(one), rows_of(other)) == (set(), {8})
@@ -208,17 +207,18 @@ def test_programs_take_no_more_of_the_host_than_is_allowed(monkeypatch, caplog):
 def test_programs_are_counted_together_only_when_room_may_be_short(monkeypatch):
     """With each of n they would take the first steps of a large model the square of n."""
     counted = []
-    monkeypatch.setattr(recorded, "_ALL", WeakValueDictionary())
-    monkeypatch.setattr(Programs, "made", lambda looks, made=Programs.made: [counted.append(looks), made(looks)][1])
+    monkeypatch.setattr(replayable, "_ALL", WeakValueDictionary())
+    made = Replayable.recorded
+    monkeypatch.setattr(Replayable, "recorded", lambda looks: [counted.append(looks), made(looks)][1])
     monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", str(100 * 1000))
-    looks = Programs(1000)
+    looks = Replayable(limit=1000)
     for i in range(90):
         program = SimpleNamespace(own_bytes=900, code=SimpleNamespace(nbytes=100), used=i)
-        looks.note(i, RecordedBackward(program, ()))
+        looks.note(i, Recorded(program))
     assert len(counted) == 1
     for i in range(90, 300):
         program = SimpleNamespace(own_bytes=900, code=SimpleNamespace(nbytes=100), used=i)
-        looks.note(i, RecordedBackward(program, ()))
+        looks.note(i, Recorded(program))
     assert [*looks] == [*range(200, 300)]
 
 
@@ -289,7 +289,7 @@ def test_a_look_keeps_programs_for_few_looks_of_gradients():
         y = model(randn(4 * BACKWARD_LOOKS, 64).requires_grad_())
         wide = randn(*y.shape, seed=call).repeat(1, 1 + call // 3)
         y.backward(wide[:, : y.shape[1]])
-    assert max(len(made.backward) for made in recorded_in(model)) == BACKWARD_LOOKS
+    assert max(len(made.rest.replayable) for made in recorded_in(model)) == BACKWARD_LOOKS
 
 
 def test_a_parameter_that_is_replaced_moved_or_written_is_read_anew():

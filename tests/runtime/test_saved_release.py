@@ -56,3 +56,18 @@ def test_a_kept_graph_gives_the_same_gradients_again():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(y.sum(), [x])
+
+
+def test_a_written_tensor_goes_with_its_graph():
+    """No node holds what it returns: interpreted, recorded, where that is refused, and after that."""
+    model, x = ops.Sequential(ops.Linear(8, 8), ops.AddExtraInput(in_place=True)), torch.randn(4, 8, requires_grad=True)
+    gc.disable()
+    try:
+        for _ in range(4):
+            y = model(x, torch.randn(4, 8, requires_grad=True).clone())
+            written, node = weakref.ref(y), weakref.ref(y.grad_fn)
+            del y
+            assert written() is None
+            assert node() is None
+    finally:
+        gc.enable()

@@ -18,9 +18,10 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.rules import fusion
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import LOOKS, RecordedBackward, RecordedValues
+from opfuse.runtime.replayable import LOOKS, Recorded
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import CASES, delayed_state, differences, gradient, outcome, randn, recipe_for, to
+from tests.programs import casts, plans_of, stretches
 from tests.turns import in_turn
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast region of:opfuse.errors.OpfuseWarning")
@@ -104,11 +105,9 @@ def step(model, call, recipe, *, rows=32, train=True) -> dict[str, torch.Tensor 
     return {"y": y.detach().clone(), "x": x.grad, **grads, **delayed_state(model)}
 
 
-def programs_of(model) -> list[RecordedValues | RecordedBackward]:
+def programs_of(model) -> list[Recorded]:
     """Of casts, and of backward passes."""
-    plans = [plan for run in model.runs() for _, plan in run.cache.items()]
-    kept = [made for plan in plans for looks in plan.programs.values() for made in looks.values()]
-    return [made for made in kept if type(made) in (RecordedValues, RecordedBackward)]
+    return [*casts(plans_of(model)), *stretches(plans_of(model))]
 
 
 def compared(model, recipe, *, calls=5, **options) -> None:

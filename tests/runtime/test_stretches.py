@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import opfuse
 from opfuse import ops, recipes
 from opfuse.recipes.custom import DelayedScalingRequest
-from opfuse.runtime import stretches
+from opfuse.runtime import replayable
 from opfuse.runtime.programs import interpreted
-from opfuse.runtime.recorded import RecordedStretch
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import CASES, differences, gradient, outcome, randn, recipe_for
+from tests.programs import plans_of, stretches
 from tests.runtime.test_passes import Draws, LeavesPlanesOut, Odd, RaisesAtTimes, Reuses, Twice, own_recipe
 from tests.runtime.test_stepped import SIZE, OwnStep, Product, compared, model_of, step
 from tests.turns import in_turn
@@ -42,9 +42,7 @@ def made(name):
 
 def stretches_of(model):
     """The programs between casts by the user's own code."""
-    plans = [plan for run in model.runs() for _, plan in run.cache.items()]
-    every = [each for plan in plans for looks in plan.programs.values() for each in looks.values()]
-    return [each for each in every if type(each) is RecordedStretch]
+    return stretches(plans_of(model))
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -289,11 +287,11 @@ def test_beside_kept_casts_of_weights():
 def test_a_capture_records_nothing(monkeypatch):
     model, recipe = made("two"), own_recipe("grad_output", Twice)
     with monkeypatch.context() as capturing:
-        capturing.setattr(stretches, "is_capturing", lambda: True)
+        capturing.setattr(replayable, "is_capturing", lambda: True)
         for call in range(4):
             step(model, call, recipe)
         assert not stretches_of(model)
     compared(model, recipe)
     assert stretches_of(model)
-    monkeypatch.setattr(stretches, "is_capturing", lambda: True)
+    monkeypatch.setattr(replayable, "is_capturing", lambda: True)
     compared(model, recipe)

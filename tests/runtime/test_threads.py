@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import opfuse
 from opfuse import ops, recipes
 from opfuse.recipes import current_recipe
-from opfuse.runtime.recorded import SEEN, Programs
+from opfuse.runtime.replayable import SEEN, Replayable
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.cpu
@@ -90,7 +90,7 @@ def test_r13_threads_train_under_recipes_of_their_own(stored):
 class Interrupted:
     """A look during which other threads note looks of their own, once it has been hashed ``after`` times."""
 
-    def __init__(self, programs: Programs, after: int) -> None:
+    def __init__(self, programs: Replayable, after: int) -> None:
         self.programs, self.left = programs, after
 
     def __hash__(self) -> int:
@@ -104,7 +104,7 @@ class Interrupted:
 @pytest.mark.parametrize("after", range(1, 6))
 def test_a_look_may_be_pushed_out_while_it_is_noted(after):
     """As where threads call one model with many shapes: each look is noted again when it is recorded."""
-    programs = Programs(limit=3)
+    programs = Replayable(limit=3)
     look = Interrupted(programs, 0)
     programs.note(look, SEEN)
     look.left = after

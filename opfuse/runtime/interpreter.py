@@ -1,9 +1,10 @@
-"""Running one segment of a plan: values by number, gradients summed by number."""
+"""The interpreter of one segment of a plan: values by number, gradients summed by number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -26,26 +27,45 @@ from opfuse.recipes.counting import PassAround
 from opfuse.runtime.blocks import PlaceInBlock, gathered, scattered
 from opfuse.runtime.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.kept import Held
+from opfuse.runtime.observed import GroupEvents
+from opfuse.runtime.partial import RepeatedCast, repeat, told_of
+from opfuse.torch_private.dispatch import active_modes
 
 Kwargs = Sequence[Mapping[str, Any]]
 
+GradOutputs = dict[int, torch.Tensor | None]
+"""Gradients of a segment's outputs, by value number."""
 
-class Runner:
+Result = list[torch.Tensor | None]
+"""Gradients of its inputs, of its ops' parameters, the last op first, and of the inputs that are read again."""
+
+
+class Interpreter:
     """One segment of a plan over live ops, in one call. held: casts of weights that are made already.
 
-    places: where in blocks of kept casts the saved tensors lie. outer: the backward pass that recomputes the call, of which that
-    of the segment is to be a part; None if none does.
+    in_parts: whether what is the library's in passes with code of the user's own is repeated. events: emits each group that runs;
+    None where nobody listens. places: where in blocks of kept casts the saved tensors lie. outer: the backward pass that
+    recomputes the call, of which that of the segment is to be a part; None if none does.
     """
 
     outer: PassAround = None
 
     def __init__(
-        self, plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, held: Sequence[Held] = ()
+        self,
+        plan: Plan,
+        segment: Segment,
+        ops: Sequence[BasicOperation],
+        kwargs: Kwargs,
+        held: Sequence[Held] = (),
+        *,
+        in_parts: bool = False,
+        events: GroupEvents | None = None,
     ) -> None:
         self.plan = plan
         self.segment = segment
         self.ops = ops
         self.kwargs = kwargs
+        self.in_parts, self.events = in_parts, events
         self.held = {each.node: each.storage for each in held} if held else {}
         self.blocks = [*{id(block): block for each in held for block in each.blocks}.values()] if held else []
         self.places: tuple[PlaceInBlock, ...] = ()
@@ -58,7 +78,10 @@ class Runner:
         """The segment's outputs for its inputs, in the segment's order."""
         values: dict[int, Value] = dict(zip(self.segment.inputs, tensors))
         for group in self.segment.forward:
-            self._forward_group(group, values)
+            if self.events is None:
+                self._forward_group(group, values)
+            else:
+                self.events.forward(self._forward_group, group, values)
         if self.plan.remade:
             self._keep_scales()
         return [values[value] for value in self.segment.outputs]
@@ -118,7 +141,7 @@ class Runner:
 
     def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
         """What does a cast of a node."""
-        return cast
+        return RepeatedCast(self.plan, node, cast) if self.in_parts else cast
 
     def _cast_of(self, node: Node) -> Cast:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
@@ -256,10 +279,8 @@ class Runner:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def gradients(
-        self, grad_outputs: dict[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """Of the segment's inputs, of its ops' parameters, the last op first, and of the inputs that are read again."""
+    def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
+        """For the gradients of the outputs those of what the segment has read."""
         grads = self.backward(grad_outputs, tensors)
         inputs = [plain_or_none(grads.take(value)) for value in self.segment.inputs]
         again = [plain_or_none(grads.take(value)) for value in self.segment.again]
@@ -274,21 +295,29 @@ class Runner:
         grads = Gradients(self.plan, contexts, self.segment.again)
         for value, grad in grad_outputs.items():
             grads.add(value, grad)
-        self._backward_pass(grads)
+        if self.in_parts and not active_modes():
+            repeat(self.plan, self.segment, self._told, grads, self._backward_groups)
+        else:
+            self._backward_groups(self.segment.backward, grads)
         return grads
 
-    def _backward_pass(self, grads: Gradients) -> None:
-        self._backward_groups(self.segment.backward, grads)
+    @cached_property
+    def _told(self) -> Sequence[tuple[Any, ...] | None]:
+        """What the contexts tell each stretch of a backward pass that is repeated in part."""
+        return told_of(self.plan.own_code[self.segment.nodes.start].backward, self.contexts)
 
     def _backward_groups(self, groups: Iterable[Group], grads: Gradients) -> None:
         nodes, contexts = self.plan.graph.nodes, grads.contexts
         for group in groups:
+            parts = [group]
             if group.rule is not None and group.rule.direction == BACKWARD and not grads.has(nodes[group.nodes[-1]].outputs[:1]):
                 # Only an extra output in its midst may have got a gradient: the saved state is that of the ops one by one.
-                for index in reversed(group.nodes):
-                    self._backward_group(Group((index,)), grads)
-            else:
-                self._backward_group(group, grads)
+                parts = [Group((index,)) for index in reversed(group.nodes)]
+            for part in parts:
+                if self.events is None:
+                    self._backward_group(part, grads)
+                else:
+                    self.events.backward(self._backward_group, part, grads)
             for index in contexts.keys() & set(group.nodes):
                 contexts[index].forget()
 

@@ -1,0 +1,62 @@
+"""How many functions and files of the library a call enters, as somebody does who reads or steps through it."""
+
+from __future__ import annotations
+
+import cProfile
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import opfuse
+from opfuse import ops, recipes
+
+pytestmark = pytest.mark.cpu
+ROOT = os.path.dirname(opfuse.__file__)
+LIMITS = {
+    "first call": (649, 86),
+    "second call, which records": (426, 68),
+    "repeated call": (42, 17),
+    "backward pass that records": (364, 59),
+    "repeated backward pass": (18, 8),
+}
+
+
+class Entered(NamedTuple):
+    functions: int
+    files: int
+
+
+def entered(call: Callable[[], object]) -> Entered:
+    with cProfile.Profile() as profile:
+        call()
+    codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+    ours = [code for code in codes if code.co_filename.startswith(ROOT)]
+    return Entered(len(ours), len({code.co_filename for code in ours}))
+
+
+def steps(count: int) -> tuple[list[Entered], list[Entered]]:
+    """Of the forward and the backward passes of a new model."""
+    model = ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 64)).bfloat16()
+    forward, backward, results = [], [], []
+    for _ in range(count):
+        x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+        with opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+            forward.append(entered(lambda x=x: results.append(model(x))))
+        y = results.pop()
+        backward.append(entered(lambda y=y: y.backward(y.detach())))
+    return forward, backward
+
+
+def test_what_a_call_enters():
+    """Once a model of the kind has run: imports, and what the process keeps, are no part of it."""
+    steps(1)
+    with torch.autograd.set_multithreading_enabled(False):
+        forward, backward = steps(5)
+    found = dict(zip(LIMITS, (forward[0], forward[1], forward[-1], backward[2], backward[-1]), strict=True))
+    print(found)  # noqa: T201 - with pytest -s
+    for what, (functions, files) in LIMITS.items():
+        assert found[what] <= (functions, files), what
+        assert found[what].files <= files, what

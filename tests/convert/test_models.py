@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 import opfuse
 from opfuse.errors import ConversionError
 from tests.convert.differential.ingredients import noted
-from tests.convert.differential.runner import EXACT, VALUES, bf16, differs, size
+from tests.convert.differential.runner import VALUES, bf16, differs, size
+from tests.convert.test_fuse import EXACT
 from tests.turns import in_turn
 
 pytest.importorskip("transformers", reason="of the extra `test`")

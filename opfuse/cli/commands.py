@@ -168,10 +168,11 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Show versions and hardware, and which recipes run natively or emulated here."""
-    from opfuse.cli.certify import certify
     from opfuse.cli.doctor import doctor
 
     if certified:
+        from opfuse.cli.certify import certify
+
         raise typer.Exit(0 if certify(as_json=as_json) else 1)
     doctor(only=None if only is None else only.value, as_json=as_json)
 

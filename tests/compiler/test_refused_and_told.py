@@ -12,7 +12,7 @@ from opfuse.errors import FusionError, PipelineError, QuantizerError
 from opfuse.fusions import RULES
 from opfuse.inspect.explain import explain
 from opfuse.inspect.observe import Totals
-from opfuse.inspect.saved import told
+from opfuse.inspect.saved import totals_line
 
 
 class Halved(ops.BasicOperation):
@@ -46,7 +46,7 @@ def test_a_slot_that_there_is_not_is_refused_without_a_recipe_as_well(mode, inde
 
 
 def test_totals_in_a_line():
-    assert told(Totals(10, 4)).startswith("10 bytes for backward, 4 of them")
+    assert totals_line(Totals(10, 4)).startswith("10 bytes for backward, 4 of them")
 
 
 def test_products_and_groups_are_told_as_they_are():

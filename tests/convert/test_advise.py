@@ -80,7 +80,7 @@ def test_the_command_reads_configurations_and_models_of_transformers(tmp_path: P
     assert main(["advise", "quickstart", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["layers"]
     assert {layer["advice"] for layer in told} == {"bf16"}
-    assert [layer["path"] for layer in told] == [f"quickstart.yaml:{line} linear" for line in (8, 12, 14, 17)]
+    assert [layer["path"] for layer in told] == [f"quickstart.yaml:{line} linear" for line in (7, 11, 13, 16)]
     assert [layer["why"].partition(":")[0] for layer in told][2:] == [told[0]["why"].partition(":")[0], "the output head"]
     pytest.importorskip("transformers")
     config = {

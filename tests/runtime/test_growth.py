@@ -20,7 +20,7 @@ CHAINS = {
     "products without bias": (lambda: ops.Linear(32, 32, bias=False), lambda: ops.Dropout(0.1), ops.ReLU),
 }
 
-SHORT, TIMES = 48, 4
+SHORT, TIMES = 24, 4
 
 
 def _calls(length: int, chain: str, recipe: Recipe | None) -> list[int]:

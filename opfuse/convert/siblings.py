@@ -92,15 +92,15 @@ class Shared:
             self.waiting.pop(x, None)
         return found
 
-    def running(self) -> int | None:
-        """The run of the code at the place, also where dynamo follows it, as the ``id()`` of its frame.
+    def running(self, *, followed: bool = False) -> int | None:
+        """The run of the code at the place, as the ``id()`` of its frame; followed: of dynamo's own frame, which follows it.
 
         None if they are called from elsewhere, or with hooks, which may write to their input where nothing counts it.
         """
-        code, follows = _code_at(self.place), torch.compiler.is_compiling()
+        code = _code_at(self.place)
         if code is None or has_global_hooks() or any(has_hooks(each.module) for each in self.members):
             return None
-        return run_of(code, followed=follows)
+        return run_of(code, followed=followed)
 
 
 class _Columns(torch.autograd.Function):
@@ -155,7 +155,7 @@ class Sibling(Converted):
         """Make what dynamo reads; the first also makes the call for all."""
         super().get_ready()
         shared = self.shared
-        shared.inside = shared.running() is not None
+        shared.inside = shared.running(followed=True) is not None
         if not self.index and shared.in_graph is None:
             shared.in_graph = InGraph(self, others=[each for each in shared.members if each is not self])
 

@@ -60,6 +60,9 @@ class _OwnerPlaces(NamedTuple):
     again: dict[CodeType, tuple[str, str]]
 
 
+_GLOBALS = vars(torch.utils.checkpoint)
+"""The globals of functions of ``torch.utils.checkpoint``, by which their frames are known."""
+
 _NamedValues = dict[tuple[str, ...], Any]
 """The variables of a function, and of its generators, by the names that lead to them."""
 
@@ -136,7 +139,7 @@ def _is_own(value: Any) -> bool:
 
 def _is_of_checkpoints(frame: FrameType) -> bool:
     """Whether a function of ``torch.utils.checkpoint`` runs."""
-    return frame.f_globals is vars(torch.utils.checkpoint)
+    return frame.f_globals is _GLOBALS
 
 
 def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iterator[FoundCheckpoint]:
@@ -149,7 +152,7 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
         code = around.f_code
         if code.co_name == _ENGINE and not beyond:
             return  # what lies beyond is about a backward pass around this one
-        if _is_of_checkpoints(around):
+        if around.f_globals is _GLOBALS:
             places = _places()
             if (path := places.first.get(code)) is not None and (owner := _value(around, path)) is not None:
                 yield FoundCheckpoint(owner, None, strict=True, trains=False)

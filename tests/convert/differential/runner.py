@@ -174,12 +174,13 @@ def backward(result: Any) -> None:
 
 
 REFUSED = {
-    False: ("is a view and is being modified inplace",),
+    False: ("is a view and is being modified inplace", "has been modified by an inplace operation"),
     True: ("recomputation by a checkpoint",),
 }
-"""Errors of one run alone, by whether it is the converted one. In plain torch refuses writes to a result of a checkpoint or of a
-function of autograd that is a view, where a converted module's own result is none. Converted, a checkpoint refuses a function
-that calls other modules when it runs again (docs/fuse.md)."""
+"""Errors of one run alone, by whether it is the converted one (docs/fuse.md). In plain torch refuses a write to a result that is a
+view of a checkpoint's, and the backward pass through a result that was written to and that it had saved; a converted module's
+result is no view, and other tensors are saved. Converted, a checkpoint refuses a function that calls other modules when it runs
+again."""
 
 
 def differences(case: Case) -> list[str]:

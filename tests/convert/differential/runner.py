@@ -177,8 +177,8 @@ REFUSED = {
     False: ("is a view and is being modified inplace", "has been modified by an inplace operation"),
     True: ("recomputation by a checkpoint",),
 }
-"""Errors of one run alone, by whether it is the converted one (docs/fuse.md). In plain torch refuses a write to a result that is a
-view of a checkpoint's, and the backward pass through a result that was written to and that it had saved; a converted module's
+"""Errors of one run alone, by whether it is the converted one (docs/fuse.md). In plain torch refuses a write to a result that is
+a view of a checkpoint's, and the backward pass through a result that was written to and that it had saved; a converted module's
 result is no view, and other tensors are saved. Converted, a checkpoint refuses a function that calls other modules when it runs
 again."""
 

@@ -174,3 +174,15 @@ def test_each_planted_fault_is_found(fault: Callable[..., None], family: str, li
     library(row, fault)
     found = examine(family, row, native.library_product, CPU).fault
     assert ("CUBLAS_STATUS_NOT_SUPPORTED" if fault is refusing else "element (") in found
+
+
+def test_memory_that_runs_out_is_no_verdict(library: Callable[..., None]) -> None:
+    """It would be kept for good, although the product is right."""
+
+    def full(given: dict[str, Any]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    row = BACKENDS["tensor"][0]
+    library(row, full)
+    with pytest.raises(torch.OutOfMemoryError):
+        examine("tensor", row, native.library_product, CPU)

@@ -216,6 +216,8 @@ def examine(family: str, backend: Backend, product: Multiply, device: torch.devi
         for out_dtype, fast in itertools.product(_OUT_BITS, (False, True)[: 1 + backend.fast]):
             try:
                 fault = exact.fault(product(left, right, out_dtype, fast).cpu())
+            except torch.OutOfMemoryError:  # of the moment, and no verdict to be kept
+                raise
             except Exception as error:  # whatever the library raises: it does not multiply these here
                 fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             if fault:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -410,3 +411,14 @@ def test_checkpoints_and_copies_share_anew(recipe):
     for others in (found[2:4], found[4:]):
         for one, other in zip(found[:2], others):
             assert all(map(torch.equal, one, other))
+
+
+def test_threads_that_call_one_model_take_their_own_columns():
+    """Also where they call it with one tensor, whose columns wait for whoever runs that forward."""
+    model = Heads()
+    assert joined(opfuse.fuse_(model, EXACT)) == {"k": "in q", "v": "in q"}
+    inputs = [torch.randn(2, 16, 32) for _ in range(2)]
+    wanted = [model(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        results = [*pool.map(lambda i: model(inputs[i % 2]), range(64))]
+    assert all(torch.equal(result, wanted[i % 2]) for i, result in enumerate(results))

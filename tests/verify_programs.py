@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from opfuse.program.program import Program
-from opfuse.program.steps import CallStep, OpStep
-from opfuse.program.tape import Tape
-from opfuse.runtime import replayable
+from opfuse.runtime.replay import replayable
+from opfuse.runtime.replay.instructions import CallStep, OpStep
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.recorder import Tape
 from opfuse.tensors import QuantizedTensor
 
 replayable.INTERPRETED_FIRST = False

@@ -27,8 +27,8 @@ from opfuse.core.tracers import any_transformed, break_graph, check_exported, ch
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
-from opfuse.runtime.compiled import autocast_dtype, follow, hindrance
-from opfuse.runtime.recompute import repeated
+from opfuse.runtime.compile.custom_op import autocast_dtype, follow, hindrance
+from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.torch_private.stack import module_that_calls
 
 

@@ -21,10 +21,10 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import enroll
 from opfuse.core.watched import Tree
 from opfuse.recipes import autocast, current_recipe, in_region
-from opfuse.runtime.compiled import autocast_like, parameters_of
-from opfuse.runtime.held import CallInside
-from opfuse.runtime.ledger import Ledger
-from opfuse.runtime.recompute import CalledPipeline, repeated
+from opfuse.runtime.compile.backward_tape import Ledger
+from opfuse.runtime.compile.custom_op import autocast_like, parameters_of
+from opfuse.runtime.compile.saved_call import CallInside
+from opfuse.runtime.interpret.checkpoint_replay import CalledPipeline, repeated
 from opfuse.torch_private.compiler import fake_tensor_mode
 from opfuse.torch_private.dispatch import without_modes
 

@@ -32,7 +32,7 @@ from opfuse.convert.weights import MadeParameters, Weight
 from opfuse.core.operation import BasicOperation
 from opfuse.inspect.alike import short
 from opfuse.recipes import note_use
-from opfuse.runtime.compiled import hindrance, moment
+from opfuse.runtime.compile.custom_op import hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import run_of
 

@@ -24,7 +24,7 @@ from opfuse.core.spec import spec_of
 from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
-from opfuse.runtime.ledger import Ledger
+from opfuse.runtime.compile.backward_tape import Ledger
 from opfuse.torch_private.tensors import share_memory
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)

@@ -1,8 +1,8 @@
 """What follows a call instead of running it: torch.compile, torch.export, jit, fx, torch.func, forward-mode AD.
 
 A pipeline is no part of another graph: its plans come from values of this process, casts keep state, a backward pass is written
-by hand. In a graph of torch.compile it is one op (``runtime/compiled.py``), or a graph break where it cannot be; everything
-else is refused. On the way of a call stand cheap flags alone.
+by hand. In a graph of torch.compile it is one op (``runtime/compile/custom_op.py``), or a graph break where it cannot be;
+everything else is refused. On the way of a call stand cheap flags alone.
 """
 
 from __future__ import annotations

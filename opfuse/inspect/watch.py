@@ -19,7 +19,7 @@ from opfuse.events import GroupRan
 from opfuse.inspect.casts import FoundFigures, figures
 from opfuse.inspect.writers import WATCHED, sink_of
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.observed import observed
+from opfuse.runtime.interpret.observed import observed
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 

@@ -20,8 +20,8 @@ from opfuse.core.watched import WatchedModule
 from opfuse.domains import INTEGER
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, PipelineTypeError, describe, number_of
 from opfuse.recipes import current_recipe
-from opfuse.runtime.caches import CacheInfo
 from opfuse.runtime.fuser import OperationFuser, infos_of
+from opfuse.runtime.plans.cache_info import CacheInfo
 from opfuse.tensors.groups import listed_splits
 
 NamedOps = list[tuple[str, FusibleOperation]]

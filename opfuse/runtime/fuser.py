@@ -41,18 +41,17 @@ from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.amaxes import default_group
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
-from opfuse.runtime.caches import CacheInfo, info_of
-from opfuse.runtime.compiled import follow, hindrance
-from opfuse.runtime.held import CallInside
-from opfuse.runtime.hooks import OpHooks
-from opfuse.runtime.inputs import check_call, check_count, check_tensors, resolved
-from opfuse.runtime.ledger import Ledger
-from opfuse.runtime.misses import check_miss, plan_policy
-from opfuse.runtime.named import Facts, told_key
-from opfuse.runtime.recompute import repeated
+from opfuse.runtime.compile.backward_tape import Ledger
+from opfuse.runtime.compile.custom_op import follow, hindrance
+from opfuse.runtime.compile.saved_call import CallInside
+from opfuse.runtime.interpret.call_checks import check_call, check_count, check_tensors, resolved
+from opfuse.runtime.interpret.checkpoint_replay import repeated
+from opfuse.runtime.interpret.hooks import OpHooks
+from opfuse.runtime.plans.cache_info import CacheInfo, info_of
+from opfuse.runtime.plans.misses import Thrash, check_miss, plan_policy
+from opfuse.runtime.plans.named_key import Facts, told_key
+from opfuse.runtime.plans.trace import Made, since_start
 from opfuse.runtime.segment import outlined, run_plan
-from opfuse.runtime.thrash import Thrash
-from opfuse.runtime.trace import Made, since_start
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 from opfuse.torch_private.autograd import is_followed
 
@@ -286,7 +285,7 @@ class OperationFuser:
         return plan
 
     def _trial(self, x: torch.Tensor, extras: Sequence[torch.Tensor], *, alone: bool) -> Plan:
-        """A plan for this call, as :func:`~opfuse.runtime.misses.trial_plans` says."""
+        """A plan for this call, as :func:`~opfuse.runtime.plans.misses.trial_plans` says."""
         check_call(self, x, extras)
         rules = self.rules or active_rules()
         recipe = current_recipe()

@@ -16,11 +16,11 @@ from opfuse.core.tracers import check_backward, check_batched
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.blocks import gathered_again, scattered
-from opfuse.runtime.interpreter import Interpreter, Kwargs
-from opfuse.runtime.ledger import Ledger, SavedTensors
-from opfuse.runtime.programs import ReplayedSegment, runner_of
-from opfuse.runtime.recompute import check_once
+from opfuse.runtime.compile.backward_tape import Ledger, SavedTensors
+from opfuse.runtime.interpret.checkpoint_replay import check_once
+from opfuse.runtime.interpret.interpreter import Interpreter, Kwargs
+from opfuse.runtime.replay.dispatch import ReplayedSegment, runner_of
+from opfuse.runtime.weights.packed import gathered_again, scattered
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor

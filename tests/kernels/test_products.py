@@ -16,7 +16,7 @@ from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.hopper import is_faster
 from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, invariant_refusal, multiply, refusal
 from opfuse.numerics.sums import balanced
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.recorder import Tape
 from opfuse.tensors.gemm import GEMMS, gemm, gemm_of_groups
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,

@@ -21,11 +21,11 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import JOINED
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import Kernel as AnyKernel
-from opfuse.program import line
-from opfuse.program.line import plain_room
-from opfuse.program.steps import Step
-from opfuse.program.tape import Tape
-from opfuse.runtime import packing
+from opfuse.runtime.replay import codegen as line
+from opfuse.runtime.replay import packing
+from opfuse.runtime.replay.codegen import plain_room
+from opfuse.runtime.replay.instructions import Step
+from opfuse.runtime.replay.recorder import Tape
 
 LAYOUT = struct.Struct("PPq")
 """Where floats come from, where they go, how many."""
@@ -95,13 +95,13 @@ def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
     with patch.context() as patched:
         patched.setattr(launching, "function", lambda variant, entry, device: (variant, entry))
         patched.setattr(launching, "is_current", lambda device: True)
-        patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
-        patched.setattr("opfuse.program.line.runtime", lambda: SimpleNamespace(memsetAsync=_memset))
-        patched.setattr("opfuse.program.line.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
+        patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
+        patched.setattr("opfuse.runtime.replay.codegen.runtime", lambda: SimpleNamespace(memsetAsync=_memset))
+        patched.setattr("opfuse.runtime.replay.codegen.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
         for module in (line, packing):
             patched.setattr(module, "plain_room", _plain_room)
-        patched.setattr("opfuse.program.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
-        patched.setattr("opfuse.program.program.raw_stream", lambda device: 0)
+        patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
+        patched.setattr("opfuse.runtime.replay.program.raw_stream", lambda device: 0)
         yield
 
 

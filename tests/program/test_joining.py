@@ -19,10 +19,10 @@ from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import Launcher
 from opfuse.numerics.hadamard import SIGNS
 from opfuse.numerics.layouts import Layout
-from opfuse.program.joining import joined_launches
-from opfuse.program.program import Program
-from opfuse.program.steps import LaunchStep
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.batch_launches import joined_launches
+from opfuse.runtime.replay.instructions import LaunchStep
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.recorder import Tape
 from tests.program.fake import KERNELS, VARIANT, fake_device, launch
 
 pytestmark = pytest.mark.cpu

@@ -13,9 +13,9 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import PipelineError
-from opfuse.program.line import empty_on
-from opfuse.program.program import Program, Recording
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.codegen import empty_on
+from opfuse.runtime.replay.program import Program, Recording
+from opfuse.runtime.replay.recorder import Tape
 from tests.program.fake import fake_device, launch
 from tests.programs import forwards
 
@@ -161,7 +161,7 @@ def test_a_torch_without_the_quick_function_makes_room_by_its_public_one(monkeyp
         tape = Tape([x])
         with torch.no_grad(), tape.recording():
             result = launch("double", x, torch.empty(8, dtype=torch.float32, device="cpu"))
-        monkeypatch.setattr("opfuse.program.line.empty_on", lambda device: None)
+        monkeypatch.setattr("opfuse.runtime.replay.codegen.empty_on", lambda device: None)
         monkeypatch.setattr("torch.empty", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
         program = Program(tape, [tape.number(result)])
         assert torch.equal(program([x])[0], 2 * x)

@@ -17,11 +17,11 @@ from opfuse.events import KernelLaunched
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
-from opfuse.program.frame import Frame, Reader, Readers
-from opfuse.program.program import SMALL, Program, Recording, _needed
-from opfuse.program.slab import ALIGNMENT, aligned, slab_of
-from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, ProductStep, Ref
-from opfuse.program.tape import Tape, Unrecordable, pointers
+from opfuse.runtime.replay.instructions import Hole, LaunchStep, OpStep, Place, ProductStep, Ref
+from opfuse.runtime.replay.launch_args import Frame, Reader, Readers
+from opfuse.runtime.replay.memory_plan import ALIGNMENT, aligned, slab_of
+from opfuse.runtime.replay.program import SMALL, Program, Recording, _needed
+from opfuse.runtime.replay.recorder import Tape, Unrecordable, pointers
 from tests.program.fake import LAYOUT as PARAMETER
 from tests.program.fake import VARIANT, fake_device, floats
 
@@ -383,7 +383,7 @@ def test_the_workspace_of_products_is_nobody_elses(monkeypatch):
     operands = {"left": 2, "right": 1, "left_scale": 1, "right_scale": 1, "out": 3}
     product = ProductStep(SimpleNamespace(device=0), {name: Place(n, 0) for name, n in operands.items()}, WORKSPACE)
     steps = (zeros, *rooms, launched("double", 0, 2), product, launched("negate", 1, 4), launched("negate", 2, 5))
-    monkeypatch.setattr("opfuse.program.frame.Product", Scribbling)
+    monkeypatch.setattr("opfuse.runtime.replay.launch_args.Product", Scribbling)
     with fake_device(monkeypatch):
         program = Program.of(Recording(steps, (0,), (3, 4, 5), 0, {1: 256, 2: 256}, frozenset()))
         for _ in range(2):
@@ -455,8 +455,8 @@ def test_large_memory_lies_outside_of_the_slab(monkeypatch):
             launch(tape, x.data_ptr(), 7, room.data_ptr(), 9)
         with monkeypatch.context() as patched:  # a launch that is never made: its kernel is not loaded
             patched.setattr(launching, "function", lambda *_: 0)
-            patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=None))
-            patched.setattr("opfuse.program.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
+            patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=None))
+            patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
             program = Program(tape, [])
         assert (tape.number(room) in program.slab.offsets) == inside
         assert ("slab" in program.text) == inside

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from opfuse.kernels.engine import joining
-from opfuse.program.program import Program
-from opfuse.program.rooms import shared_rooms
-from opfuse.program.slab import ALIGNMENT, last_reads
-from opfuse.program.steps import LaunchStep, OpStep, Ref, Step
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.instructions import LaunchStep, OpStep, Ref, Step
+from opfuse.runtime.replay.memory_plan import ALIGNMENT, last_reads, shared_rooms
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.recorder import Tape
 from tests.program.fake import VARIANT, fake_device, launch
 from tests.program.test_program import EMPTY, reading, room
 
@@ -99,7 +98,7 @@ def test_casts_of_groups_make_their_room_at_once(monkeypatch):
         return [launch("square", plane, torch.empty(70, dtype=torch.float32, device="cpu")) for plane in planes]
 
     monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
-    monkeypatch.setattr("opfuse.program.program.SMALL", 0)
+    monkeypatch.setattr("opfuse.runtime.replay.program.SMALL", 0)
     with fake_device(monkeypatch):
         tape = Tape(weights := [torch.randn(70) for _ in range(5)])
         with torch.no_grad(), tape.recording():

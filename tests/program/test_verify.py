@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 LOOK = """
 import torch
 import tests.verify_programs
-from opfuse.program.program import Program
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.recorder import Tape
 
 tape = Tape([torch.ones(3)])
 with torch.no_grad(), tape.recording():

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError, UnsupportedError
-from opfuse.runtime.held import held_calls
+from opfuse.runtime.compile.saved_call import held_calls
 from tests.ops.test_op_errors import raised
 
 pytestmark = pytest.mark.cpu

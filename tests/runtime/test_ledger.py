@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from opfuse.errors import SavedTensorError
-from opfuse.runtime.held import apart
-from opfuse.runtime.ledger import Ledger
+from opfuse.runtime.compile.backward_tape import Ledger
+from opfuse.runtime.compile.saved_call import apart
 from tests.ops.test_op_errors import raised
 
 pytestmark = pytest.mark.cpu

@@ -12,9 +12,9 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.compiler.rules import fusion
-from opfuse.runtime.looks import given, look_of
-from opfuse.runtime.programs import interpreted
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.layout_key import given, look_of
+from opfuse.runtime.replay.replayable import Recorded
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import differences, gradient, randn, to
 from tests.programs import forwards, plans_of

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from opfuse import ops
 from opfuse.kernels.engine import joining
-from opfuse.program.program import SMALL, Program
-from opfuse.program.steps import LaunchStep, OpStep
-from opfuse.program.tape import Tape
-from opfuse.runtime.backward import BackwardPass
-from opfuse.runtime.looks import given
-from opfuse.runtime.packing import Packing
-from opfuse.runtime.programs import ReplayedSegment
-from opfuse.runtime.replayable import BACKWARD_LOOKS, Recorded, Replayable
+from opfuse.runtime.replay.backward import BackwardPass
+from opfuse.runtime.replay.dispatch import ReplayedSegment
+from opfuse.runtime.replay.instructions import LaunchStep, OpStep
+from opfuse.runtime.replay.layout_key import given
+from opfuse.runtime.replay.packing import Packing
+from opfuse.runtime.replay.program import SMALL, Program
+from opfuse.runtime.replay.recorder import Tape
+from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Recorded, Replayable
 from tests.program.fake import KERNELS, VARIANT, fake_device, launch
 from tests.programs import forwards, plans_of
 
@@ -223,7 +223,7 @@ class OfWeights(Interpreter):
 def test_large_tensors_that_one_step_reads_last_are_one(monkeypatch: pytest.MonkeyPatch):
     """As planes of experts' weights; it is let go of when they are read."""
     monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
-    monkeypatch.setattr("opfuse.program.program.SMALL", 0)
+    monkeypatch.setattr("opfuse.runtime.replay.program.SMALL", 0)
     weights = [torch.nn.Parameter(torch.randn(70)) for _ in range(5)]
     x, alive = torch.randn(70), [lambda: None]
     tape = Tape([x, *weights])
@@ -333,7 +333,7 @@ class Drawn:
 def test_random_passes_have_their_values_however_they_are_packed(seed, small, monkeypatch):
     """Interpreted, recorded, repeated and packed: values that a plain run has, in memory that is there when it is read."""
     monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
-    monkeypatch.setattr("opfuse.program.program.SMALL", small)
+    monkeypatch.setattr("opfuse.runtime.replay.program.SMALL", small)
     drawn = Drawn(seed)
     tape = Tape([torch.randn(40)])
     with torch.no_grad(), tape.recording():

@@ -15,7 +15,7 @@ from opfuse import ops, recipes
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import fusion
 from opfuse.core.context import Context
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import CASES, differences, gradient, randn, recipe_for
 from tests.programs import backwards, plans_of, under

@@ -21,7 +21,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import enroll
 from opfuse.core.watched import Tree
 from opfuse.recipes import autocast, current_recipe, in_region
-from opfuse.runtime.compile.backward_tape import Ledger
+from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import autocast_like, parameters_of
 from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.checkpoint_replay import CalledPipeline, repeated
@@ -137,13 +137,13 @@ class InGraph:
             return call.recorded(lambda given, instead: self._over(instead, partial(self._run, given)))
         self._check()
 
-        def alone(given: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor:
+        def alone(given: Sequence[torch.Tensor], ledger: BackwardTape) -> torch.Tensor:
             x, *arguments = given
             return self._over(ledger, partial(pipeline, x, arguments))
 
         return call.noted(alone)
 
-    def _over(self, instead: Mapping[int, torch.Tensor] | Ledger, run: Callable[[], Any]) -> Any:
+    def _over(self, instead: Mapping[int, torch.Tensor] | BackwardTape, run: Callable[[], Any]) -> Any:
         with taking(instead):
             return run()
 

@@ -305,7 +305,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng())
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        stack.enter_context(running(Pass.LOOK))
+        stack.enter_context(running(Pass.DRY_RUN))
         stack.enter_context(silenced())
         for state in states:
             if isinstance(state, DelayedScalingStates):

@@ -41,7 +41,7 @@ from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.amaxes import default_group
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
-from opfuse.runtime.compile.backward_tape import Ledger
+from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance
 from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.call_checks import check_call, check_count, check_tensors, resolved
@@ -49,7 +49,7 @@ from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.runtime.interpret.hooks import OpHooks
 from opfuse.runtime.plans.cache_info import CacheInfo, info_of
 from opfuse.runtime.plans.misses import Thrash, check_miss, plan_policy
-from opfuse.runtime.plans.named_key import Facts, told_key
+from opfuse.runtime.plans.named_key import Facts, named_key
 from opfuse.runtime.plans.trace import Made, since_start
 from opfuse.runtime.segment import outlined, run_plan
 from opfuse.tensors.quantizers.ranks import in_distributed_run
@@ -239,7 +239,7 @@ class OperationFuser:
         named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
         modes = self._modes[len(training)](training)
         inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, modes)
-        return told_key(structure, env, inputs, rules, None if call is None else (_rows(call[0]), call[1].source))
+        return named_key(structure, env, inputs, rules, None if call is None else (_rows(call[0]), call[1].source))
 
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
         """The plan of this call, from the cache or made now."""
@@ -304,11 +304,11 @@ class OperationFuser:
         x: torch.Tensor,
         *extras: torch.Tensor,
         kwargs: Sequence[Mapping[str, Any]] | None = None,
-        instead: Mapping[int, torch.Tensor] | Ledger | None = None,
+        instead: Mapping[int, torch.Tensor] | BackwardTape | None = None,
     ) -> Any:
         """The main output, or a tuple of it and the extra outputs that go to the caller.
 
-        instead: tensors that take the gradients of parameters, by their ``id()``; or a ledger, in which segments note their
+        instead: tensors that take the gradients of parameters, by their ``id()``; or a tape, in which segments note their
         backward passes in place of autograd nodes.
 
         Under ``torch.compile`` it is one op of the graph, or a graph break where it cannot be one.
@@ -320,7 +320,7 @@ class OperationFuser:
                 return follow(self, x, extras)
             break_graph(why)
             return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
-        if not isinstance(instead, Ledger) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
+        if not isinstance(instead, BackwardTape) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
             return repeat(partial(self, x, *extras, kwargs=kwargs, instead=instead))
         if not isinstance(x, torch.Tensor):
             check_proxy(self.label, x)
@@ -349,7 +349,7 @@ class OperationFuser:
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """The call inside of an op of torch.compile: its segments are all that it runs."""
-        run = partial(call.noted, lambda given, ledger: self(*given, instead=ledger))
+        run = partial(call.noted, lambda given, tape: self(*given, instead=tape))
         repeat = repeated(self)
         found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(run)
         return found

@@ -25,7 +25,7 @@ from opfuse.runtime.replay import codegen as line
 from opfuse.runtime.replay import packing
 from opfuse.runtime.replay.codegen import plain_room
 from opfuse.runtime.replay.instructions import Step
-from opfuse.runtime.replay.recorder import Tape
+from opfuse.runtime.replay.recorder import Recorder
 
 LAYOUT = struct.Struct("PPq")
 """Where floats come from, where they go, how many."""
@@ -69,8 +69,8 @@ def launches_seen(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def call(self: AnyKernel, *args: Any, **kwargs: Any) -> Any:
         heard = [getattr(listener, "__self__", None) for listener in listeners().get(KernelLaunched, ())]
-        tape = next((each for each in heard if isinstance(each, Tape)), None)
-        if tape is None or tape.refusal or tape._paused:  # a definition may call kernels
+        recorder = next((each for each in heard if isinstance(each, Recorder)), None)
+        if recorder is None or recorder.refusal or recorder._paused:  # a definition may call kernels
             return self.reference(*args, **kwargs)
 
         def launched(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
@@ -78,7 +78,7 @@ def launches_seen(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
         made = self.run(launched, *args, **kwargs)
         with patch.context() as paused:
-            paused.setattr(tape, "_paused", 1)
+            paused.setattr(recorder, "_paused", 1)
             for room, result in zip(tree_leaves(made), tree_leaves(self.reference(*args, **kwargs)), strict=True):
                 if isinstance(room, Tensor):  # None stands for what was not asked for
                     room.copy_(result)

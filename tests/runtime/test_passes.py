@@ -110,9 +110,9 @@ def repeated(model):
     """The passes of which there is a program, of segments with code of the user's own."""
     found = set()
     for plan in plans_of(model):
-        for start in (start for start, own in plan.own_code.items() if own.why):
+        for start in (start for start, own in plan.user_code.items() if own.why):
             whole = under(plan, start)
-            uncut = len(plan.own_code[start].backward) == 1
+            uncut = len(plan.user_code[start].backward) == 1
             back = [*backwards(*whole), *(under(plan, (start, BACKWARD, 0)) if uncut else ())]
             found |= {FORWARD for _ in whole} | {BACKWARD for _ in back}
     return found

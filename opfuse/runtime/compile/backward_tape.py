@@ -1,7 +1,7 @@
 """Replaces autograd inside of a call that is one op in a graph of torch.compile.
 
 If all steps of such a call are segments of one plan, a backward pass only has to know which tensors each step read and made. The
-ledger writes that down in order, and runs the steps backward. It sums gradients as autograd does: first those from outside, then
+tape writes that down in order, and runs the steps backward. It sums gradients as autograd does: first those from outside, then
 those of the last step, and so on to the first, each in the order in which the step read its tensors.
 """
 
@@ -47,7 +47,7 @@ class Copies:
         return tensor
 
 
-class Ledger:
+class BackwardTape:
     """The steps of one call.
 
     arguments: the tensors that get gradients; if one of them occurs twice, its first place gets the sum. given: arguments whose

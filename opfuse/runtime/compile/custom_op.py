@@ -4,7 +4,7 @@ Dynamo follows a call as far as :func:`follow` and puts ``opfuse::pipeline`` int
 arguments. When the op runs, it asks for the rest: the active recipe, and the plan of the call. So the graph depends on nothing
 that a plan depends on, and another recipe compiles nothing anew.
 
-What the backward pass needs stays with the call, in a :class:`HeldCall`. The op returns a token, a tensor of one element whose
+What the backward pass needs stays with the call, in a :class:`SavedCall`. The op returns a token, a tensor of one element whose
 memory is that object. torch saves the token as it saves other tensors for a backward pass; when it lets the token go, the object
 goes, too. A compiler may overwrite an argument that its graph reads no more. So the call keeps copies of saved tensors that share
 memory with an input.
@@ -26,8 +26,8 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
 from opfuse.core.tracers import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
-from opfuse.runtime.compile.saved_call import CallInside, apart, held_by, token_of
-from opfuse.runtime.compile.write_version import stamp
+from opfuse.runtime.compile.saved_call import CallInside, apart, saved_call_of, token_of
+from opfuse.runtime.compile.write_version import write_version
 from opfuse.runtime.interpret.checkpoint_replay import check_recomputed_in_graph
 from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.planes import named_tensors
@@ -91,7 +91,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 def moment(pipeline: CompiledPipeline, *tensors: torch.Tensor) -> tuple[Any, ...]:
     """What a call depends on in the graph that is being traced: ``tensors``, its parameters, writes to both, and modes."""
-    return stamp([*tensors, *parameters_of(pipeline)]), torch.is_grad_enabled(), autocast_dtype(tensors[0])
+    return write_version([*tensors, *parameters_of(pipeline)]), torch.is_grad_enabled(), autocast_dtype(tensors[0])
 
 
 def hindrance(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Any) -> str:
@@ -166,7 +166,7 @@ def backward_op(
     create_graph=True; SavedTensorError if what the call kept is gone or was written to.
     """
     where = "backward of a compiled pipeline"
-    held = held_by(token)
+    held = saved_call_of(token)
     if held is None:
         cure = "leave hooks of saved tensors that copy them (save_on_cpu) outside of what is compiled"
         got = "a copy of the tensor that stands for it"

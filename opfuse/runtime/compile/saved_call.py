@@ -15,13 +15,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from opfuse.core.context import versions
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.counting import count_in, running_pass
-from opfuse.runtime.compile.backward_tape import Copies, Ledger, MaybeGradients, check_unwritten
+from opfuse.runtime.compile.backward_tape import BackwardTape, Copies, MaybeGradients, check_unwritten
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.dispatch import seen_by_autograd
 from opfuse.torch_private.tensors import share_memory
 
 
-class HeldCall(ctypes.c_int64 * 1):  # type: ignore[misc]
+class SavedCall(ctypes.c_int64 * 1):  # type: ignore[misc]
     """What one call keeps for its backward pass, in an object that is also the memory of a one-element tensor, its token.
 
     backward: from the gradients of the outputs to those of the arguments that want one; True if it will be asked again.
@@ -30,23 +30,23 @@ class HeldCall(ctypes.c_int64 * 1):  # type: ignore[misc]
     backward: Callable[[MaybeGradients, bool], MaybeGradients]
 
 
-_calls: weakref.WeakValueDictionary[int, HeldCall] = weakref.WeakValueDictionary()
+_calls: weakref.WeakValueDictionary[int, SavedCall] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
-def held_calls() -> int:
+def saved_calls() -> int:
     """How many calls of compiled pipelines keep something for a backward pass."""
     return len(_calls)
 
 
-def token_of(held: HeldCall) -> torch.Tensor:
+def token_of(held: SavedCall) -> torch.Tensor:
     """The token of a call, int64 (1,). Its memory is ``held`` itself, which so lives as long as any tensor over that memory."""
     held[0] = next(_numbers)
     _calls[held[0]] = held
     return torch.frombuffer(held, dtype=torch.int64)
 
 
-def held_by(token: torch.Tensor) -> HeldCall | None:
+def saved_call_of(token: torch.Tensor) -> SavedCall | None:
     """The call of a token; None for a copy of a token that is gone."""
     return _calls.get(int(token))
 
@@ -63,7 +63,7 @@ class SavedTensor(NamedTuple):
         return self.tensor
 
 
-class Keeper:
+class SavedTensorPacker:
     """Keeps what a call saves; of tensors that share memory with ``given``, a copy."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
@@ -113,7 +113,7 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
 
 
 class CallInside:
-    """One call inside of the op. Its pipeline chooses what records it for the backward pass: a ledger, or autograd.
+    """One call inside of the op. Its pipeline chooses what records it for the backward pass: a tape, or autograd.
 
     given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. trains: whether
     any is. held: what the call keeps.
@@ -122,9 +122,9 @@ class CallInside:
     def __init__(self, given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
         self.given, self.parameters, self.wanted = given, parameters, wanted
         self.trains = any(wanted)
-        self.held = HeldCall()
-        self._ledger: Ledger | None = None
-        self._keeper = Keeper(given)
+        self.held = SavedCall()
+        self._ledger: BackwardTape | None = None
+        self._keeper = SavedTensorPacker(given)
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:
@@ -136,21 +136,21 @@ class CallInside:
         if self._ledger is not None:
             self._ledger.close(outputs)
 
-    def noted(self, run: Callable[[Sequence[torch.Tensor], Ledger], Any]) -> tuple[torch.Tensor, ...]:
-        """The outputs of ``run(inputs, ledger)``, which notes every step that gradients pass in the ledger."""
+    def noted(self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs of ``run(inputs, tape)``, which notes every step that gradients pass in the tape."""
         entries = [each.detach().resolve_neg() for each in self.given]
         for entry, want in zip(entries, self.wanted):
             if want:
                 entry.requires_grad_()
-        ledger = self._ledger = Ledger([*entries, *self.parameters], self.given)
+        tape = self._ledger = BackwardTape([*entries, *self.parameters], self.given)
         places = [i for i, want in enumerate(self.wanted) if want]
 
         def backward(grads: MaybeGradients, keep: bool) -> MaybeGradients:
-            found = ledger.gradients(grads, keep=keep)
+            found = tape.gradients(grads, keep=keep)
             return [found[i] for i in places]
 
         self.held.backward = backward
-        return _listed(run(entries, ledger))
+        return _listed(run(entries, tape))
 
     def recorded(self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]) -> tuple[torch.Tensor, ...]:
         """The outputs of ``run(inputs, instead)``, recorded by autograd. instead: stand-ins for parameters, by their ``id()``."""

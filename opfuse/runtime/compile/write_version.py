@@ -24,12 +24,12 @@ from opfuse.torch_private.compiler import detect_fake_mode, traced_graph
 from opfuse.torch_private.dispatch import may_write
 
 
-def stamp(tensors: Sequence[torch.Tensor]) -> int:
+def write_version(tensors: Sequence[torch.Tensor]) -> int:
     """A number for the state of these tensors in the graph that is being traced.
 
     Equal numbers mean the same graph, the same tensors, and no write to any of them, or to a view of one, in between.
     """
-    number: int = torch.ops.opfuse.stamp(tensors).shape[0]
+    number: int = torch.ops.opfuse.write_version(tensors).shape[0]
     return number
 
 
@@ -73,7 +73,7 @@ _counted: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDicti
 _numbers = itertools.count(1)
 
 _LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("stamp(Tensor[] tensors) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("stamp", _stamp_run, "CompositeExplicitAutograd")
-torch.library.register_fake("opfuse::stamp", _stamp_fake, lib=_LIBRARY)
-HANDLERS[torch.ops.opfuse.stamp.default] = _of_planes
+_LIBRARY.define("write_version(Tensor[] tensors) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("write_version", _stamp_run, "CompositeExplicitAutograd")
+torch.library.register_fake("opfuse::write_version", _stamp_fake, lib=_LIBRARY)
+HANDLERS[torch.ops.opfuse.write_version.default] = _of_planes

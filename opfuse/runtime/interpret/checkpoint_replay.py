@@ -154,7 +154,7 @@ def _under(kind: Pass, run: Runs) -> Any:
 
 def _again(run: Runs) -> Any:
     with silenced(*FIRST_RUN):
-        return _under(Pass.AGAIN, run)
+        return _under(Pass.RECOMPUTE, run)
 
 
 def _changed(pipeline: CalledPipeline, wanted: CalledPipeline | None) -> UnsupportedError:

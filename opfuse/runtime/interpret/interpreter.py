@@ -27,8 +27,8 @@ from opfuse.recipes.counting import PassAround
 from opfuse.runtime.interpret.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.interpret.observed import GroupEvents
 from opfuse.runtime.replay.partial import RepeatedCast, repeat, told_of
-from opfuse.runtime.weights.cast_cache import Held
-from opfuse.runtime.weights.packed import PlaceInBlock, gathered, scattered
+from opfuse.runtime.weights.cast_cache import PrecomputedCast
+from opfuse.runtime.weights.packed import PlaceInBlock, from_blocks, to_blocks
 from opfuse.torch_private.dispatch import active_modes
 
 Kwargs = Sequence[Mapping[str, Any]]
@@ -56,7 +56,7 @@ class Interpreter:
         segment: Segment,
         ops: Sequence[BasicOperation],
         kwargs: Kwargs,
-        held: Sequence[Held] = (),
+        held: Sequence[PrecomputedCast] = (),
         *,
         in_parts: bool = False,
         events: GroupEvents | None = None,
@@ -273,7 +273,7 @@ class Interpreter:
                         emit(TensorSaved(self.plan, index, name, value))
         saved = [tensor for context in self.contexts.values() for tensor in context.release()]
         if self.blocks:
-            saved, self.places = gathered(saved, self.blocks)
+            saved, self.places = to_blocks(saved, self.blocks)
         self.dirty, self.kwargs, self.held, self.blocks = [], (), {}, []
         return saved
 
@@ -290,7 +290,7 @@ class Interpreter:
     def backward(self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]) -> Gradients:
         """Gradients of the segment's inputs and parameters for those of its outputs; ``tensors`` is what was saved."""
         if self.places:
-            tensors = scattered(tensors, self.places)
+            tensors = from_blocks(tensors, self.places)
         contexts = {index: context.restored(tensors) for index, context in self.contexts.items()}
         grads = Gradients(self.plan, contexts, self.segment.again)
         for value, grad in grad_outputs.items():
@@ -304,7 +304,7 @@ class Interpreter:
     @cached_property
     def _told(self) -> Sequence[tuple[Any, ...] | None]:
         """What the contexts tell each stretch of a backward pass that is repeated in part."""
-        return told_of(self.plan.own_code[self.segment.nodes.start].backward, self.contexts)
+        return told_of(self.plan.user_code[self.segment.nodes.start].backward, self.contexts)
 
     def _backward_groups(self, groups: Iterable[Group], grads: Gradients) -> None:
         nodes, contexts = self.plan.graph.nodes, grads.contexts

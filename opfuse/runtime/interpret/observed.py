@@ -51,7 +51,7 @@ class GroupEvents:
         start = time.perf_counter()
         run(group, values)
         seconds = time.perf_counter() - start
-        if current_pass() is Pass.AGAIN:  # the first run emitted it
+        if current_pass() is Pass.RECOMPUTE:  # the first run emitted it
             return
         nodes = [self.plan.graph.nodes[i] for i in group.nodes]
         first, last = nodes[0], nodes[-1]

@@ -34,7 +34,7 @@ class _LocatedKey(PlanKey):
     sources: Mapping[str, str | None] = MappingProxyType({})
 
 
-def told_key(structure: str, env: tuple[Any, ...], inputs: Inputs, rules: str, call: tuple[int, str] | None) -> PlanKey:
+def named_key(structure: str, env: tuple[Any, ...], inputs: Inputs, rules: str, call: tuple[int, str] | None) -> PlanKey:
     """A plan's key. call: the rows of the input and the source of the rules, for a key that tells where its values come from."""
     around = _Around(*env)
     told = _LocatedKey(structure, around, inputs, rules)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from opfuse.runtime.interpret.interpreter import GradOutputs, Interpreter, Result
-from opfuse.runtime.replay.layout_key import given, look_of
+from opfuse.runtime.replay.layout_key import given, layout_key
 from opfuse.runtime.replay.packing import Packing
-from opfuse.runtime.replay.recorder import Tape
+from opfuse.runtime.replay.recorder import Recorder
 from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, REFUSED, Ran, Recorded, Replayable
 from opfuse.torch_private.dispatch import active_modes
 
@@ -60,11 +60,11 @@ class BackwardPass:
         """What a program depends on; None if none may run."""
         if not self.replayable.limit or active_modes():
             return None
-        look = look_of([*grads.values(), *saved])
+        look = layout_key([*grads.values(), *saved])
         return None if look is None else (*grads, *look)
 
     def _run(self, replayable: Replayable, key: Any, grads: GradOutputs, saved: list[torch.Tensor]) -> Result:
-        def interpret(tape: Tape | None) -> Ran:
+        def interpret(recorder: Recorder | None) -> Ran:
             return Ran(self.interpreter.gradients(grads, _one_by_one(saved)), packs=self.packs or self.packing is not None)
 
         def let_go() -> None:

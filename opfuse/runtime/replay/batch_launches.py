@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from opfuse.kernels.engine.joining import JOINED, READ_WORDS, joined_parameter, joined_variant
-from opfuse.runtime.replay.instructions import WORD, Hole, LaunchStep, Step
+from opfuse.runtime.replay.instructions import WORD, AddressSlot, LaunchStep, Step
 
 Homes = Callable[[Iterable[int]], set[int] | None]
 """The memory of tensors, by the number of the first one seen there; None where it is not known."""
@@ -103,8 +103,8 @@ def _split(step: Step) -> tuple[set[int], set[int]] | None:
         return None
     read = READ_WORDS[step.variant.source]
     return (
-        {hole.place.number for hole in step.holes if hole.word in read},
-        {hole.place.number for hole in step.holes if hole.word not in read},
+        {slot.place.number for slot in step.slots if slot.word in read},
+        {slot.place.number for slot in step.slots if slot.word not in read},
     )
 
 
@@ -113,7 +113,7 @@ def _joined(launches: Sequence[LaunchStep]) -> LaunchStep:
     if len(launches) == 1:
         return first
     words = len(first.parameter) // WORD
-    holes = [Hole(i * words + hole.word, hole.place) for i, launch in enumerate(launches) for hole in launch.holes]
+    slots = [AddressSlot(i * words + slot.word, slot.place) for i, launch in enumerate(launches) for slot in launch.slots]
     parameter = joined_parameter([launch.parameter for launch in launches], blocks)
     grid = first.grid._replace(blocks=sum(blocks))
-    return LaunchStep(joined_variant(first.variant), first.entry, grid, first.device, parameter, tuple(holes))
+    return LaunchStep(joined_variant(first.variant), first.entry, grid, first.device, parameter, tuple(slots))

@@ -1,6 +1,6 @@
 """Who runs a segment: the interpreter, or a program that it has recorded.
 
-Only what the library itself computes is recorded: an op, a rule or a quantizer of the user's own may do what no tape sees. A pass
+Only what the library itself computes is recorded: a user's op, rule or quantizer may do what no recorder sees. A pass
 that has one is repeated in parts (``partial.py``), the other one as a whole.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, Node
-from opfuse.compiler.plan import OwnCode, Plan, Segment
+from opfuse.compiler.plan import Plan, Segment, UserCode
 from opfuse.core.cast import Cast
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
@@ -28,13 +28,13 @@ from opfuse.recipes.counting import PassAround
 from opfuse.runtime.interpret.interpreter import GradOutputs, Interpreter, Kwargs, Result
 from opfuse.runtime.interpret.observed import GroupEvents
 from opfuse.runtime.replay.backward import BackwardPass
-from opfuse.runtime.replay.layout_key import firsts, given, look_of
+from opfuse.runtime.replay.layout_key import firsts, given, layout_key
 from opfuse.runtime.replay.partial import made_before
-from opfuse.runtime.replay.recorder import Tape
+from opfuse.runtime.replay.recorder import Recorder
 from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Ran, Replayable
-from opfuse.runtime.replay.user_code import own_code
+from opfuse.runtime.replay.user_code import user_code
 from opfuse.runtime.replay.warmup import rehearsed
-from opfuse.runtime.weights.cast_cache import Held, KeptCasts, held_casts
+from opfuse.runtime.weights.cast_cache import CachedCasts, PrecomputedCast, cached_casts
 from opfuse.runtime.weights.packed import PlaceInBlock
 from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
@@ -63,13 +63,13 @@ def runner_of(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
 ) -> Interpreter | ReplayedSegment:
     """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
-    kept = held_casts(plan, segment, ops)
+    kept = cached_casts(plan, segment, ops)
     if heard := listeners():
         if GroupRan in heard:
             return Interpreter(plan, segment, ops, kwargs, kept.casts, events=GroupEvents(plan, ops, heard))
         if not INTERPRETED.isdisjoint(heard):
             tensors = None
-    own = plan.own_code.get(segment.nodes.start) or _own_code(plan, segment, ops)
+    own = plan.user_code.get(segment.nodes.start) or _user_code(plan, segment, ops)
     before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
     held = (*before, *kept.casts) if before else kept.casts
     if tensors is None or not _enabled.get() or active_modes():
@@ -90,8 +90,8 @@ def _key(
     ops: Sequence[BasicOperation],
     tensors: Sequence[torch.Tensor | None],
     *,
-    before: Sequence[Held],
-    kept: KeptCasts,
+    before: Sequence[PrecomputedCast],
+    kept: CachedCasts,
 ) -> tuple[Any, ...] | None:
     """What a program of this call depends on beside the key of its plan; None if no program may run.
 
@@ -99,7 +99,7 @@ def _key(
     """
     if before and any(each.look is None for each in before):
         return None
-    look = look_of([*tensors, *[tensor for each in before for tensor in each.tensors]] if before else tensors)
+    look = layout_key([*tensors, *[tensor for each in before for tensor in each.tensors]] if before else tensors)
     if look is None:
         return None
     if before:
@@ -112,9 +112,9 @@ def _key(
     return (*look, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else look
 
 
-def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
+def _user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
     """What of the user's own runs in the segment, which is told once."""
-    found = plan.own_code[segment.nodes.start] = own_code(plan, segment, ops)
+    found = plan.user_code[segment.nodes.start] = user_code(plan, segment, ops)
     for side, why in found.why.items():
         _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
     return found
@@ -188,7 +188,7 @@ class ReplayedSegment:
         plan: Plan,
         segment: Segment,
         ops: Sequence[BasicOperation],
-        held: Sequence[Held],
+        held: Sequence[PrecomputedCast],
         *,
         key: tuple[Any, ...],
         tensors: list[torch.Tensor],
@@ -216,18 +216,18 @@ class ReplayedSegment:
         self._saved = values[count:]
         return values[:count]
 
-    def _interpret(self, inputs: Sequence[torch.Tensor], tape: Tape | None) -> Ran:
+    def _interpret(self, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> Ran:
         """The outputs, then the saved tensors; and the backward pass behind them, if there is one."""
-        plan, segment, stepped = self.plan, self.segment, BACKWARD in self.plan.own_code[self.segment.nodes.start].why
+        plan, segment, stepped = self.plan, self.segment, BACKWARD in self.plan.user_code[self.segment.nodes.start].why
         interpreter = Interpreter(plan, segment, self._ops, ({},) * len(self._ops), self._held)
-        if tape is None:
+        if recorder is None:
             with compiled_ahead(partial(rehearsed, interpreter, inputs)):
                 values = interpreter.forward(inputs)
         else:
-            interpreter.held = {each.node: each.made_again() for each in self._held}
+            interpreter.held = {each.node: each.unpack() for each in self._held}
             values = interpreter.forward(inputs)
             if interpreter.dirty:
-                tape.refuse("a tensor of the caller is changed in place")
+                recorder.refuse("a tensor of the caller is changed in place")
         if not segment.requires_grad:
             return Ran(values)
         self.dirty, saved = interpreter.dirty, interpreter.released()

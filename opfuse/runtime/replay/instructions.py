@@ -25,18 +25,18 @@ class Ref(NamedTuple):
     number: int
 
 
-class Place(NamedTuple):
+class TensorOffset(NamedTuple):
     """Where something lies in memory: bytes after the first element of the tensor ``number``."""
 
     number: int
     offset: int
 
 
-class Hole(NamedTuple):
+class AddressSlot(NamedTuple):
     """An address in a launch's parameter: the word of 8 bytes where it stands, and what it is the address of."""
 
     word: int
-    place: Place
+    place: TensorOffset
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,18 +81,18 @@ class OpStep:
 
 @dataclass(frozen=True, eq=False)
 class LaunchStep:
-    """A kernel. parameter: its one parameter as it is packed, with 0 for the addresses, which are in ``holes``."""
+    """A kernel. parameter: its one parameter as it is packed, with 0 for the addresses, which are in ``slots``."""
 
     variant: Variant
     entry: str
     grid: Grid
     device: int
     parameter: bytes
-    holes: tuple[Hole, ...]
+    slots: tuple[AddressSlot, ...]
 
     def reads(self) -> Iterator[int]:
         """Numbers of the tensors that the step reads or writes."""
-        return (hole.place.number for hole in self.holes)
+        return (slot.place.number for slot in self.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,7 @@ class ProductStep:
     """
 
     form: ProductForm
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorOffset]
     workspace: int
 
     @property

@@ -21,7 +21,7 @@ _OFFSET = (VECTOR - 1).__and__
 """Of an address from the last multiple of VECTOR, a power of two."""
 
 
-def look_of(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
+def layout_key(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
     """The look of ``tensors``: how each lies in memory, and which of them are the same.
 
     None for a tensor of an unknown class, and for two tensors over the same memory, since each counts its own writes.

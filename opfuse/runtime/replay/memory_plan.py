@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.runtime.replay.instructions import CallStep, LaunchStep, OpStep, Place, ProductStep, Step
+from opfuse.runtime.replay.instructions import CallStep, LaunchStep, OpStep, ProductStep, Step, TensorOffset
 
 ALIGNMENT = 256
 """Alignment in a slab, in bytes: at least that of torch's allocator, so that kernels find the alignment of the recorded run."""
@@ -132,10 +132,10 @@ def with_rooms(steps: Sequence[Step], rooms: Mapping[int, Sequence[int]], sizes:
 
     The tensors of a room lie in the order of the room, whatever the order in which the steps make them.
     """
-    places, bytes_of = dict[int, Place](), dict[int, int]()
+    places, bytes_of = dict[int, TensorOffset](), dict[int, int]()
     for block, group in rooms.items():
         *offsets, bytes_of[block] = running_sums((aligned(sizes[number]) for number in group), initial=0)
-        places |= {number: Place(block, offset) for number, offset in zip(group, offsets)}
+        places |= {number: TensorOffset(block, offset) for number, offset in zip(group, offsets)}
     found: list[Step] = []
     for step in steps:
         made = step.results[0] if isinstance(step, OpStep) and len(step.results) == 1 else None
@@ -158,15 +158,15 @@ def first_free(numbers: Iterable[int]) -> int:
     return max(numbers, default=-1) + 1
 
 
-def _moved(step: Step, places: Mapping[int, Place]) -> Step:
+def _moved(step: Step, places: Mapping[int, TensorOffset]) -> Step:
     """The same for other places of what it reads by address."""
 
-    def there(place: Place) -> Place:
+    def there(place: TensorOffset) -> TensorOffset:
         at = places.get(place.number)
-        return place if at is None else Place(at.number, at.offset + place.offset)
+        return place if at is None else TensorOffset(at.number, at.offset + place.offset)
 
     if isinstance(step, LaunchStep):
-        return replace(step, holes=tuple(hole._replace(place=there(hole.place)) for hole in step.holes))
+        return replace(step, slots=tuple(slot._replace(place=there(slot.place)) for slot in step.slots))
     if isinstance(step, ProductStep):
         return replace(step, places={name: there(place) for name, place in step.places.items()})
     return step

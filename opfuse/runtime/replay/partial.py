@@ -1,10 +1,10 @@
 """What is repeated of passes with the user's own code, which runs at each call.
 
-A user's op, rule, fused op or quantizer may do what no tape sees. So the interpreter runs it, with contexts. Casts of what comes
-into a segment run before it, which then is the library's alone. Elsewhere the casts around such code are repeated one by one, and
-a backward pass is cut around it: each stretch between is repeated. What comes to a cast or a stretch, the user's code may have
-made, so its look is part of the key, and so is what the contexts hold beside tensors. A key without a program is interpreted from
-where the pass is: nothing has to be undone.
+A user's op, rule, fused op or quantizer may do what no recorder sees. So the interpreter runs it, with contexts. Casts of what
+comes into a segment run before it, which then is the library's alone. Elsewhere the casts around such code are repeated one by
+one, and a backward pass is cut around it: each stretch between is repeated. The user's code may have made what comes to a cast or
+a stretch, so its layout is part of the key, and so is what the contexts hold beside tensors. A key without a program is
+interpreted from where the pass is: nothing has to be undone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, identity, told_by
 from opfuse.core.operation import BasicOperation
 from opfuse.runtime.interpret.gradients import Gradients
-from opfuse.runtime.replay.layout_key import given, look_of
-from opfuse.runtime.replay.recorder import Tape
+from opfuse.runtime.replay.layout_key import given, layout_key
+from opfuse.runtime.replay.recorder import Recorder
 from opfuse.runtime.replay.replayable import LOOKS, Ran, Replayable
-from opfuse.runtime.replay.user_code import is_own_cast
-from opfuse.runtime.weights.cast_cache import Held
+from opfuse.runtime.replay.user_code import is_library_cast
+from opfuse.runtime.weights.cast_cache import PrecomputedCast
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.dispatch import active_modes, in_transform
 
@@ -39,7 +39,7 @@ _WANTS_GRADIENT = attrgetter("requires_grad")
 
 def made_before(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], nodes: Sequence[Node], inputs: Sequence[Any]
-) -> tuple[Held, ...]:
+) -> tuple[PrecomputedCast, ...]:
     """What ``nodes`` cast, in their order. inputs: of the segment first. A look is None where no program may take the cast."""
     with torch.no_grad():
         return tuple(_made(plan, segment, ops, nodes, inputs))
@@ -47,15 +47,15 @@ def made_before(
 
 def _made(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], nodes: Sequence[Node], inputs: Sequence[Any]
-) -> Iterator[Held]:
+) -> Iterator[PrecomputedCast]:
     for node in nodes:
         cast = plan.casts[node.index]
         source = ops[node.op].parameter(cast.role) if node.side else inputs[segment.inputs.index(node.inputs[0])]
         storage = cast(source)
         try:
-            yield Held(node.index, storage, storage.tensors(), identity(storage))
+            yield PrecomputedCast(node.index, storage, storage.tensors(), identity(storage))
         except KeyError:
-            yield Held(node.index, storage, (), None)
+            yield PrecomputedCast(node.index, storage, (), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +70,14 @@ class RepeatedCast:
         """What the cast returns. by: further arguments of a cast in groups, whose sizes the host may have to read: no program."""
         replayable: Replayable | None = self.plan.programs.get(self.cast)
         if replayable is None:
-            limit = LOOKS if is_own_cast(self.cast) else 0
+            limit = LOOKS if is_library_cast(self.cast) else 0
             replayable = Replayable.of(self.plan, self.cast, range(self.node, self.node + 1), limit)
         if by or not replayable.limit or not isinstance(source, torch.Tensor):
             return self.cast(source, *by)
         # A mode or a transform of torch, or autograd, follows each op.
         followed = active_modes() or in_transform()
-        key = None if followed or (source.requires_grad and torch.is_grad_enabled()) else look_of([source])
-        values: Any = replayable(key, given([source]), lambda tape: Ran([self.cast(source)]))[0]
+        key = None if followed or (source.requires_grad and torch.is_grad_enabled()) else layout_key([source])
+        values: Any = replayable(key, given([source]), lambda recorder: Ran([self.cast(source)]))[0]
         value: Value = values[0]
         return value
 
@@ -91,7 +91,7 @@ def told_of(stretches: Sequence[Stretch], contexts: dict[int, Context]) -> Seque
 
 def repeat(plan: Plan, segment: Segment, told: Sequence[tuple[Any, ...] | None], grads: Gradients, interpret: Interpret) -> None:
     """Run a backward pass stretch by stretch. told: as of :func:`told_of`. grads: those so far, to which its own are added."""
-    for at, (stretch, each) in enumerate(zip(plan.own_code[segment.nodes.start].backward, told)):
+    for at, (stretch, each) in enumerate(zip(plan.user_code[segment.nodes.start].backward, told)):
         if each is None:
             interpret(stretch.groups, grads)
         else:
@@ -102,7 +102,7 @@ def repeat(plan: Plan, segment: Segment, told: Sequence[tuple[Any, ...] | None],
 def _repeat(stretch: Stretch, told: tuple[Any, ...], grads: Gradients, interpret: Interpret, replayable: Replayable) -> None:
     key, tensors = _comes_in(stretch, told, grads)
 
-    def interpreted(tape: Tape | None) -> Ran:
+    def interpreted(recorder: Recorder | None) -> Ran:
         rest = grads.rest()
         interpret(stretch.groups, rest)
         left, values = rest.left()
@@ -126,7 +126,7 @@ def _comes_in(stretch: Stretch, told: tuple[Any, ...], grads: Gradients) -> tupl
     ]
     saved = [part for i in (*stretch.nodes, *stretch.beside) if i in contexts for part in Context.parts(contexts[i])]
     tensors = [*values, *saved]
-    look = None if any(map(_WANTS_GRADIENT, values)) else look_of(tensors)
+    look = None if any(map(_WANTS_GRADIENT, values)) else layout_key(tensors)
     if look is None:
         return None, []
     try:

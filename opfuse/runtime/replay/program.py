@@ -15,10 +15,10 @@ from opfuse.runtime.replay.batch_launches import joined_launches
 from opfuse.runtime.replay.codegen import MAKES_ROOM, SLAB, Line
 from opfuse.runtime.replay.cublaslt import OPERANDS, Product, ProductForm, library
 from opfuse.runtime.replay.host_bytes import bytes_of
-from opfuse.runtime.replay.instructions import CallStep, Joining, LaunchStep, OpStep, Place, ProductStep, Step
+from opfuse.runtime.replay.instructions import CallStep, Joining, LaunchStep, OpStep, ProductStep, Step, TensorOffset
 from opfuse.runtime.replay.launch_args import Frame, Reader, Readers
 from opfuse.runtime.replay.memory_plan import first_free, numbers_of, shared_rooms, slab_of, with_rooms
-from opfuse.runtime.replay.recorder import Tape
+from opfuse.runtime.replay.recorder import Recorder
 from opfuse.torch_private.devices import raw_stream
 
 _aten: Any = torch.ops.aten
@@ -46,17 +46,17 @@ class Recording:
     parameters: frozenset[int]
 
     @classmethod
-    def of(cls, tape: Tape, results: Sequence[int]) -> Recording:
-        """The steps of a tape without those that nobody needs, with launches joined, and products by cuBLASLt where possible."""
-        told = _without_same_views(tape, _joined(tape.steps), results)
-        steps = _needed([each for step in told for each in _by_address(tape, step)], results)
-        steps = joined_launches(steps, tape.homes)
+    def of(cls, recorder: Recorder, results: Sequence[int]) -> Recording:
+        """The recorded steps without those that nobody needs, with launches joined, and products by cuBLASLt where possible."""
+        told = _without_same_views(recorder, _joined(recorder.steps), results)
+        steps = _needed([each for step in told for each in _by_address(recorder, step)], results)
+        steps = joined_launches(steps, recorder.homes)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
-        every = {i: size for i, t in enumerate(tape.tensors) if (size := _size_on(t, device))}
+        every = {i: size for i, t in enumerate(recorder.tensors) if (size := _size_on(t, device))}
         sizes = {i: size for i, size in every.items() if size <= SMALL}
         large = {i: size for i, size in every.items() if size > SMALL}
-        parameters = frozenset(i for i, t in enumerate(tape.given) if isinstance(t, torch.nn.Parameter))
-        made = cls(tuple(steps), tuple(range(len(tape.given))), tuple(results), device, sizes, parameters)
+        parameters = frozenset(i for i, t in enumerate(recorder.given) if isinstance(t, torch.nn.Parameter))
+        made = cls(tuple(steps), tuple(range(len(recorder.given))), tuple(results), device, sizes, parameters)
         return replace(made, steps=tuple(shared_rooms(steps, MAKES_ROOM[0], large, made.lasting, results)))
 
     @property
@@ -110,9 +110,9 @@ class Program:
     used: int
     _held: int | None
 
-    def __init__(self, tape: Tape, results: Sequence[int]) -> None:
+    def __init__(self, recorder: Recorder, results: Sequence[int]) -> None:
         """results: the numbers of the tensors that a call returns."""
-        self._make(Recording.of(tape, results))
+        self._make(Recording.of(recorder, results))
 
     @classmethod
     def of(cls, recording: Recording) -> Program:
@@ -154,17 +154,17 @@ class Program:
         """The readers of each address, by base. Bases are numbered here: tensors, and the slab for those in it, by ``places``."""
         readers: dict[int, Readers] = {}
 
-        def base_of(place: Place) -> tuple[int, int]:
+        def base_of(place: TensorOffset) -> tuple[int, int]:
             base = bases.setdefault(SLAB if place.number in places else place.number, len(bases))
             readers.setdefault(base, Readers([], []))
             return base, places.get(place.number, 0) + place.offset
 
         for index, launch in enumerate(self.launches):
-            for hole in launch.holes:
-                base, offset = base_of(hole.place)
-                readers[base].launches.append(Reader(index, hole.word, offset))
+            for slot in launch.slots:
+                base, offset = base_of(slot.place)
+                readers[base].launches.append(Reader(index, slot.word, offset))
         for index, product in enumerate(self.products):
-            operands = {**product.places, "workspace": Place(SLAB, workspace)}
+            operands = {**product.places, "workspace": TensorOffset(SLAB, workspace)}
             for at, operand in enumerate(OPERANDS):
                 base, offset = base_of(operands[operand])
                 readers[base].products.append(Reader(index, at, offset))
@@ -233,7 +233,7 @@ def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:
     return tensor.untyped_storage().nbytes() if tensor.is_cuda and tensor.get_device() == device else None
 
 
-# -- what a program makes of a tape ------------------------------------------------------------------------------------------
+# -- what a program makes of a recording ----------------------------------------------------------------------------------------
 
 
 def _joined(steps: Sequence[Step]) -> list[Step]:
@@ -251,7 +251,7 @@ def _joined(steps: Sequence[Step]) -> list[Step]:
     return [joined if step is first else step for step in steps if id(step) not in gone]
 
 
-def _without_same_views(tape: Tape, steps: Sequence[Step], results: Sequence[int]) -> Iterator[Step]:
+def _without_same_views(recorder: Recorder, steps: Sequence[Step], results: Sequence[int]) -> Iterator[Step]:
     """``steps`` without views that are the same as their tensor, except results, which must not be the tensor itself."""
     same, out = dict[int, int](), {*results}
     for step in steps:
@@ -260,7 +260,7 @@ def _without_same_views(tape: Tape, steps: Sequence[Step], results: Sequence[int
             continue
         step = step.renamed(same)
         number = step.results[0] if step.op.is_view and step.single else None
-        if number is None or number in out or not tape.are_same(number, source := next(step.reads())):
+        if number is None or number in out or not recorder.are_same(number, source := next(step.reads())):
             yield step
         else:
             same[number] = source
@@ -277,13 +277,13 @@ def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
     return kept[::-1]
 
 
-def _by_address(tape: Tape, step: Step) -> list[Step]:
+def _by_address(recorder: Recorder, step: Step) -> list[Step]:
     """``step``; a product that torch gives to cuBLASLt becomes one by addresses, after an op that allocates its result."""
     if not isinstance(step, OpStep) or step.op not in _SCALED_MM or library() is None:
         return [step]
     given, out = step.by_name(), step.results[0]
     left, right = given["self"].number, given["mat2"].number
-    a, b, c = (tape.tensors[number] for number in (left, right, out))
+    a, b, c = (recorder.tensors[number] for number in (left, right, out))
     if not a.is_cuda or given["bias"] is not None or not (a.is_contiguous() and b.t().is_contiguous() and c.is_contiguous()):
         return [step]
     (left_scaling, *_), (right_scaling, *_) = given["recipe_a"], given["recipe_b"]
@@ -304,7 +304,7 @@ def _by_address(tape: Tape, step: Step) -> list[Step]:
         return [step]
     (left_scale, *_), (right_scale, *_) = given["scale_a"], given["scale_b"]
     numbers = {"left": left, "right": right, "left_scale": left_scale.number, "right_scale": right_scale.number, "out": out}
-    product = ProductStep(form, {name: tape.place(number) for name, number in numbers.items()}, tried.workspace)
+    product = ProductStep(form, {name: recorder.place(number) for name, number in numbers.items()}, tried.workspace)
     if step.op is _aten._scaled_mm_v2.out:
         return [product]
     room = {"dtype": c.dtype, "device": c.device}

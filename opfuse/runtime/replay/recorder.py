@@ -1,7 +1,7 @@
 """Recording one run: every torch op and every kernel launch, with tensors as numbers.
 
 What a run does follows from its caller's key and from the looks of the tensors that come in: shapes, strides, dtypes, alignment.
-So all runs of one look do the same. A tape is a torch dispatch mode, which sees each op below autograd and autocast;
+So all runs of one look do the same. A recorder is a torch dispatch mode, which sees each op below autograd and autocast;
 it listens to each kernel that is launched. A tensor is recognised by the memory that it shows, an
 address in a kernel's parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so no
 memory is used twice.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opfuse.events import HostCallBegan, HostCallEnded, KernelLaunched, ValuesRead, subscribed
-from opfuse.runtime.replay.instructions import WORD, CallStep, Hole, LaunchStep, OpStep, Place, Ref, Step
+from opfuse.runtime.replay.instructions import WORD, AddressSlot, CallStep, LaunchStep, OpStep, Ref, Step, TensorOffset
 from opfuse.torch_private.dispatch import TorchDispatchMode, schema_of
 from opfuse.torch_private.tensors import number_of
 
@@ -33,7 +33,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 _UNKNOWN_SHAPE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Torch's tags of ops whose results depend on values: a tensor's size, or a number for the host."""
 
-Look = tuple[Any, ...]
+ViewKey = tuple[Any, ...]
 """What a tensor shows: storage, offset in it, shape, strides, dtype."""
 
 
@@ -49,15 +49,15 @@ class _StorageSpan(NamedTuple):
     address: int
 
 
-class Tape(TorchDispatchMode):
-    """The steps of one run, in order. Records what the thread does inside ``with tape.recording():``.
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The steps of one run, in order. Records what the thread does inside ``with recorder.recording():``.
 
     given: the tensors that come in, numbered from 0; one that is given twice is given twice in every run. A tensor subclass is
     passed on as it is, and the tensors that it wraps must be given as well. refusal: why the run cannot be repeated, or empty.
     """
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.given = tuple(given)
         self.refusal = ""
         self.steps: list[Step] = []
@@ -65,13 +65,13 @@ class Tape(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
         self._paused = 0
         self._wrappers: dict[int, int] = {}
-        self._looks: dict[Look, int] = {}
+        self._views: dict[ViewKey, int] = {}
         self._memory: dict[int, _StorageSpan] = {}
         self._starts: list[int] = []
         with self._refusing():
             for tensor in self.given:
                 known = self._memory.get(tensor.untyped_storage().data_ptr()) if type(tensor) in PLAIN else None
-                if known is not None and _look(tensor) not in self._looks:
+                if known is not None and _view_key(tensor) not in self._views:
                     raise Unrecordable("two tensors that come in share memory")
                 self._new(tensor)
 
@@ -101,8 +101,8 @@ class Tape(TorchDispatchMode):
     def refuse(self, reason: str) -> None:
         """End the recording, since the run cannot be repeated."""
         self.refusal = self.refusal or reason
-        for kept in (self.steps, self.tensors, self._alive, self._looks, self._memory, self._starts, self._wrappers):
-            kept.clear()  # type: ignore[attr-defined]
+        for records in (self.steps, self.tensors, self._alive, self._views, self._memory, self._starts, self._wrappers):
+            records.clear()  # type: ignore[attr-defined]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -120,10 +120,10 @@ class Tape(TorchDispatchMode):
             if id(tensor) in self._wrappers:
                 return self._wrappers[id(tensor)]
             raise Unrecordable(f"a {type(tensor).__name__} that came from elsewhere")
-        found = self._looks.get(_look(tensor))
+        found = self._views.get(_view_key(tensor))
         return self._view(tensor) if found is None else found
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> TensorOffset:
         """Where a tensor begins."""
         return self._at(self.tensors[number].data_ptr())
 
@@ -137,7 +137,7 @@ class Tape(TorchDispatchMode):
     def are_same(self, *numbers: int) -> bool:
         """Whether these plain tensors show the same memory in the same way."""
         tensors = [self.tensors[number] for number in numbers]
-        return all(type(tensor) in PLAIN for tensor in tensors) and len({_look(tensor) for tensor in tensors}) == 1
+        return all(type(tensor) in PLAIN for tensor in tensors) and len({_view_key(tensor) for tensor in tensors}) == 1
 
     def _new(self, tensor: torch.Tensor) -> int:
         number = len(self.tensors)
@@ -152,7 +152,7 @@ class Tape(TorchDispatchMode):
         if start not in self._memory and tensor.numel():  # one without elements, as of a group without rows, has no address
             insort(self._starts, start)
             self._memory[start] = _StorageSpan(start + storage.nbytes(), number, tensor.data_ptr())
-        self._looks[_look(tensor)] = number
+        self._views[_view_key(tensor)] = number
         return number
 
     def _view(self, tensor: torch.Tensor) -> int:
@@ -172,12 +172,12 @@ class Tape(TorchDispatchMode):
         if number < len(self.given):
             raise Unrecordable("a place in the storage of a tensor that comes in")
 
-    def _at(self, address: int) -> Place:
+    def _at(self, address: int) -> TensorOffset:
         before = bisect_right(self._starts, address) - 1
         memory = self._memory[self._starts[before]] if before >= 0 else None
         if memory is None or address >= memory.end:
             raise Unrecordable("the address of a tensor that came from elsewhere")
-        return Place(memory.number, address - memory.address)
+        return TensorOffset(memory.number, address - memory.address)
 
     # -- what is seen ------------------------------------------------------------------------------------------------
 
@@ -229,12 +229,12 @@ class Tape(TorchDispatchMode):
         if not all(type(tensor) in PLAIN for tensor in tensors):
             raise Unrecordable(f"{func} returns more than tensors")
         written = schema_of(func).is_mutable
-        numbers = [self._looks[look] if written and (look := _look(t)) in self._looks else self._new(t) for t in tensors]
+        numbers = [self._views[look] if written and (look := _view_key(t)) in self._views else self._new(t) for t in tensors]
         self.steps.append(OpStep(func, *filled, tuple(numbers), single))
 
     def _is_the_same(self, func: Any, result: Any) -> bool:
         """Whether a view has the look of a tensor that the run has already made, as a transposed vector does."""
-        return bool(func.is_view) and type(result) in PLAIN and self._looks.get(_look(result), -1) >= len(self.given)
+        return bool(func.is_view) and type(result) in PLAIN and self._views.get(_view_key(result), -1) >= len(self.given)
 
     def launched(self, launch: KernelLaunched) -> None:
         """Note a kernel that is about to be queued."""
@@ -243,13 +243,13 @@ class Tape(TorchDispatchMode):
         with self._refusing():
             if self._paused:
                 raise Unrecordable(f"{launch.entry} is launched by a function of the host")
-            blank, holes = list(launch.fields), []
+            blank, slots = list(launch.fields), []
             for index, word in pointers(launch.layout.format):
                 if address := int(blank[index]):
-                    holes.append(Hole(word, self._at(address)))
+                    slots.append(AddressSlot(word, self._at(address)))
                     blank[index] = 0
             parameter = launch.layout.pack(*blank)
-            self.steps.append(LaunchStep(launch.variant, launch.entry, launch.grid, launch.device, parameter, tuple(holes)))
+            self.steps.append(LaunchStep(launch.variant, launch.entry, launch.grid, launch.device, parameter, tuple(slots)))
 
     def _host_call_began(self, call: HostCallBegan) -> None:
         """See nothing of what a function of the host does."""
@@ -260,11 +260,11 @@ class Tape(TorchDispatchMode):
         self._paused -= 1
         if not self.refusal and call.tensors is not None:
             with self._refusing():
-                numbers = tuple(self._looks[look] if (look := _look(t)) in self._looks else self._new(t) for t in call.tensors)
+                numbers = tuple(self._views[key] if (key := _view_key(t)) in self._views else self._new(t) for t in call.tensors)
                 self.steps.append(CallStep(call.function, numbers))
 
 
-def _look(tensor: torch.Tensor) -> Look:
+def _view_key(tensor: torch.Tensor) -> ViewKey:
     storage = tensor.untyped_storage()
     where = storage.data_ptr() or -number_of(storage)  # storages without bytes have no address, and are not one for that
     return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype

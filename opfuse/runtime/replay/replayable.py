@@ -19,7 +19,7 @@ from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
 from opfuse.environment import number
 from opfuse.runtime.replay.program import Program, host_bytes
-from opfuse.runtime.replay.recorder import Tape, Unrecordable
+from opfuse.runtime.replay.recorder import Recorder, Unrecordable
 from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -102,13 +102,13 @@ class Replayable(dict[Any, Any]):
         self,
         key: Any,
         given: list[torch.Tensor],
-        interpret: Callable[[Tape | None], Ran],
+        interpret: Callable[[Recorder | None], Ran],
         let_go: Callable[[], None] | None = None,
     ) -> tuple[Any, Any]:
         """The values of a run and what it returns beside them.
 
         key: None if no program may run. given: the tensors that come in; the list is emptied.
-        interpret: runs without a program, and gets the tape that records it, if one does. let_go: called before a program runs,
+        interpret: runs without a program, and gets a recorder where the run is recorded. let_go: called before a program runs,
         which then alone holds what comes in, and lets each tensor go when it is read.
         """
         found = self.get(key)
@@ -121,20 +121,20 @@ class Replayable(dict[Any, Any]):
             given.clear()
             ran = interpret(None)
         else:
-            tape = Tape(given)
-            with tape.recording():
-                ran = interpret(tape)
-            self.note(key, self._recorded(tape, ran))
+            recorder = Recorder(given)
+            with recorder.recording():
+                ran = interpret(recorder)
+            self.note(key, self._recorded(recorder, ran))
             given.clear()
         return ran.values, ran.rest
 
-    def _recorded(self, tape: Tape, ran: Ran) -> Recorded | str:
-        """What is kept of a run on tape; REFUSED, and a line of the log, if the tape cannot be repeated."""
+    def _recorded(self, recorder: Recorder, ran: Ran) -> Recorded | str:
+        """The program of a recorded run; REFUSED, and a line of the log, if the run cannot be repeated."""
         structures, results = structures_of(ran.values)
-        refusal = tape.refusal
+        refusal = recorder.refusal
         try:
             if not refusal:
-                program = Program(tape, [tape.number(tensor) for tensor in results])
+                program = Program(recorder, [recorder.number(tensor) for tensor in results])
                 if not ran.packs or not (program.launches or program.products):
                     program.settle()
                 return Recorded(program, structures, ran.rest, ran.behind)

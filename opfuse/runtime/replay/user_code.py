@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, FORWARD, Node
-from opfuse.compiler.plan import OwnCode, Plan, Segment, Stretch
+from opfuse.compiler.plan import Plan, Segment, Stretch, UserCode
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import beyond_gradients
 from opfuse.core.watched import rewritten
 from opfuse.numerics.pointwise import Pointwise
-from opfuse.tensors.quantizers.own import is_ours, is_own_quantizer, reduces
+from opfuse.tensors.quantizers.provenance import is_library_code, is_library_quantizer, reduces
 
 BEFORE_FORWARD = "before forward"
 """A forward pass whose only own code is casts of parameters and of the segment's inputs, which run before the segment."""
@@ -39,9 +39,9 @@ class _Reason(NamedTuple):
     is_users: bool = True
 
 
-def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> OwnCode:
+def user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
     """For each pass why a program cannot repeat all of it, and the casts to run before the segment; other passes are left out."""
-    found = list(_own_code(plan, segment, ops))
+    found = list(_user_code(plan, segment, ops))
     casts = [each.cast for each in found if each.side == FORWARD]
     before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
     if len(before) < len(casts):
@@ -50,19 +50,19 @@ def own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Own
     theirs = {i for each in found if each.side == BACKWARD for i in each.nodes}
     casting = {i: plan.casts[i] for i in segment.nodes if plan.graph.nodes[i].is_cast}
     # A cast in groups leaves the gradient itself in the context of its reader, which may be in another stretch.
-    theirs |= {i for i, cast in casting.items() if isinstance(cast, GroupedCast) or not is_own_cast(cast)}
+    theirs |= {i for i, cast in casting.items() if isinstance(cast, GroupedCast) or not is_library_cast(cast)}
     users = frozenset(each.side for each in found if each.is_users)
     stretches = _stretches(plan, segment.backward, theirs if BACKWARD in why else ()) if why else ()
-    return OwnCode(why, users, before, tuple(stretches))
+    return UserCode(why, users, before, tuple(stretches))
 
 
-def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[_Reason]:
+def _user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[_Reason]:
     passes, nodes = (FORWARD, BACKWARD), [plan.graph.nodes[i] for i in segment.nodes]
     for side, groups in zip(passes, (segment.forward, segment.backward)):
         for group in groups:
             if group.opaque:
                 yield _Reason(side, f"{group.name} is a fused op, with code of its own", group.nodes)
-            if group.rule and not is_ours(getattr(group.rule, side)):
+            if group.rule and not is_library_code(getattr(group.rule, side)):
                 yield _Reason(side, f"the rule {group.rule.name} is the user's own", group.nodes)
     by_op: dict[int, list[int]] = {i: [] for i in segment.ops}
     for node in nodes:
@@ -70,12 +70,12 @@ def _own_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
             by_op[node.op].append(node.index)
     for i, indices in by_op.items():
         op, runs = ops[i], tuple(indices)
-        if not has_own_methods(op):
+        if not is_library_op(op):
             yield from (_Reason(side, f"{op.label} has code of the user's own", runs) for side in passes)
         yield from (_Reason(BACKWARD, f"{op.label} {what}", runs, is_users=False) for what in beyond_gradients(op.spec))
     for node in nodes:
         for cast in (plan.casts[node.index],) if node.is_cast else plan.own_casts.get(node.index, {}).values():
-            if not is_own_quantizer(cast.quantizer):
+            if not is_library_quantizer(cast.quantizer):
                 how = "with an amax over the ranks of each call" if reduces(cast.quantizer) else "by code of the user's own"
                 side = BACKWARD if cast.role == GRADIENT else FORWARD
                 yield _Reason(side, f"{cast.where} is cast {how}", (node.index,), node if node.is_cast else None)
@@ -105,9 +105,9 @@ def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:
     return reads and node.index not in plan.cast_once and not isinstance(plan.casts[node.index], GroupedCast)
 
 
-def is_own_cast(cast: Cast) -> bool:
+def is_library_cast(cast: Cast) -> bool:
     """Whether a cast runs the library's code only: its quantizer, and the methods of its op that it calls."""
-    return is_own_quantizer(cast.quantizer) and _ASKED_BY_CASTS.isdisjoint(_replaced(cast.op))
+    return is_library_quantizer(cast.quantizer) and _ASKED_BY_CASTS.isdisjoint(_replaced(cast.op))
 
 
 _ASKED_BY_CASTS = frozenset(
@@ -116,7 +116,7 @@ _ASKED_BY_CASTS = frozenset(
 )
 
 
-def has_own_methods(op: BasicOperation) -> bool:
+def is_library_op(op: BasicOperation) -> bool:
     """Whether all code of the op is the library's; the ``math`` of an elementwise op is a value that has functions."""
     return not _replaced(op) - {"math"} and _is_fixed(getattr(op, "math", None))
 
@@ -124,7 +124,8 @@ def has_own_methods(op: BasicOperation) -> bool:
 def _replaced(op: BasicOperation) -> set[str]:
     """Names of the op's code that is not the library's: in its classes, written into a class later, or set on the op itself."""
     theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
-    later = {name for name in rewritten(type(op)) if _is_code(value := getattr(type(op), name, None)) and not is_ours(value)}
+    now = {name: getattr(type(op), name, None) for name in rewritten(type(op))}
+    later = {name for name, value in now.items() if _is_code(value) and not is_library_code(value)}
     on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
     return theirs | later | on_itself
 
@@ -141,7 +142,7 @@ def _is_closed(function: Any) -> bool:
     A function that opfuse makes of an op's functions, as ``gated`` does, has these in its closure, and they may be the user's.
     """
     if not isinstance(function, FunctionType) or _is_known_function(function):
-        cells = (function.__closure__ or ()) if isinstance(function, FunctionType) and is_ours(function) else ()
+        cells = (function.__closure__ or ()) if isinstance(function, FunctionType) and is_library_code(function) else ()
         known = isinstance(function, (FunctionType, BuiltinFunctionType, MethodDescriptorType))
         return known and all(_is_fixed(cell.cell_contents) for cell in cells)
     named = (function.__globals__.get(name) for name in _names(function.__code__))
@@ -163,7 +164,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_known(kind: type) -> bool:
-    return is_ours(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
+    return is_library_code(kind) or kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
 
 
 def _is_code(value: Any) -> bool:

@@ -50,7 +50,7 @@ class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No, as of a tape."""
+        """No, as of a recorder."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ def rehearsed(interpreter: Interpreter, tensors: Sequence[torch.Tensor]) -> list
     devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     twin = Interpreter(plan, segment, ops, ({},) * len(ops))
     twin.held = dict(interpreter.held)
-    with dry_run() as needed, running(Pass.LOOK), torch.random.fork_rng(devices), torch.no_grad():
+    with dry_run() as needed, running(Pass.DRY_RUN), torch.random.fork_rng(devices), torch.no_grad():
         try:
             with _Harmless():
                 _run(twin, tensors)
@@ -104,7 +104,7 @@ def rehearsed(interpreter: Interpreter, tensors: Sequence[torch.Tensor]) -> list
 def _run(twin: Interpreter, tensors: Sequence[torch.Tensor]) -> None:
     plan, segment = twin.plan, twin.segment
     values = twin.forward(tensors)
-    if segment.requires_grad and BACKWARD not in plan.own_code[segment.nodes.start].users:
+    if segment.requires_grad and BACKWARD not in plan.user_code[segment.nodes.start].users:
         saved = twin.released()
         outputs = zip(segment.outputs, values)
         grads: dict[int, torch.Tensor | None] = {number: torch.empty_like(plain(value)) for number, value in outputs}

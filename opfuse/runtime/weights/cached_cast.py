@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from opfuse.core.cast import Cast
 from opfuse.formats import USAGES
 from opfuse.recipes.delayed import DelayedScalingState
-from opfuse.runtime.weights.packed import gathered, in_block
+from opfuse.runtime.weights.packed import pack, to_blocks
 from opfuse.torch_private.tensors import number_of, storage_number, version_of
 
 # Mapped over all weights of a segment at every call: no function of Python runs for each.
@@ -88,7 +88,7 @@ class CachedCast:
 
     blocks: tuple[torch.Tensor, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
-    look: KeptLook
+    look: CachedLayout
 
     def __init__(self, cast: Cast, parameter: torch.Tensor, stream: int) -> None:
         with _plainly():
@@ -113,9 +113,9 @@ class CachedCast:
 
     def _settle(self, blocks: Sequence[torch.Tensor]) -> None:
         memory = storage_number(self.parameter)
-        lying, _ = gathered(self.storage.tensors(), blocks)
+        lying, _ = to_blocks(self.storage.tensors(), blocks)
         self.blocks = tuple([block for block in blocks if any(block is each for each in lying)])
-        lying, places = gathered(self.storage.tensors(), self.blocks)
+        lying, places = to_blocks(self.storage.tensors(), self.blocks)
         self.tensors = tuple({id(t): t for t in lying if storage_number(t) != memory}.values())
         self.look = interned((places, *((t.shape, t.stride(), t.dtype) for t in self.tensors)))
         self.unchanged.watch(self.tensors, self._cast.live_states)
@@ -126,7 +126,7 @@ def settle(casts: Sequence[CachedCast]) -> None:
     blocks, weights = list[torch.Tensor](), [each.parameter for each in casts]
     for usage in USAGES:
         with _plainly():
-            storages, made = in_block([each.storage for each in casts], usage, weights)
+            storages, made = pack([each.storage for each in casts], usage, weights)
         blocks += made
         for each, storage in zip(casts, storages):
             each.storage = storage
@@ -134,19 +134,19 @@ def settle(casts: Sequence[CachedCast]) -> None:
         each._settle(blocks)
 
 
-class KeptLook:
+class CachedLayout:
     """How kept casts lie in memory, as one object for all that lie alike: looks of calls are compared by it."""
 
     def __init__(self, what: tuple[Any, ...]) -> None:
         self.what = what
 
 
-_LOOKS: WeakValueDictionary[tuple[Any, ...], KeptLook] = WeakValueDictionary()
+_LOOKS: WeakValueDictionary[tuple[Any, ...], CachedLayout] = WeakValueDictionary()
 
 
-def interned(what: tuple[Any, ...]) -> KeptLook:
+def interned(what: tuple[Any, ...]) -> CachedLayout:
     """The object for ``what``."""
-    return _LOOKS.setdefault(what, KeptLook(what))
+    return _LOOKS.setdefault(what, CachedLayout(what))
 
 
 def _dtype(cast: Cast, parameter: torch.Tensor) -> torch.dtype:

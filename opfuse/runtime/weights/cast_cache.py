@@ -27,10 +27,10 @@ from opfuse.core.operation import BasicOperation
 from opfuse.errors import PipelineError, UnsupportedError, describe
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.replay.recorder import PLAIN
-from opfuse.runtime.replay.user_code import has_own_methods
-from opfuse.runtime.weights.cached_cast import CachedCast, KeptLook, Unchanged, interned, settle
-from opfuse.runtime.weights.packed import made_again
-from opfuse.tensors.quantizers.own import draws, is_own_quantizer
+from opfuse.runtime.replay.user_code import is_library_op
+from opfuse.runtime.weights.cached_cast import CachedCast, CachedLayout, Unchanged, interned, settle
+from opfuse.runtime.weights.packed import unpack
+from opfuse.tensors.quantizers.provenance import draws, is_library_quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.devices import raw_stream
 from opfuse.torch_private.dispatch import active_modes
@@ -42,7 +42,7 @@ VAIN, REST = 3, 32
 """After VAIN kept casts of a weight in a row that served no second call, only every REST-th call keeps its cast."""
 
 
-class Held(NamedTuple):
+class PrecomputedCast(NamedTuple):
     """A cast that a segment finds made. node: the quantize node that need not run.
 
     tensors: the memory of the storage without the weight's own, ``blocks`` first. look: the structure of the storage, of a cast
@@ -55,29 +55,29 @@ class Held(NamedTuple):
     look: tuple[Any, ...] | None = None
     blocks: tuple[torch.Tensor, ...] = ()
 
-    def made_again(self) -> QuantizedStorage:
-        """The storage over views of the blocks that are made now, for a tape that knows the blocks."""
-        return made_again(self.storage, self.blocks) if self.blocks else self.storage
+    def unpack(self) -> QuantizedStorage:
+        """The storage over views of the blocks that are made now, for a recorder that knows the blocks."""
+        return unpack(self.storage, self.blocks) if self.blocks else self.storage
 
 
-class KeptCasts(NamedTuple):
+class CachedCasts(NamedTuple):
     """Those that a segment finds, in the order of its nodes; their memory; how that lies, to be compared."""
 
-    casts: tuple[Held, ...] = ()
+    casts: tuple[PrecomputedCast, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
-    look: KeptLook | None = None
+    look: CachedLayout | None = None
 
     @classmethod
-    def of(cls, found: Mapping[int, CachedCast]) -> KeptCasts:
+    def of(cls, found: Mapping[int, CachedCast]) -> CachedCasts:
         """Of casts by node."""
         tensors = {id(tensor): tensor for cast in found.values() for tensor in cast.tensors}
         at = {key: i for i, key in enumerate(tensors)}
         look = interned(tuple((node, cast.look, *(at[id(tensor)] for tensor in cast.tensors)) for node, cast in found.items()))
-        casts = (Held(node, cast.storage, cast.tensors, blocks=cast.blocks) for node, cast in found.items())
+        casts = (PrecomputedCast(node, cast.storage, cast.tensors, blocks=cast.blocks) for node, cast in found.items())
         return cls(tuple(casts), tuple(tensors.values()), look)
 
 
-_NOTHING = KeptCasts()
+_NOTHING = CachedCasts()
 
 
 class _Wanted(NamedTuple):
@@ -274,12 +274,12 @@ class _Bound:
     def __init__(self, owners: Mapping[int, KeptWeights], found: Mapping[int, CachedCast]) -> None:
         entries = [*found.values()]
         unchanged = Unchanged.together([entry.unchanged for entry in entries])
-        self._what: Any = owners, [id(entry.parameter) for entry in entries], unchanged, KeptCasts.of(found)
+        self._what: Any = owners, [id(entry.parameter) for entry in entries], unchanged, CachedCasts.of(found)
         self._new = [entry for entry in entries if not entry.served]
         for entry in entries:
             entry.users.add(self)
 
-    def casts(self, owners: Mapping[int, KeptWeights], weights: Sequence[object], run: Pass | None) -> KeptCasts | None:
+    def casts(self, owners: Mapping[int, KeptWeights], weights: Sequence[object], run: Pass | None) -> CachedCasts | None:
         """They, if a call with these scopes and weights would find them; else None."""
         if (what := self._what) is None:
             return None
@@ -288,7 +288,7 @@ class _Bound:
             return None
         while self._new:
             self._new.pop().served = True
-        found: KeptCasts = casts
+        found: CachedCasts = casts
         return found
 
     def end(self) -> None:
@@ -314,7 +314,7 @@ class _Keepable:
         return found
 
 
-def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> KeptCasts:
+def cached_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> CachedCasts:
     """The kept casts of weights for a call of ``segment``; missing ones are made now."""
     owners = _owners.get()
     if not owners or active_modes():
@@ -333,7 +333,7 @@ def held_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> K
 
 def _found_casts(
     keepable: _Keepable, owners: Mapping[int, KeptWeights], weights: Sequence[torch.Tensor | None], run: Pass | None
-) -> KeptCasts:
+) -> CachedCasts:
     """The same, looked for one by one, and bound if all are there."""
     streams = {device: _stream(device) for device in {weight.device for weight in weights if weight is not None}}
     wanted: dict[KeptWeights, list[_Wanted]] = {}
@@ -345,13 +345,13 @@ def _found_casts(
             wanted.setdefault(owner, []).append(_Wanted(node, cast, parameter, stream))
     found: dict[int, CachedCast] = {}
     for owner, each in wanted.items():
-        casts = owner.find(each, make=run is not Pass.LOOK)
+        casts = owner.find(each, make=run is not Pass.DRY_RUN)
         found |= {one.node.index: cast for one, cast in zip(each, casts) if cast is not None}
     if len(found) == len(keepable.casts) and len(wanted) == len(streams) == 1:
         ((scope, _),), ((_, stream),) = wanted.items(), streams.items()
         if bound := scope.bound(owners, found):
             keepable.bound[stream] = bound
-    return KeptCasts.of(found) if found else _NOTHING
+    return CachedCasts.of(found) if found else _NOTHING
 
 
 def _stream(device: torch.device) -> int | None:
@@ -375,5 +375,5 @@ def _keepable(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
         node = plan.graph.nodes[group.nodes[0]]
         if len(group.nodes) == 1 and group.rule is None and group.opaque is None and node.is_cast and node.side:
             cast, op = plan.casts[node.index], ops[node.op]
-            if has_own_methods(op) and is_own_quantizer(cast.quantizer) and not draws(cast.quantizer):
+            if is_library_op(op) and is_library_quantizer(cast.quantizer) and not draws(cast.quantizer):
                 yield node, op.parameter_names.index(cast.role)

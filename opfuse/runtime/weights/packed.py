@@ -32,7 +32,7 @@ class BlockPart(NamedTuple):
         """The tensor, a view."""
         return block[self.start : self.end].view(self.dtype).view(self.shape)
 
-    def is_look_of(self, tensor: torch.Tensor) -> bool:
+    def has_layout_of(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` may be it, and is no block, which has more than one."""
         return tensor.shape == self.shape and tensor.dtype == self.dtype
 
@@ -41,7 +41,7 @@ PlaceInBlock = tuple[int, BlockPart] | None
 """Of a tensor: the position of its block among blocks, and where in it; None: it lies in none."""
 
 
-def in_block(
+def pack(
     storages: Sequence[QuantizedStorage], usage: Usage, weights: Sequence[torch.Tensor]
 ) -> tuple[Sequence[QuantizedStorage], list[torch.Tensor]]:
     """``storages``, casts of ``weights``, with the tensors of direction ``usage`` copied into one block; and the block, if any.
@@ -69,7 +69,7 @@ def _with_views(storage: QuantizedStorage, usage: Usage, views: Mapping[int, tor
     return replace(storage, **there)
 
 
-def gathered(
+def to_blocks(
     tensors: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], tuple[PlaceInBlock, ...]]:
     """``tensors``, with a block in the place of the first of those that lie in it; and where each lies, if some lie in one."""
@@ -91,8 +91,8 @@ def gathered(
     return found, tuple(places) if seen else ()
 
 
-def scattered(tensors: Iterator[torch.Tensor], places: Sequence[PlaceInBlock]) -> Iterator[torch.Tensor]:
-    """The tensors of which :func:`gathered` told the ``places``, from what it returned, or from themselves."""
+def from_blocks(tensors: Iterator[torch.Tensor], places: Sequence[PlaceInBlock]) -> Iterator[torch.Tensor]:
+    """The tensors of which :func:`to_blocks` told the ``places``, from what it returned, or from themselves."""
     blocks: dict[int, torch.Tensor] = {}
     for place in places:
         if place is None:
@@ -101,15 +101,15 @@ def scattered(tensors: Iterator[torch.Tensor], places: Sequence[PlaceInBlock]) -
         number, part = place
         if number not in blocks:
             found = next(tensors)
-            if part.is_look_of(found):
+            if part.has_layout_of(found):
                 yield found
                 continue
             blocks[number] = found
         yield part.of(blocks[number])
 
 
-def gathered_again(tensors: Sequence[torch.Tensor], places: Sequence[PlaceInBlock]) -> Sequence[torch.Tensor]:
-    """What :func:`gathered` returned, from the tensors one by one; from others these, as from copies that lie elsewhere."""
+def to_blocks_again(tensors: Sequence[torch.Tensor], places: Sequence[PlaceInBlock]) -> Sequence[torch.Tensor]:
+    """What :func:`to_blocks` returned, from the tensors one by one; from others these, as from copies that lie elsewhere."""
     if len(tensors) != len(places):
         return tensors
     blocks: dict[int, torch.Tensor] = {}
@@ -118,15 +118,15 @@ def gathered_again(tensors: Sequence[torch.Tensor], places: Sequence[PlaceInBloc
             number, part = place
             if number not in blocks:
                 blocks[number] = tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            if not part.is_look_of(tensor) or tensor.data_ptr() - part.start != blocks[number].data_ptr():
+            if not part.has_layout_of(tensor) or tensor.data_ptr() - part.start != blocks[number].data_ptr():
                 return tensors
-    return gathered(tensors, [*blocks.values()])[0]
+    return to_blocks(tensors, [*blocks.values()])[0]
 
 
-def made_again(storage: QuantizedStorage, blocks: Sequence[torch.Tensor]) -> QuantizedStorage:
-    """The same record over views that are made now, which a tape sees come from ``blocks``."""
-    tensors, places = gathered(storage.tensors(), blocks)
-    return storage.with_tensors([*scattered(iter(tensors), places)])
+def unpack(storage: QuantizedStorage, blocks: Sequence[torch.Tensor]) -> QuantizedStorage:
+    """The same record over views that are made now, which a recorder sees come from ``blocks``."""
+    tensors, places = to_blocks(storage.tensors(), blocks)
+    return storage.with_tensors([*from_blocks(iter(tensors), places)])
 
 
 def _block_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:

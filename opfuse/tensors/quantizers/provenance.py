@@ -6,18 +6,20 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 
-def is_ours(what: Any) -> bool:
+def is_library_code(what: Any) -> bool:
     """Whether a class or a function is the library's."""
     return str(getattr(what, "__module__", "")).startswith("opfuse.")
 
 
-def is_own_quantizer(quantizer: Any) -> bool:
+def is_library_quantizer(quantizer: Any) -> bool:
     """Whether all code of the quantizer is the library's; not if it reduces amaxes, which depends on the ranks at each call."""
     if not is_dataclass(quantizer):
         return True
     if getattr(quantizer, "with_amax_reduction", False) or getattr(quantizer, "runs_code_of_others", False):
         return False
-    return is_ours(type(quantizer)) and all(is_own_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer))
+    return is_library_code(type(quantizer)) and all(
+        is_library_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer)
+    )
 
 
 def reduces(quantizer: Any) -> bool:
@@ -32,7 +34,7 @@ def casts_itself(quantizer: Any) -> bool:
     if not is_dataclass(quantizer):
         return True
     cast = getattr(type(quantizer), "quantize", None)
-    known = cast is None or (is_ours(cast) and not getattr(quantizer, "runs_code_of_others", False))
+    known = cast is None or (is_library_code(cast) and not getattr(quantizer, "runs_code_of_others", False))
     return known and all(casts_itself(getattr(quantizer, each.name)) for each in fields(quantizer))
 
 

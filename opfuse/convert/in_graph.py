@@ -139,7 +139,8 @@ class InGraph:
 
         def alone(given: Sequence[torch.Tensor], ledger: BackwardTape) -> torch.Tensor:
             x, *arguments = given
-            return self._over(ledger, partial(pipeline, x, arguments))
+            result: torch.Tensor = self._over(ledger, partial(pipeline, x, arguments))
+            return result
 
         return call.noted(alone)
 

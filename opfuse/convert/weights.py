@@ -199,7 +199,8 @@ def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _read(source: Source) -> torch.Tensor:
     module, name, transposed = source
     value: Any = taken(module._parameters[name])
-    return value.t() if transposed else value
+    weight: torch.Tensor = value.t() if transposed else value
+    return weight
 
 
 _instead: ContextVar[Mapping[int, torch.Tensor] | BackwardTape | None] = ContextVar("opfuse_parameters_instead", default=None)

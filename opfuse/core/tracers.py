@@ -32,7 +32,7 @@ _TORCH = "rebuild it of torch.nn modules, which load its state_dict"
 
 def check_followed(label: str, tensors: Iterable[object]) -> None:
     """UnsupportedError in torch.jit.trace, and if a transform of torch.func wraps one of ``tensors`` or it has a tangent."""
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         _refuse(label, "a call that runs", "torch.jit.trace, which would record one plan as constants", _TORCH)
     for tensor in (each for each in tensors if isinstance(each, torch.Tensor)):
         if is_transformed(tensor):
@@ -153,7 +153,7 @@ def break_graph(why: str) -> None:
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which torch.compile calls and does not look into. Made when called for: importing dynamo takes a second."""
-    made: Callable[..., Any] = torch.compiler.disable(function, reason=WHY.partition(":")[0])  # type: ignore[no-untyped-call]
+    made: Callable[..., Any] = torch.compiler.disable(function, reason=WHY.partition(":")[0])
     return made
 
 

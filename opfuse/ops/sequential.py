@@ -103,7 +103,8 @@ class Sequential(Enrolled):
     @property
     def rules(self) -> RuleSet | None:
         """The rule set of its own, or None."""
-        return self.__dict__["_rules"]
+        rules: RuleSet | None = self.__dict__["_rules"]
+        return rules
 
     # -- a list of modules -------------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Sequential(Enrolled):
             raise PipelineIndexError(
                 describe("Sequential", wanted=f"an index within {len(self)} modules", got=position, cure="check len(model)")
             )
-        return list(self._modules)[position]
+        return str(list(self._modules)[position])
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):

@@ -11,8 +11,9 @@ import torch
 
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value, plain
-from opfuse.core.operation import BasicOperation, ParameterPlaces
+from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import check_backward, check_batched
+from opfuse.core.watched import ParameterPlaces
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass

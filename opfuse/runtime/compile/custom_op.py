@@ -366,7 +366,7 @@ def _refuse_batched(*arguments: Any) -> NoReturn:
 
 
 # torch.library.custom_op would wrap each of them five times over, which takes the host about as long as the call itself.
-_LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")
 for _name, (_seen, _run, _fake) in _RUNS.items():
     _LIBRARY.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     for _function, _key in ((_seen, "Autograd"), (_run, "CompositeExplicitAutograd")):

@@ -72,7 +72,7 @@ _counted: weakref.WeakKeyDictionary[Any, tuple[Any, int]] = weakref.WeakKeyDicti
 """By graph: its last node when somebody last counted, and the count."""
 _numbers = itertools.count(1)
 
-_LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")
 _LIBRARY.define("write_version(Tensor[] tensors) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("write_version", _stamp_run, "CompositeExplicitAutograd")
 torch.library.register_fake("opfuse::write_version", _stamp_fake, lib=_LIBRARY)

@@ -49,7 +49,7 @@ class _StorageSpan(NamedTuple):
     address: int
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """The steps of one run, in order. Records what the thread does inside ``with recorder.recording():``.
 
     given: the tensors that come in, numbered from 0; one that is given twice is given twice in every run. A tensor subclass is
@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """End the recording, since the run cannot be repeated."""
         self.refusal = self.refusal or reason
         for records in (self.steps, self.tensors, self._alive, self._views, self._memory, self._starts, self._wrappers):
-            records.clear()  # type: ignore[attr-defined]
+            records.clear()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -39,7 +39,7 @@ class _Stop(Exception):
     """Ends a rehearsal. Never leaves the module."""
 
 
-class _Harmless(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Harmless(TorchDispatchMode):
     """Leaves out what writes in place to memory that was not made inside; ends a rehearsal at other such ops, at one whose values
     matter, and at one that waits for other ranks.
     """

@@ -38,7 +38,7 @@ class Unchanged:
     def __init__(self, weight: torch.Tensor) -> None:
         self._weights: tuple[torch.Tensor, ...] = (weight,)
         # While it is here, no other memory has its number.
-        self._memory = [StorageWeakRef(weight.untyped_storage())]  # type: ignore[no-untyped-call]
+        self._memory = [StorageWeakRef(weight.untyped_storage())]
         self._lying = _lying(self._weights)
         self._made: dict[int, tuple[torch.Tensor, int]] = {}
         self._states: list[tuple[DelayedScalingState, object, int, int]] = []

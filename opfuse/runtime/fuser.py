@@ -48,6 +48,7 @@ from opfuse.runtime.interpret.call_checks import check_call, check_count, check_
 from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.runtime.interpret.hooks import OpHooks
 from opfuse.runtime.plans.cache_info import CacheInfo, info_of
+from opfuse.runtime.plans.machine import warn_of_machine
 from opfuse.runtime.plans.misses import Thrash, check_miss, plan_policy
 from opfuse.runtime.plans.named_key import Facts, named_key
 from opfuse.runtime.plans.trace import Made, since_start
@@ -261,6 +262,7 @@ class OperationFuser:
         check_miss(self.where, lambda: str(self.cache.why(key)))
         start = time.perf_counter()
         plan = self._compiled(key, rules)
+        warn_of_machine(key.env.recipe, key.env.device, key.env.arch)
         why = self.cache.put(key, plan)
         self.last_missed = next(_misses)
         ms = (time.perf_counter() - start) * 1e3

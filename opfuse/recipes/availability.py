@@ -121,7 +121,7 @@ def _parts(quantizer: object) -> list[RuledQuantizer]:
     return [each for each in subs if isinstance(each, RuledQuantizer)]
 
 
-class _Product(NamedTuple):
+class _PlanesOfProduct(NamedTuple):
     """A product of two quantized operands: its name, and the layouts that the left and the right plane have."""
 
     name: str
@@ -137,7 +137,7 @@ def _found(recipe: Recipe, made: Mapping[str, OperandCast], arch: Arch) -> Suppo
     formats = {role: _formats(role, answer) for role, answer in made.items()}
     trains = recipe.backward_override is None and recipe.training_refusal() is None
     asked = GEMMS if trains else {"fprop": GEMMS["fprop"]}
-    products: list[_Product] = []
+    products: list[_PlanesOfProduct] = []
     for name, what in asked.items():
         one, other = formats[what.left], formats[what.right]
         if one is None or other is None:
@@ -146,7 +146,7 @@ def _found(recipe: Recipe, made: Mapping[str, OperandCast], arch: Arch) -> Suppo
         left, right = one[what.left_plane], other[what.right_plane]
         if IDENTITY not in (left, right):
             planes = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
-            products.append(_Product(name, *planes))
+            products.append(_PlanesOfProduct(name, *planes))
     if users := {role: None for product in products for role in _decoded(asked[product.name], product)}:
         return Support("emulated", f"products read the dequantized values of a quantizer of one's own: {', '.join(users)}")
     if clashes := [reason for product in products if (reason := product.clash())]:
@@ -157,13 +157,13 @@ def _found(recipe: Recipe, made: Mapping[str, OperandCast], arch: Arch) -> Suppo
     return Support("native", _backends(products, arch) or "all products are in high precision")
 
 
-def _decoded(what: Gemm, product: _Product) -> Iterator[str]:
+def _decoded(what: Gemm, product: _PlanesOfProduct) -> Iterator[str]:
     """The operands of a product that are read through the values of a user's quantizer."""
     roles = (what.left, product.left), (what.right, product.right)
     return (role for role, layout in roles if layout.format == DEQUANTIZED)
 
 
-def _backends(products: Sequence[_Product], arch: Arch) -> str:
+def _backends(products: Sequence[_PlanesOfProduct], arch: Arch) -> str:
     """Who makes the products, as ``fprop, dgrad by …; wgrad by …``."""
     names: dict[str, list[str]] = {}
     for product in products:

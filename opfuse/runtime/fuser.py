@@ -48,6 +48,7 @@ from opfuse.runtime.interpret.call_checks import check_call, check_count, check_
 from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.runtime.interpret.hooks import OpHooks
 from opfuse.runtime.plans.cache_info import CacheInfo, info_of
+from opfuse.runtime.plans.machine import warn_of_machine
 from opfuse.runtime.plans.misses import Thrash, check_miss, plan_policy
 from opfuse.runtime.plans.named_key import Facts, named_key
 from opfuse.runtime.plans.trace import Made, since_start
@@ -261,6 +262,7 @@ class OperationFuser:
         check_miss(self.where, lambda: str(self.cache.why(key)))
         start = time.perf_counter()
         plan = self._compiled(key, rules)
+        warn_of_machine(key.env.recipe, key.env.device, key.env.arch)
         why = self.cache.put(key, plan)
         self.last_missed = next(_misses)
         ms = (time.perf_counter() - start) * 1e3
@@ -314,12 +316,7 @@ class OperationFuser:
         Under ``torch.compile`` it is one op of the graph, or a graph break where it cannot be one.
         """
         if torch.compiler.is_compiling():
-            check_exported(self.label)
-            why = hindrance(self, x, extras, kwargs)
-            if not why:
-                return follow(self, x, extras)
-            break_graph(why)
-            return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
+            return self._call_compiling(x, extras, kwargs)
         if not isinstance(instead, BackwardTape) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
             return repeat(partial(self, x, *extras, kwargs=kwargs, instead=instead))
         if not isinstance(x, torch.Tensor):
@@ -342,6 +339,15 @@ class OperationFuser:
             tensors = resolved(self, tensors)
         outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), places=self.places, instead=instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _call_compiling(self, x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Any) -> Any:
+        """The call as one op of the graph, or a graph break that says why it cannot be one."""
+        check_exported(self.label)
+        why = hindrance(self, x, extras, kwargs)
+        if not why:
+            return follow(self, x, extras)
+        break_graph(why)
+        return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
 
     # -- in a graph of torch.compile -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 // of the weights, from one read of the rows and of dy.
 //
 // rows, d_rows   [tokens * top_k, columns] of IO, contiguous
-// y, dy          [tokens, columns] of IO, contiguous
+// y, dy          [tokens, columns] of OUT, contiguous
 // places         int64 [tokens, top_k]: where the rows of a token lie, each once; ~p: row p, which adds nothing
 // weights        [tokens, top_k] of WEIGHT, read if WEIGHTED
 // d_weights      likewise, written if SCORED; only then are rows read in the backward pass
@@ -14,10 +14,12 @@
 #include "vectors.cuh"
 
 struct Parameters {
-    const IO *rows, *dy;
+    const IO* rows;
+    const OUT* dy;
     const long long* places;
     const WEIGHT* weights;
-    IO *y, *d_rows;
+    OUT* y;
+    IO* d_rows;
     WEIGHT* d_weights;
     long long columns;
     u32 top_k, unused;
@@ -30,14 +32,16 @@ constexpr int TOGETHER = SCORED ? 2 : 4;  // rows whose loads are under way toge
 OPFUSE_FN float weight_at(const WEIGHT* weights, long long at) { return WEIGHTED ? to_fp32(weights[at]) : 1.0f; }
 
 // The eight columns from `column` on of a row, of which `there` are left.
-OPFUSE_FN Eight<IO> load(const IO* row, long long column, long long there) {
+template <class T>
+OPFUSE_FN Eight<T> load(const T* row, long long column, long long there) {
     if constexpr (ALIGNED)
-        return there > 0 ? load_eight(row + column) : Eight<IO>{};
+        return there > 0 ? load_eight(row + column) : Eight<T>{};
     else
         return load_some(row + column, there);
 }
 
-OPFUSE_FN void store(IO* row, long long column, long long there, const Eight<IO>& v) {
+template <class T>
+OPFUSE_FN void store(T* row, long long column, long long there, const Eight<T>& v) {
     row += column;
     if constexpr (!ALIGNED) {
 #pragma unroll
@@ -74,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_rows(const __grid_
                 for (int j = 0; j < 8; ++j)
                     if (counts[i]) sum[j] += WEIGHTED ? value(v[i], j) * weight[i] : value(v[i], j);
         }
-        store(p.y + token * p.columns, column, there, pack_of<IO, 8>([&](int j) { return sum[j]; }));
+        store(p.y + token * p.columns, column, there, pack_of<OUT, 8>([&](int j) { return sum[j]; }));
     }
 }
 #endif
@@ -101,7 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_rows_backward(cons
 #pragma unroll 1
         for (long long column = threadIdx.x * 8; column < p.columns; column += CHUNK) {
             long long there = p.columns - column;
-            Eight<IO> dy = load(p.dy + token * p.columns, column, there), v[TOGETHER];
+            Eight<OUT> dy = load(p.dy + token * p.columns, column, there);
+            Eight<IO> v[TOGETHER];
 #pragma unroll
             for (int i = 0; i < TOGETHER; ++i)
                 if (SCORED) v[i] = load(p.rows + row[i] * p.columns, column, counts[i] ? there : 0);

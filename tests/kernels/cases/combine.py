@@ -15,7 +15,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Combined(NamedTuple):
-    """Rows of ``dtype`` for ``top_k`` experts of each token; weights: their dtype, or None. absent: some rows add nothing."""
+    """Rows of ``dtype`` for ``top_k`` experts of each token.
+
+    weights: their dtype, or None. absent: some rows add nothing. tokens_in: the dtype of a token; None: that of the rows.
+    """
 
     tokens: int
     top_k: int
@@ -25,13 +28,14 @@ class Combined(NamedTuple):
     absent: bool = False
     misaligned: bool = False
     scored: bool = True
+    tokens_in: torch.dtype | None = None
 
     def random(self) -> torch.Generator:
         return torch.Generator().manual_seed(zlib.crc32(repr(self).encode()))
 
-    def matrix(self, rows: int, random: torch.Generator, device: torch.device) -> torch.Tensor:
+    def matrix(self, rows: int, dtype: torch.dtype, random: torch.Generator, device: torch.device) -> torch.Tensor:
         first = int(self.misaligned)
-        values = torch.randn(rows * self.columns + first, generator=random).to(self.dtype)
+        values = torch.randn(rows * self.columns + first, generator=random).to(dtype)
         return values.to(device)[first:].view(rows, self.columns)
 
     def places(self, random: torch.Generator, device: torch.device) -> torch.Tensor:
@@ -48,14 +52,16 @@ class Combined(NamedTuple):
 
 def forward(case: Combined, device: torch.device) -> Arguments:
     random = case.random()
-    rows = case.matrix(case.tokens * case.top_k, random, device)
-    return Arguments((rows, case.places(random, device), case.shares(random, device)))
+    rows = case.matrix(case.tokens * case.top_k, case.dtype, random, device)
+    return Arguments((rows, case.places(random, device), case.shares(random, device)), {"dtype": case.tokens_in})
 
 
 def backward(case: Combined, device: torch.device) -> Arguments:
     random = case.random()
-    rows, dy = (case.matrix(count, random, device) for count in (case.tokens * case.top_k, case.tokens))
-    return Arguments((dy, case.places(random, device), case.shares(random, device), rows if case.scored else None))
+    rows = case.matrix(case.tokens * case.top_k, case.dtype, random, device)
+    dy = case.matrix(case.tokens, case.tokens_in or case.dtype, random, device)
+    places, shares = case.places(random, device), case.shares(random, device)
+    return Arguments((dy, places, shares, rows if case.scored else None), {"dtype": case.dtype})
 
 
 _ALL = (
@@ -70,6 +76,8 @@ _ALL = (
     Combined(6, 6, 1024, FP32, FP32),
     Combined(6, 2, 100, FP32, None),
     Combined(6, 2, 128, BF16, FP32, scored=False),
+    Combined(6, 2, 128, BF16, FP32, tokens_in=FP32),
+    Combined(5, 3, 65, FP32, None, tokens_in=BF16),
 )
 CASES = {
     combine_rows: {str(case): functools.partial(forward, case) for case in _ALL},

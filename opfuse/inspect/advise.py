@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from opfuse.convert.policy import HEADS, OUTPUT_HEAD, heads_of
 from opfuse.core.operation import BasicOperation
 from opfuse.domains import SIZE, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
+from opfuse.inspect.heads import HEADS, OUTPUT_HEAD, heads_of
 
 BF16 = 800e12
 RATES: Mapping[str, float] = {"fp8_current": 1440e12, "fp8_block": 1155e12, "mxfp8": 670e12, "nvfp4": 685e12}
@@ -75,8 +75,8 @@ class Advice:
     def __str__(self) -> str:
         total = f"expected of these products: x {self.gain:.2f} of bf16 on an H200 with {self.rows} tokens ({RECORD})"
         same = alike(self.layers, lambda each: replace(each, path=starred(each.path)))
-        told = (replace(layers[0], path=counted([each.path for each in layers])) for layers in same)
-        return "\n".join((*map(str, told), total))
+        lines = (replace(layers[0], path=counted([each.path for each in layers])) for layers in same)
+        return "\n".join((*map(str, lines), total))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

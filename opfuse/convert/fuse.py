@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from opfuse.convert.build import Build, build, build_alone, refusal
+from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import OWN, Converted, converted
-from opfuse.convert.effects import NotRecorded
 from opfuse.convert.experts import Experts, build_experts, experts_of
-from opfuse.convert.fits import unfit
 from opfuse.convert.leaves import obstacle, weight_of, why_refused
 from opfuse.convert.norms import lone_norm, why_kept
+from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report
 from opfuse.convert.siblings import siblings

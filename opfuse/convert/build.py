@@ -13,7 +13,7 @@ from opfuse.convert.converted import Converted
 from opfuse.convert.guards import Proven
 from opfuse.convert.leaves import GATED, UNGATED, LeafModule, leaf_of, obstacle, runs, weight_of
 from opfuse.convert.pipeline import PipelineRun, unfit
-from opfuse.convert.policy import Choice, Policies
+from opfuse.convert.policy import Policies
 from opfuse.convert.record import LEADING, required_arguments
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import BasicOperation
@@ -135,7 +135,7 @@ class Build:
             raise NoChain(f"{path}: {choice.got}", "products that are converted")
         if (hindered := obstacle(weight.module)) is not None:
             raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
-        if (why := refusal(weight, choice)) is not None:
+        if choice.recipe is not None and (why := unfit(choice.recipe, weight.in_features, weight.out_features)) is not None:
             raise NoChain(f"{path} of {why[1]}", why[0])
         if self.weights and choice.recipe != self.recipe:
             raise NoChain(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
@@ -205,8 +205,3 @@ def build_alone(weight: Weight, path: str, recipe: Recipe | None, shared: Sequen
 def views_rows(weight: Weight) -> bool:
     """Whether the forward of a product may view its input as a matrix, as that of a Conv1D, and refuse one of other strides."""
     return not runs(weight.module, nn.Linear)
-
-
-def refusal(weight: Weight, choice: Choice) -> tuple[str, str] | None:
-    """What the recipe wants of a matrix, and what this one has; None: it can take it, or the recipe is not known yet."""
-    return None if choice.recipe is None else unfit(choice.recipe, weight.in_features, weight.out_features)

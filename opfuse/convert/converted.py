@@ -374,8 +374,9 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
             own = vars(self)[OWN] if isinstance(self, nn.Module) else self
             if torch.compiler.is_compiling() or stand_ins() is not None:
                 return own(*args, **kwargs)
-            called = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
-            return own(*args, **kwargs) if called in (None, own.module) else own.beside(called, args, kwargs)
+            caller = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
+            is_copy = caller is not None and caller is not own.module and vars(caller).get(OWN) is own
+            return own.beside(caller, args, kwargs) if is_copy else own(*args, **kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)

@@ -205,7 +205,7 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
     kind = cast(Any, type(module))
     methods = _methods(kind)
     pure = {method.code.co_name for method in methods if not method.span}
-    leaves = {name for method in methods for name in method.reads_between(alone) if _is_leaf(module._modules.get(name))}
+    leaves = {name for method in methods for name in method.called_between(alone) if _is_leaf(module._modules.get(name))}
     known = frozenset({*alone, *leaves, *pure})
     grouped = set[str]()
     for method in _methods(kind, known):
@@ -263,7 +263,8 @@ class _MemberCall(NamedTuple):
 
 
 class _MethodCode(ast.NodeVisitor):
-    """Reads a method in the order in which it runs. calls: of submodules with one local name. reads: of attributes of self.
+    """Reads a method in the order in which it runs. calls: of submodules with one local variable. called: attributes of
+    self. reads: attributes of anything.
 
     known: the attributes of self that may be called, as they run no other code. span: how often other code could run so far.
     """
@@ -272,6 +273,7 @@ class _MethodCode(ast.NodeVisitor):
         self.code, self.known = code, known
         self.span = 0
         self.calls: list[_MemberCall] = []
+        self.called: list[str] = []
         self.reads: list[str] = []
         self.arms: dict[ast.AST, str] = {}
         self.variables: dict[str, Origins] = {}
@@ -301,10 +303,10 @@ class _MethodCode(ast.NodeVisitor):
             inside = self.values[node.id]
         return {member for child in inside for member in self._members_in(child, names, passed)}
 
-    def reads_between(self, names: Container[str]) -> list[str]:
-        """The attributes that it reads between the first and the last of these."""
-        spots = [at for at, name in enumerate(self.reads) if name in names]
-        return self.reads[spots[0] : spots[-1]] if spots else []
+    def called_between(self, names: Container[str]) -> list[str]:
+        """The attributes of self that it calls between the first and the last of these."""
+        spots = [at for at, name in enumerate(self.called) if name in names]
+        return self.called[spots[0] : spots[-1]] if spots else []
 
     # -- what runs -----------------------------------------------------------------------------------------------------------
 
@@ -321,13 +323,14 @@ class _MethodCode(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         super().generic_visit(node)
         name = _method_of_self(node)
-        if name:
-            match node.args:
-                case [ast.Name(id=variable)] if not node.keywords:
-                    self.calls.append(_MemberCall(name, self._origins_of(variable), self.span, dict(self.arms)))
-        else:
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        self.span += name not in (self.known if _method_of_self(node) else PURE)
+        if not name:
+            self.span += getattr(node.func, "attr", getattr(node.func, "id", "")) not in PURE
+            return
+        self.called.append(name)
+        match node.args:
+            case [ast.Name(id=variable)] if not node.keywords:
+                self.calls.append(_MemberCall(name, self._origins_of(variable), self.span, dict(self.arms)))
+        self.span += name not in self.known
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         super().generic_visit(node)

@@ -25,9 +25,9 @@ from benchmarks.calls import host_calls
 from benchmarks.models import LARGE, PIPELINES, Sizes, settings
 from benchmarks.timing import Call, host_time, wall_time
 from opfuse.recipes import autocast
-from opfuse.runtime import named
 from opfuse.runtime.fuser import OperationFuser
-from opfuse.runtime.trace import TRACE
+from opfuse.runtime.plans import named_key as named
+from opfuse.runtime.plans.trace import TRACE
 
 Record = dict[str, Any]
 Setting = Callable[[nn.Module], AbstractContextManager[object]]

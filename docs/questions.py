@@ -23,7 +23,7 @@ import torch
 
 from opfuse.cli.app import main
 from opfuse.errors import OpfuseError
-from opfuse.runtime import trace
+from opfuse.runtime.plans import trace
 
 DOCUMENT = Path(__file__).resolve().parent / "questions.md"
 

@@ -19,8 +19,8 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.numerics.activations import BIAS, GELU
 from opfuse.numerics.chain import Stage
-from opfuse.program.program import Program
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.replayable import Recorded
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
 DOCUMENT = Path(__file__).resolve().parent / "trace.md"
@@ -61,7 +61,7 @@ autograd node, because quantized values flow between them.
 
 {groups}
 
-## 4. The run (`runtime/interpreter.py`, `tensors/`, `numerics/`)
+## 4. The run (`runtime/interpret/interpreter.py`, `tensors/`, `numerics/`)
 
 The interpreter runs the groups in order. Node 0 casts the input in blocks of 32 elements with one E8M0 scale
 (`numerics/scales.py`, `numerics/scalars.py`). The first {shown} elements of the first block:
@@ -72,11 +72,11 @@ Value 5 is the output of GELU, value 9 the result:
 
 {values}
 
-The second call with the same shapes is recorded as it runs; from the third on the recording is repeated (`runtime/programs.py`,
-`program/`): torch ops and kernel launches in a straight line, with addresses filled in. `program/line.py` writes that line as a
-function of Python, which lets go of each tensor after its last reader. On a GPU this one launches kernels; on a CPU, where the
-definitions of `numerics/` run, it has {lines} lines. The first are the cast of node 0, the last returns the result and what is
-saved for the backward pass:
+The second call with the same shapes is recorded as it runs; from the third on the recording is repeated
+(`runtime/replay/dispatch.py`): torch ops and kernel launches in a straight line, with addresses filled in.
+`runtime/replay/codegen.py` writes that line as a function of Python, which lets go of each tensor after its last reader. On a
+GPU this one launches kernels; on a CPU, where the definitions of `numerics/` run, it has {lines} lines. The first are the cast of
+node 0, the last returns the result and what is saved for the backward pass:
 
 ```text
 {line}

@@ -11,8 +11,8 @@ on whatever thread it runs. Subscriptions add up. A block may silence those arou
 silence all, a recomputation what its first run has emitted.
 
 No event changes what is computed. What a report wants of a call beside events, as plans that no cache keeps, is a policy that it
-sets (``runtime/misses.py``). But a program emits no more than the plan that it repeats, so calls are interpreted, with the same
-bits, while somebody listens to what the interpreter alone sees (``INTERPRETED``).
+sets (``runtime/plans/misses.py``). But a program emits no more than the plan that it repeats, so calls are interpreted, with
+the same bits, while somebody listens to what the interpreter alone sees (``INTERPRETED``).
 
 Fields whose classes belong to later packages are of type Any, and name the class.
 """
@@ -40,7 +40,8 @@ class PlanUsed:
 class PlanMissed:
     """A call found no plan, so ``plan`` was made and is kept.
 
-    pipeline: a :class:`~opfuse.runtime.fuser.OperationFuser`. record: the :class:`~opfuse.runtime.trace.Made` of its history.
+    pipeline: a :class:`~opfuse.runtime.fuser.OperationFuser`. record: the :class:`~opfuse.runtime.plans.trace.Made` of its
+    history.
     """
 
     pipeline: Any

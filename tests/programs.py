@@ -7,7 +7,7 @@ from typing import Any
 
 from opfuse.compiler.plan import Plan
 from opfuse.core.cast import Cast
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay.replayable import Recorded
 
 
 def plans_of(model) -> list[Plan]:

@@ -64,7 +64,7 @@ NAMES = {
     "torch_private/names.py": ("module",),
 }
 """Imports of what a table of the source names: public names, commands, parts of CuPy, built-in rules, private parts of torch."""
-WRITTEN = {"program/line.py": {"builtins.exec", "builtins.compile"}}
+WRITTEN = {"runtime/replay/codegen.py": {"builtins.exec", "builtins.compile"}}
 """Code that the library writes itself, from steps that it recorded: tests/program/test_line.py says what may stand in it."""
 
 

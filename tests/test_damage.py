@@ -26,7 +26,7 @@ from opfuse.errors import OpfuseError
 from opfuse.inspect import trace
 from opfuse.interchange import parity
 from opfuse.kernels.engine.cubins import CUBIN, FACTS, CubinCache
-from opfuse.runtime import trace as writing
+from opfuse.runtime.plans import trace as writing
 from opfuse.tensors import QuantizedTensor
 from opfuse.train.checkpoints import read
 from opfuse.train.localize import values_at

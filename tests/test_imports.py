@@ -17,7 +17,7 @@ import opfuse
 
 PACKAGE = Path(opfuse.__file__).parent
 PACKAGES = (
-    *("leaf", "numerics", "kernels", "program", "tensors", "recipes", "core", "compiler", "runtime", "inspect"),
+    *("leaf", "numerics", "kernels", "tensors", "recipes", "core", "compiler", "runtime", "inspect"),
     *("ops", "te", "fusions", "interchange", "convert", "config", "train", "cli", "__main__"),
 )
 """In import order: a package imports only itself and packages to its left."""

@@ -17,6 +17,7 @@ from setuptools import find_namespace_packages
 
 import opfuse
 from opfuse.config.examples import examples
+from opfuse.torch_private.names import TRIED
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -73,9 +74,12 @@ def test_what_a_public_repository_has_can_be_read() -> None:
     assert [hook["entry"].split()[0].rpartition("/")[2] for hook in hooks] == ["ruff", "ruff", "mypy"]
 
 
-def test_torch_is_bounded_to_what_was_tried() -> None:
+def test_torch_begins_at_the_oldest_release_that_was_tried() -> None:
+    """It has no end: a newer one is warned of (tests/runtime/test_machine.py). The pages name the newest that was tried."""
     (torch,) = [each for each in PROJECT["project"]["dependencies"] if each.startswith("torch")]
-    assert torch == "torch>=2.11,<2.14"
+    assert torch == f"torch>={TRIED[0]}"
+    for page in ("README.md", "docs/install.md"):
+        assert f"PyTorch {TRIED[0]} to {TRIED[-1]}" in (ROOT / page).read_text(encoding="utf-8")
 
 
 READ_BY_TRANSFORMERS = """
@@ -99,6 +103,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = "import sys, setuptools.build_meta as b; to = sys.argv[1]; b.build_sdist(to); b.build_wheel(to)"
     subprocess.run([sys.executable, "-c", build, str(made)], cwd=copy, check=True, capture_output=True)
     return made
+
+
+def test_the_wheel_fits_every_machine(built: Path) -> None:
+    """Its tag names no Python, ABI or platform, and nothing in it is compiled: aarch64 gets the same files."""
+    (wheel,) = built.glob("*.whl")
+    assert wheel.stem.endswith("-py3-none-any")
+    magic = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"!<arch>")
+    with zipfile.ZipFile(wheel) as files:
+        assert "Root-Is-Purelib: true" in next(files.read(n).decode() for n in files.namelist() if n.endswith("/WHEEL"))
+        assert [name for name in files.namelist() if files.read(name).startswith(magic)] == []
 
 
 @pytest.mark.slow

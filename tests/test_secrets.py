@@ -13,7 +13,7 @@ import opfuse
 from opfuse import ops
 from opfuse.cli import main
 from opfuse.inspect.trace import read
-from opfuse.runtime import trace
+from opfuse.runtime.plans import trace
 
 SECRET = "hf_0123456789"
 NAMES = ("NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "CUDA_LICENSE", "PYTORCH_PASSWORD", "NVTE_TOKEN", "CUBLAS_X", "OMP_X")

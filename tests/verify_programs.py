@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from opfuse.program.program import Program
-from opfuse.program.steps import CallStep, OpStep
-from opfuse.program.tape import Tape
-from opfuse.runtime import replayable
+from opfuse.runtime.replay import replayable
+from opfuse.runtime.replay.instructions import CallStep, OpStep
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.recorder import Recorder
 from opfuse.tensors import QuantizedTensor
 
 replayable.INTERPRETED_FIRST = False
@@ -32,16 +32,16 @@ def _repeats(program: Program) -> bool:
     return not any(draws) and not any(isinstance(step, CallStep) for step in program.recording.steps)
 
 
-def _made_and_checked(program: Program, tape: Tape, results: Sequence[int]) -> None:
-    _make(program, tape, results)
+def _made_and_checked(program: Program, recorder: Recorder, results: Sequence[int]) -> None:
+    _make(program, recorder, results)
     if not _repeats(program):
         return
-    wanted = [tape.tensors[number].detach().clone() for number in results]
-    device = tape.given[0].device.type if tape.given else "cpu"
+    wanted = [recorder.tensors[number].detach().clone() for number in results]
+    device = recorder.given[0].device.type if recorder.given else "cpu"
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        got = program(list(tape.given))
+        got = program(list(recorder.given))
     for number, one, other in zip(results, got, wanted, strict=True):
-        same = (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, tape.tensors[number].stride())
+        same = (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, recorder.tensors[number].stride())
         assert same, f"tensor {number} looks another way"
         assert torch.equal(_bits(one), _bits(other)), f"tensor {number} has other bits"
 

@@ -129,7 +129,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times[_REPEATS // 4 :])
+    return float(statistics.median(times[_REPEATS // 4 :]))
 
 
 # -- casts and chains ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from opfuse.config import Config, load
 from opfuse.errors import OutputError, TraceError, describe
 from opfuse.inspect.page import Page, PageTable, outcome_table, product_table, value_table
 from opfuse.inspect.trace import SUFFIX, Trace, read
-from opfuse.runtime.written import unsealed
+from opfuse.runtime.plans.written import unsealed
 from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.files import REPORT, VALUES
 from opfuse.train.runs import configuration_of

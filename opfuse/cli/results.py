@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from opfuse.cli.output import echo, error
 from opfuse.config import Config
 from opfuse.errors import OutputError, describe, told_of
-from opfuse.runtime.written import OWNER_ONLY
+from opfuse.runtime.plans.written import OWNER_ONLY
 from opfuse.train import usable
 from opfuse.train.files import writable, write
 

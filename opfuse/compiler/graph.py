@@ -18,7 +18,7 @@ from opfuse.errors import Described
 from opfuse.formats import NumberFormat
 from opfuse.tensors.gemm import clash
 from opfuse.tensors.meeting import Travel
-from opfuse.tensors.quantizers.own import casts_itself
+from opfuse.tensors.quantizers.provenance import casts_itself
 
 if TYPE_CHECKING:
     import networkx as nx

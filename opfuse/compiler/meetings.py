@@ -28,7 +28,7 @@ from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.recipes import DelayedScaling, Recipe, current_amax_group
 from opfuse.tensors.meeting import Travel
 from opfuse.tensors.quantizers import Quantizer
-from opfuse.tensors.quantizers.own import draws, is_own_quantizer
+from opfuse.tensors.quantizers.provenance import draws, is_library_quantizer
 
 CARRIERS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
     {
@@ -107,7 +107,7 @@ def _refusals(spec: CastSpec, beside: Beside) -> Iterator[str]:
     if any(formats[usage].element is None for usage in usages):
         yield "a product of the backward pass reads the values themselves"
         return
-    if not is_own_quantizer(quantizer) or draws(quantizer):
+    if not is_library_quantizer(quantizer) or draws(quantizer):
         yield "the cast draws random numbers, or is not the library's"
     if _together(spec, beside) is None:
         yield "rows share a scale that the ranks do not find together"

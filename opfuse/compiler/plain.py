@@ -114,7 +114,7 @@ def stepped(plan: Plan) -> dict[str, str]:
     A reason that is only one pass's says which.
     """
     nodes = plan.graph.nodes
-    found = ((segment, plan.own_code.get(segment.nodes.start)) for segment in plan.segments)
+    found = ((segment, plan.user_code.get(segment.nodes.start)) for segment in plan.segments)
     return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(own.why) for segment, own in found if own and own.why}
 
 

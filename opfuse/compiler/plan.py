@@ -69,7 +69,7 @@ class Stretch(NamedTuple):
     beside: tuple[int, ...]
 
 
-class OwnCode(NamedTuple):
+class UserCode(NamedTuple):
     """What of the user's own runs in a segment. why: in which passes, and what; of ``users`` it is the user's code, in others the
     library's, which does more than return results. before: casts that run before the segment does.
 
@@ -91,7 +91,7 @@ class Plan:
     that the backward pass makes anew, by the node that reads them.
 
     What was found since, by a segment's first node: programs: recordings, those of stretches also by pass and position, those of
-    casts by cast. own_code: what of the user's own runs in a segment. keepable: its casts of weights that may be kept from call
+    casts by cast. user_code: what of the user's own runs in a segment. keepable: its casts of weights that may be kept from call
     to call. grouped: its ops with groups of rows, and their casts.
     """
 
@@ -106,7 +106,7 @@ class Plan:
     ops: tuple[str, ...] = ()
     remade: Remade = field(default_factory=dict, compare=False)
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    own_code: dict[int, OwnCode] = field(default_factory=dict, compare=False, repr=False)
+    user_code: dict[int, UserCode] = field(default_factory=dict, compare=False, repr=False)
     keepable: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
     grouped: dict[int, tuple[tuple[Node, Grouping, Sequence[Cast]], ...]] = field(default_factory=dict, compare=False, repr=False)
 

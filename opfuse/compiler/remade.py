@@ -27,7 +27,7 @@ from opfuse.core.signature import Env
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Usage
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
-from opfuse.tensors.quantizers.own import draws, is_ours, is_own_quantizer
+from opfuse.tensors.quantizers.provenance import draws, is_library_code, is_library_quantizer
 
 _FOLLOWED = frozenset(("elementwise", "norm"))
 """Traits of ops whose results may follow from their saved state."""
@@ -78,7 +78,7 @@ def _is_own(group: Group) -> bool:
     if rule is None:
         return group.opaque is None
     sides = [function for function in (rule.forward, rule.backward) if function is not None]
-    return len(sides) == 1 and is_ours(sides[0])
+    return len(sides) == 1 and is_library_code(sides[0])
 
 
 def _postponed(graph: Graph, ops: Sequence[BasicOperation], casts: Mapping[int, Cast], reader: Node) -> Iterator[RemadeOperand]:
@@ -113,7 +113,7 @@ def _of_reader(
 
 
 def _can_repeat(quantizer: Quantizer) -> bool:
-    return is_own_quantizer(quantizer) and not draws(quantizer)
+    return is_library_quantizer(quantizer) and not draws(quantizer)
 
 
 def _keeps_itself(quantizer: Quantizer, saved: str) -> bool:

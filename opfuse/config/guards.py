@@ -95,7 +95,7 @@ def readable_at(path: str, places: Places) -> Domain:
     _lookup(root, {**known, **places}, "a guard")
     for of, step in zip((root, *steps), steps):
         found = _lookup(step, found, of) if isinstance(found, dict) else _lookup(step, {}, of)
-    if isinstance(found, dict):
+    if not isinstance(found, Domain):
         raise Refused(Problem("unknown-path", f"a guard reads a part of {path}", f"write {path}.{next(iter(found))}", on="key"))
     return found
 

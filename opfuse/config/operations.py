@@ -111,7 +111,7 @@ class PipelineEntry:
         cls = OPS[self.op]
         placement = {"device": device, "dtype": dtype}
         taken = {name: placement[name] for name in PLACEMENT if name in (keywords(cls) or ())}
-        op: Any = cls(**dict(self.arguments), **taken)
+        op: FusibleOperation = cls(**dict(self.arguments), **taken)
         if self.extra_input and len(self.extra_input) != op.num_extra_inputs:
             wanted, cure = f"{op.num_extra_inputs} channels", "name one for each"
             raise PipelineError(describe("extra_input", wanted=wanted, got=len(self.extra_input), cure=cure))

@@ -31,10 +31,10 @@ from opfuse.core.watched import Tree
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
-from opfuse.runtime.compiled import autocast_like, follow, hindrance, parameters_of
-from opfuse.runtime.held import CallInside
-from opfuse.runtime.ledger import Ledger
-from opfuse.runtime.recompute import repeated
+from opfuse.runtime.compile.backward_tape import BackwardTape
+from opfuse.runtime.compile.custom_op import autocast_like, follow, hindrance, parameters_of
+from opfuse.runtime.compile.saved_call import CallInside
+from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.torch_private.compiler import constant_when_traced, fake_tensor_mode
 from opfuse.torch_private.dispatch import without_modes
 from opfuse.torch_private.stack import module_that_calls
@@ -326,13 +326,14 @@ class InGraph:
             return call.recorded(lambda given, instead: self._over(instead, partial(self._run, given)))
         self._check()
 
-        def alone(given: Sequence[torch.Tensor], ledger: Ledger) -> torch.Tensor:
+        def alone(given: Sequence[torch.Tensor], ledger: BackwardTape) -> torch.Tensor:
             x, *arguments = given
-            return self._over(ledger, partial(pipeline, x, arguments))
+            result: torch.Tensor = self._over(ledger, partial(pipeline, x, arguments))
+            return result
 
         return call.noted(alone)
 
-    def _over(self, instead: Mapping[int, torch.Tensor] | Ledger, run: Callable[[], Any]) -> Any:
+    def _over(self, instead: Mapping[int, torch.Tensor] | BackwardTape, run: Callable[[], Any]) -> Any:
         with taking(instead):
             return run()
 
@@ -371,12 +372,13 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 
         @wraps(kind.forward, updated=())
         def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own = vars(self)[OWN] if isinstance(self, nn.Module) else self
+            own: Converted = vars(self)[OWN] if isinstance(self, nn.Module) else self
             if torch.compiler.is_compiling() or stand_ins() is not None:
                 return own(*args, **kwargs)
             caller = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
-            is_copy = caller is not None and caller is not own.module and vars(caller).get(OWN) is own
-            return own.beside(caller, args, kwargs) if is_copy else own(*args, **kwargs)
+            if caller is None or caller is own.module or vars(caller).get(OWN) is not own:
+                return own(*args, **kwargs)
+            return own.beside(caller, args, kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)

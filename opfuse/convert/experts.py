@@ -146,7 +146,7 @@ def _computes(found: Experts, each: str, dtype: torch.dtype, tokens: int) -> boo
 
     def ours(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate, up = torch.einsum("tkiw,tw->tki", both[index], x).chunk(2, -1)
-        return torch.einsum("tkwi,tki,tk->tw", down[index], _ActivationOf.apply(gate, UNGATED[found.act]) * up, weights)
+        return torch.einsum("tkwi,tki,tk->tw", down[index], _ActivationOf.apply(gate, UNGATED[found.act]) * up, weights)  # type: ignore[no-untyped-call]
 
     def theirs(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> Any:
         vars(found.module)["_parameters"] = {found.both: both, found.down: down}
@@ -194,7 +194,7 @@ class _ActivationOf(torch.autograd.Function):
         return op.math.value(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         (dx,) = ctx.math.grad(dy, *ctx.saved_tensors)
         return dx, None
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from opfuse.convert.code import CONSTANTS, FUNCTIONS, bases_of, names_read, reach_of
 from opfuse.errors import Described, describe
-from opfuse.runtime.compiled import autocast_dtype
+from opfuse.runtime.compile.custom_op import autocast_dtype
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 
 # -- the call --------------------------------------------------------------------------------------------------------------------

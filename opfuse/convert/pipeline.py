@@ -43,7 +43,7 @@ class PipelineRun:
     fuser: OperationFuser | None = None
     spare: dict[Any, int] = field(default_factory=dict)
     lock: AbstractContextManager[Any] = field(default_factory=RLock)
-    """Held while there are made parameters, so that another thread does not drop them."""
+    """PrecomputedCast while there are made parameters, so that another thread does not drop them."""
 
     def multiply(self, weights: Sequence[Weight], name: str, names: tuple[str, str]) -> None:
         """Append the product of ``weights``. name: for messages. names: of the product and its bias in the run."""

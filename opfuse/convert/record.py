@@ -196,7 +196,7 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _write(self, name: str, args: Any, kwargs: Any, result: Any, op: str = "call_method") -> None:
         taken = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
-        node = self.found.graph.create_node(op, name, *taken)  # type: ignore[arg-type]
+        node = self.found.graph.create_node(op, name, *taken)
         if _modes() != self.modes:
             got = "a block of other gradients or casts in the forward"
             raise NotRecorded(got, "one mode of autograd and autocast for all of it")
@@ -281,7 +281,8 @@ def _stand_in(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
     """What stands for a product with a matrix, which may be large, and for a dropout, which draws; None for other arguments."""
     if name == "dropout":
         x, p, training = (*args, *[kwargs[key] for key in ("p", "training")[len(args) - 1 :] if key in kwargs], 0.5, True)[:3]
-        return x.clone() if training and p else x
+        stand_in: torch.Tensor = x.clone() if training and p else x
+        return stand_in
     if name == "linear":
         x, weight, bias = (*args, kwargs.get("bias"), None)[:3]
         return _product(x, weight.shape[1], weight, weight.shape[0], bias)

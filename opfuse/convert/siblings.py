@@ -31,7 +31,7 @@ from opfuse.convert.weights import MadeParameters, Weight
 from opfuse.core.operation import BasicOperation
 from opfuse.inspect.alike import short
 from opfuse.recipes import note_use
-from opfuse.runtime.compiled import hindrance, moment
+from opfuse.runtime.compile.custom_op import hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import run_of
 
@@ -122,7 +122,7 @@ class _Columns(torch.autograd.Function):
         return tuple(part.clone(memory_format=torch.contiguous_format) for part in whole.split(tuple(columns), dim=-1))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
         ctx.reached[:] = [grad is not None for grad in grads]
         parts = [ctx.blank.expand(shape) if grad is None else grad for shape, grad in zip(ctx.shapes, grads)]
         return torch.cat(parts, dim=-1), None, None

@@ -56,7 +56,8 @@ class States:
         for op in self.ops.values():
             for state in op.quantizer_states:
                 state.to(fn(state.scale).device)
-        return type(self.module)._apply(self.module, fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        module: nn.Module = type(self.module)._apply(self.module, fn, recurse)
+        return module
 
     def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """``nn.Module._save_to_state_dict``, with the states of ops that were told of delayed scaling."""
@@ -75,7 +76,7 @@ class States:
             start = f"{prefix}{NAMESPACE}.{name}."
             for key in [key for key in state_dict if key.startswith(start)]:
                 taken.setdefault(name, {})[unquoted(_named(op) + key.removeprefix(start))] = state_dict.pop(key)
-        type(self.module)._load_from_state_dict(self.module, state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        type(self.module)._load_from_state_dict(self.module, state_dict, prefix, *args)
         for name, saved in taken.items():
             self.ops[name].load_states(saved, self.device, where=f"{prefix}{NAMESPACE}.{name}")
             self.ops[name].quantizer_states.told = True

@@ -24,7 +24,7 @@ from opfuse.core.spec import spec_of
 from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
-from opfuse.runtime.ledger import Ledger
+from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.torch_private.tensors import share_memory
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
@@ -86,7 +86,7 @@ class MadeParameters(nn.Module):
         ledger = stand_ins()
         self.__dict__["reached"] = reached = list[bool]()
         for name, sources in self.sources.items():
-            noted = isinstance(ledger, Ledger)
+            noted = isinstance(ledger, BackwardTape)
             slots[name] = _noted(ledger, sources) if noted else _made([_read(each) for each in sources], reached)  # type: ignore[arg-type]
 
     def watch(self, result: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ def _made(parts: Sequence[torch.Tensor], reached: list[bool] | None = None) -> t
     return parts[0] if len(parts) == 1 else joined(parts, reached)
 
 
-def _noted(ledger: Ledger, sources: Sequence[Source]) -> torch.Tensor:
+def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
     """What is made of parameters; ``ledger`` notes how their gradients follow from its gradient."""
     values: list[Any] = [module._parameters[name] for module, name, _ in sources]
     turned = [transposed for _, _, transposed in sources]
@@ -199,14 +199,15 @@ def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _read(source: Source) -> torch.Tensor:
     module, name, transposed = source
     value: Any = taken(module._parameters[name])
-    return value.t() if transposed else value
+    weight: torch.Tensor = value.t() if transposed else value
+    return weight
 
 
-_instead: ContextVar[Mapping[int, torch.Tensor] | Ledger | None] = ContextVar("opfuse_parameters_instead", default=None)
+_instead: ContextVar[Mapping[int, torch.Tensor] | BackwardTape | None] = ContextVar("opfuse_parameters_instead", default=None)
 
 
 @contextmanager
-def taking(instead: Mapping[int, torch.Tensor] | Ledger) -> Iterator[None]:
+def taking(instead: Mapping[int, torch.Tensor] | BackwardTape) -> Iterator[None]:
     """Inside, parameters are replaced by stand-ins, by their ``id()``, which take their gradients.
 
     With a ledger, pipelines read the parameters themselves, and note in it how gradients reach them.
@@ -218,7 +219,7 @@ def taking(instead: Mapping[int, torch.Tensor] | Ledger) -> Iterator[None]:
         _instead.reset(reset)
 
 
-def stand_ins() -> Mapping[int, torch.Tensor] | Ledger | None:
+def stand_ins() -> Mapping[int, torch.Tensor] | BackwardTape | None:
     """The stand-ins of parameters by their ``id()``, or the ledger, of the :func:`taking` around; None outside."""
     return _instead.get()
 

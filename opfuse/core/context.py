@@ -113,7 +113,8 @@ class Context:
 
     def dtype_of(self, x: Value) -> torch.dtype:
         """The dtype in which the op computes on ``x``."""
-        return self.op.compute_dtype(self.env, x)
+        dtype: torch.dtype = self.op.compute_dtype(self.env, x)
+        return dtype
 
     def cast(self, role: str, x: Value, *by: Any) -> Value:
         """``x`` quantized for ``role`` where a user's fused op took over the op's cast; else ``x`` as it is.
@@ -260,7 +261,8 @@ def _input_dtype(ctx: Context) -> torch.dtype:
         return ctx._input_dtype
     before = _known(ctx, "input_dtype", ctx._before)
     keeps = not {"view", "transparent"}.isdisjoint(before.op.traits)
-    return before.input_dtype if keeps else before.compute_dtype
+    dtype: torch.dtype = before.input_dtype if keeps else before.compute_dtype
+    return dtype
 
 
 def _compute_dtype(ctx: Context) -> torch.dtype:

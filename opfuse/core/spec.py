@@ -139,7 +139,7 @@ def _hints(cls: type) -> dict[str, Any]:
 def domains(spec: type) -> dict[str, Domain]:
     """What each field of a spec may hold; a field whose type says nothing of it is left out."""
     hints = _hints(spec)
-    found = {field.name: domain_of(hints.get(field.name)) for field in fields(spec)}  # type: ignore[arg-type]
+    found = {field.name: domain_of(hints.get(field.name)) for field in fields(spec)}
     return {name: domain for name, domain in found.items() if domain is not None}
 
 

@@ -132,7 +132,7 @@ class StatefulModule(WatchedModule):
         taken = dict(self._taken(state_dict, prefix))
         if not taken and not self._states().saved and self._filled(state_dict):
             self._states().unread = True
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for key, saved in taken.items():
             self.load_states(saved, self._device, where=f"{self.label} {key}")
             self._states().told |= key == NAMESPACE

@@ -1,8 +1,8 @@
 """What follows a call instead of running it: torch.compile, torch.export, jit, fx, torch.func, forward-mode AD.
 
 A pipeline is no part of another graph: its plans come from values of this process, casts keep state, a backward pass is written
-by hand. In a graph of torch.compile it is one op (``runtime/compiled.py``), or a graph break where it cannot be; everything
-else is refused. On the way of a call stand cheap flags alone.
+by hand. In a graph of torch.compile it is one op (``runtime/compile/custom_op.py``), or a graph break where it cannot be;
+everything else is refused. On the way of a call stand cheap flags alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TORCH = "rebuild it of torch.nn modules, which load its state_dict"
 
 def check_followed(label: str, tensors: Iterable[object]) -> None:
     """UnsupportedError in torch.jit.trace, and if a transform of torch.func wraps one of ``tensors`` or it has a tangent."""
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         _refuse(label, "a call that runs", "torch.jit.trace, which would record one plan as constants", _TORCH)
     for tensor in (each for each in tensors if isinstance(each, torch.Tensor)):
         if is_transformed(tensor):
@@ -153,7 +153,7 @@ def break_graph(why: str) -> None:
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which torch.compile calls and does not look into. Made when called for: importing dynamo takes a second."""
-    made: Callable[..., Any] = torch.compiler.disable(function, reason=WHY.partition(":")[0])  # type: ignore[no-untyped-call]
+    made: Callable[..., Any] = torch.compiler.disable(function, reason=WHY.partition(":")[0])
     return made
 
 

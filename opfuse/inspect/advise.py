@@ -6,7 +6,7 @@ rates of large products and of memory (``benchmarks/results/h200.json``); a prod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
@@ -17,13 +17,7 @@ from opfuse.domains import SIZE, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.heads import HEADS, OUTPUT_HEAD, heads_of
-
-BF16 = 800e12
-RATES: Mapping[str, float] = {"fp8_current": 1440e12, "fp8_block": 1155e12, "mxfp8": 670e12, "nvfp4": 685e12}
-"""FLOP/s of products in bf16 and by kind of recipe: means over the three products and both sizes of the record."""
-
-RECORD = "benchmarks/results/h200.json"
-"""Where the rates were measured."""
+from opfuse.recipes.rates import BF16, RATES, RECORD
 
 BANDWIDTH = 4.1e12
 """Bytes/s that a copy moves, which casts reach to about nine tenths."""

@@ -11,8 +11,8 @@ from opfuse.core.operation import FusibleOperation
 from opfuse.core.protocol import RunsOps
 from opfuse.core.tracers import Enrolled
 from opfuse.errors import PipelineError, describe
-from opfuse.runtime.caches import CacheInfo
 from opfuse.runtime.fuser import OperationFuser, infos_of
+from opfuse.runtime.plans.cache_info import CacheInfo
 
 
 class ModelCaches(NamedTuple):

@@ -14,7 +14,7 @@ from opfuse.errors import PipelineError
 from opfuse.events import GroupRan
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import CallInputs, copied_call
-from opfuse.runtime.observed import observed
+from opfuse.runtime.interpret.observed import observed
 from opfuse.torch_private.operations import tree_leaves
 
 

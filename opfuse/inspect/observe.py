@@ -20,9 +20,9 @@ from opfuse.formats import dtype_name
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
-from opfuse.runtime.inputs import check_tensors
-from opfuse.runtime.kept import scopes_of
-from opfuse.runtime.misses import trial_plans
+from opfuse.runtime.interpret.call_checks import check_tensors
+from opfuse.runtime.plans.misses import trial_plans
+from opfuse.runtime.weights.cast_cache import scopes_of
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -305,7 +305,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng())
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        stack.enter_context(running(Pass.LOOK))
+        stack.enter_context(running(Pass.DRY_RUN))
         stack.enter_context(silenced())
         for state in states:
             if isinstance(state, DelayedScalingStates):

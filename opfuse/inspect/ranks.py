@@ -12,7 +12,7 @@ import torch.distributed as dist
 from opfuse.errors import PipelineError
 from opfuse.inspect.trace import Odd, PlanMade, Process, Trace, odd_ranks
 from opfuse.keys import digest, leaves
-from opfuse.runtime import trace
+from opfuse.runtime.plans import trace
 from opfuse.tensors.quantizers.ranks import checked_group, in_distributed_run
 
 

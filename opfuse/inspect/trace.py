@@ -1,8 +1,8 @@
 """Traces: the plans that processes wrote to files, read back and compared.
 
-A trace is a file of JSON lines, format version 1, written by ``runtime/trace.py``; a directory of them is one run, with a file
-for each rank. The first line describes the process, each next line a plan that was made; a process that was not killed adds a
-last line of counts. Each line has a checksum, ``crc32``: a line that differs from what was written is refused.
+A trace is a file of JSON lines, format version 1, written by ``runtime/plans/trace.py``; a directory of them is one run, with
+a file for each rank. The first line describes the process, each next line a plan that was made; a process that was not killed
+adds a last line of counts. Each line has a checksum, ``crc32``: a line that differs from what was written is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from opfuse.errors import TraceError, describe, nearest
-from opfuse.runtime.written import unsealed
+from opfuse.runtime.plans.written import unsealed
 
 SUFFIX = ".jsonl"
 

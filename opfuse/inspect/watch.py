@@ -19,7 +19,7 @@ from opfuse.events import GroupRan
 from opfuse.inspect.casts import FoundFigures, figures
 from opfuse.inspect.writers import WATCHED, sink_of
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.observed import observed
+from opfuse.runtime.interpret.observed import observed
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -69,7 +69,7 @@ class LookedAt:
         )
 
     def _before(self, model: nn.Module, inputs: Any) -> None:
-        if not model.training or current_pass() is Pass.LOOK:
+        if not model.training or current_pass() is Pass.DRY_RUN:
             return
         self.step += 1
         if self._look is None and (listener := self.due(self.step)) is not None:
@@ -77,7 +77,7 @@ class LookedAt:
             self._look.__enter__()
 
     def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self._look is not None and current_pass() is not Pass.LOOK:
+        if self._look is not None and current_pass() is not Pass.DRY_RUN:
             look, self._look = self._look, None
             look.__exit__(None, None, None)
 

@@ -259,7 +259,7 @@ def _safetensors(file: Path) -> dict[str, torch.Tensor]:
         cure = "pip install safetensors"
         raise UnsupportedError(describe(str(file), wanted="the package safetensors", got="none", cure=cure)) from None
     try:
-        return cast(dict[str, torch.Tensor], load_file(file))
+        return load_file(file)
     except SafetensorError as error:
         raise ConversionError(describe(str(file), wanted="a whole file", got=str(error), cure="write it again")) from error
 

@@ -39,7 +39,8 @@ def gelu_backward(dy: Tensor, x: Tensor) -> Derivatives:
 
 def normal_cdf(x: Tensor) -> Tensor:
     """Phi(x) = erfc(-x / sqrt 2) / 2, which has none of the cancellation of (1 + erf(x / sqrt 2)) / 2 for x < -2."""
-    return 0.5 * torch.special.erfc(ERFC_LINEAR * x)
+    cdf: torch.Tensor = 0.5 * torch.special.erfc(ERFC_LINEAR * x)
+    return cdf
 
 
 def gelu_erf(x: Tensor) -> Tensor:

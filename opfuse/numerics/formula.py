@@ -124,7 +124,7 @@ class Expression:
         """Refuse: an answer would choose a branch once, for all values."""
         return _refuse("a comparison or a branch")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compare  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compare
     __hash__ = object.__hash__  # keys of a dictionary are compared by identity first
 
     def __float__(self) -> float:

@@ -201,7 +201,7 @@ def _in_turn(values: Tensor, dim: int, size: int) -> Tensor:
     if values.shape[dim] <= size:
         return values
     first, *others = values.split(size, dim)
-    total = first.clone()
+    total: Tensor = first.clone()
     for each in others:
         total.narrow(dim, 0, each.shape[dim]).add_(each)
     return total

@@ -193,11 +193,13 @@ class GroupedLinear(BasicOperation):
 
     def num_quantizers(self, mode: Mode) -> int:
         """An input and a weight for each group, in turn; backward a gradient for each."""
-        return self.num_groups * (2 if len(self._declared(mode)) > 1 else 1)
+        groups: int = self.num_groups
+        return groups * (2 if len(self._declared(mode)) > 1 else 1)
 
     def get_quantizer_roles(self, mode: Mode) -> Sequence[QuantizerRole | None] | None:
         names = ("input", "weight") if mode == "forward" else ("grad_output",)
-        return [self.quantizer_role(name) for name in names] * self.num_groups
+        roles = [self.quantizer_role(name) for name in names]
+        return [role for _ in range(self.num_groups) for role in roles]
 
     def state_slots(self, role: str) -> tuple[QuantizerRole, ...]:
         """Where the states of an operand are kept, one for each group that is cast apart, as :meth:`get_quantizer` finds them."""

@@ -199,7 +199,8 @@ class Linear(FusibleOperation):
 
     @property
     def basic_ops(self) -> tuple[BasicOperation, ...]:
-        return self.__dict__["parts"]
+        parts: tuple[BasicOperation, ...] = self.__dict__["parts"]
+        return parts
 
     @property
     def name(self) -> str:
@@ -238,7 +239,7 @@ class Linear(FusibleOperation):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{main}"
 
     @property
-    def quantizer_states(self) -> DelayedScalingStates:  # type: ignore[override]
+    def quantizer_states(self) -> DelayedScalingStates:
         """Delayed-scaling states of the product."""
         return self._product.quantizer_states
 

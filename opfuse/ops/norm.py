@@ -32,7 +32,7 @@ class _Normalization(BasicOperation):
     speaks_for = (*METHODS, "produce")  # a cast norm does without it
     forward_kwargs = ()
     computes: ClassVar[NormKind]
-    saves: ClassVar[tuple[str, ...]]  # type: ignore[misc]
+    saves: ClassVar[tuple[str, ...]]
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
         return [name for name in self.saves if name != "weight" or "input" in ctx.needs] if self._reads_input(ctx) else ()

@@ -85,7 +85,7 @@ class TensorParallel(ParallelStyle):
             return result if result is None or not first_dim else _moved(result, 0, first_dim)  # None: the call raised
 
         # Compiled code would hold the parameters that stand there at run time for those that stood there when it was traced.
-        before, after = (torch.compiler.disable(hook, reason=_ALONE) for hook in (enter, leave))  # type: ignore[no-untyped-call]
+        before, after = (torch.compiler.disable(hook, reason=_ALONE) for hook in (enter, leave))
         pipeline.register_forward_pre_hook(before)
         pipeline.register_forward_hook(after, always_call=True)
         return pipeline
@@ -193,7 +193,8 @@ def _cut(whole: torch.Tensor, dim: int, mesh: Any) -> torch.Tensor:
     """This rank's part; of a quantized tensor its rows as they are, or the cast of its values under one scale of all ranks."""
     part = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()]
     if not isinstance(whole, QuantizedTensor) or isinstance(part, QuantizedTensor):
-        return part.clone().contiguous()
+        rows: torch.Tensor = part.clone().contiguous()
+        return rows
     quantizer = cast(Quantizer, whole.quantizer)
     cast_together = quantizer.reducing(mesh.get_group()) or quantizer
     return QuantizedTensor(cast_together.quantize(part.clone().contiguous()), quantizer=quantizer)

@@ -291,9 +291,9 @@ def write_in_place(ctx: Context, y: torch.Tensor) -> torch.Tensor:
         raise PipelineError(
             describe(where, wanted="a tensor to overwrite", got="a leaf that requires grad", cure=f"clone it, or {cure}")
         )
-    extra.copy_(y)
-    ctx.dirty.append(extra)
-    return extra
+    written: torch.Tensor = extra.copy_(y)
+    ctx.dirty.append(written)
+    return written
 
 
 PROBABILITY = numbers("a probability, 0 <= p < 1", minimum=0, exclusiveMaximum=1)

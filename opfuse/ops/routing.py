@@ -61,7 +61,7 @@ class GatheredRows(torch.autograd.Function):
         return x.index_select(0, index)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (places,) = ctx.saved_tensors
         if places.shape[1] == 1:

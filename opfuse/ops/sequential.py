@@ -20,8 +20,8 @@ from opfuse.core.watched import WatchedModule
 from opfuse.domains import INTEGER
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, PipelineTypeError, describe, number_of
 from opfuse.recipes import current_recipe
-from opfuse.runtime.caches import CacheInfo
 from opfuse.runtime.fuser import OperationFuser, infos_of
+from opfuse.runtime.plans.cache_info import CacheInfo
 from opfuse.tensors.groups import listed_splits
 
 NamedOps = list[tuple[str, FusibleOperation]]
@@ -103,7 +103,8 @@ class Sequential(Enrolled):
     @property
     def rules(self) -> RuleSet | None:
         """The rule set of its own, or None."""
-        return self.__dict__["_rules"]
+        rules: RuleSet | None = self.__dict__["_rules"]
+        return rules
 
     # -- a list of modules -------------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Sequential(Enrolled):
             raise PipelineIndexError(
                 describe("Sequential", wanted=f"an index within {len(self)} modules", got=position, cure="check len(model)")
             )
-        return list(self._modules)[position]
+        return str(list(self._modules)[position])
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):

@@ -111,7 +111,8 @@ class Quantize(Identity):
         return ctx.cast("grad_output", grad_output), ()
 
     def quantized_roles(self) -> tuple[str, ...]:
-        return ("input",) * self.spec.forward + ("grad_output",) * self.spec.backward
+        casts = (("input", self.spec.forward), ("grad_output", self.spec.backward))
+        return tuple(role for role, wanted in casts if wanted)
 
     def narrow_quantizer(
         self, quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]

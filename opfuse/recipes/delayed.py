@@ -115,13 +115,13 @@ class DelayedScalingState:
         recomputation casts what the first run did not.
         """
         run = current_pass()
-        if run is Pass.AGAIN:
+        if run is Pass.RECOMPUTE:
             scale, amax = self._kept(rule)
             return Float8Quantizer(scale, amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         scale = self._scale_for(rule)
         if run in (Pass.FIRST, Pass.TRAINED):
             self._keep(rule, scale)
-        if scale is self.scale and run is not Pass.LOOK:
+        if scale is self.scale and run is not Pass.DRY_RUN:
             return self.live_quantizer(fp8_dtype, rowwise=rowwise, columnwise=columnwise, counts=counts)
         return Float8Quantizer(scale, torch.zeros_like(scale), fp8_dtype, rowwise=rowwise, columnwise=columnwise)
 

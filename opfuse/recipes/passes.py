@@ -18,13 +18,13 @@ class Pass(enum.Enum):
     """A call that is not an ordinary one.
 
     FIRST: a recomputation will follow. TRAINED: as FIRST, and amaxes are counted although gradients are off, as in the forward of
-    a reentrant checkpoint. AGAIN: the recomputation, which records nothing. LOOK: a call that leaves no trace.
+    a reentrant checkpoint. RECOMPUTE: the recomputation, which records nothing. DRY_RUN: a call that leaves no trace.
     """
 
     FIRST = "first"
     TRAINED = "trained"
-    AGAIN = "again"
-    LOOK = "look"
+    RECOMPUTE = "recompute"
+    DRY_RUN = "dry run"
 
 
 _PASS: ContextVar[Pass | None] = ContextVar("opfuse_pass", default=None)
@@ -45,7 +45,7 @@ def running(kind: Pass) -> Iterator[None]:
 
 def is_recomputing() -> bool:
     """Whether casts leave states alone: in a recomputation, and in a call that only inspects."""
-    return _PASS.get() in (Pass.AGAIN, Pass.LOOK)
+    return _PASS.get() in (Pass.RECOMPUTE, Pass.DRY_RUN)
 
 
 def is_trained() -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from opfuse.kernels.casts.delayed import delayed_update
-from opfuse.program.prepared import prepared
+from opfuse.kernels.engine.packed_launch import prepared
 from opfuse.recipes.amaxes import reduce_amaxes
 from opfuse.recipes.delayed import BoundUpdate, DelayedScalingState, LastUse
 from opfuse.torch_private.operations import zero_each

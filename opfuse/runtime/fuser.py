@@ -41,18 +41,18 @@ from opfuse.recipes import current_amax_group, current_recipe, note_use
 from opfuse.recipes.amaxes import default_group
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
-from opfuse.runtime.caches import CacheInfo, info_of
-from opfuse.runtime.compiled import follow, hindrance
-from opfuse.runtime.held import CallInside
-from opfuse.runtime.hooks import OpHooks
-from opfuse.runtime.inputs import check_call, check_count, check_tensors, resolved
-from opfuse.runtime.ledger import Ledger
-from opfuse.runtime.misses import check_miss, plan_policy
-from opfuse.runtime.named import Facts, told_key
-from opfuse.runtime.recompute import repeated
+from opfuse.runtime.compile.backward_tape import BackwardTape
+from opfuse.runtime.compile.custom_op import follow, hindrance
+from opfuse.runtime.compile.saved_call import CallInside
+from opfuse.runtime.interpret.call_checks import check_call, check_count, check_tensors, resolved
+from opfuse.runtime.interpret.checkpoint_replay import repeated
+from opfuse.runtime.interpret.hooks import OpHooks
+from opfuse.runtime.plans.cache_info import CacheInfo, info_of
+from opfuse.runtime.plans.machine import warn_of_machine
+from opfuse.runtime.plans.misses import Thrash, check_miss, plan_policy
+from opfuse.runtime.plans.named_key import Facts, named_key
+from opfuse.runtime.plans.trace import Made, since_start
 from opfuse.runtime.segment import outlined, run_plan
-from opfuse.runtime.thrash import Thrash
-from opfuse.runtime.trace import Made, since_start
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 from opfuse.torch_private.autograd import is_followed
 
@@ -240,7 +240,7 @@ class OperationFuser:
         named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
         modes = self._modes[len(training)](training)
         inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, modes)
-        return told_key(structure, env, inputs, rules, None if call is None else (_rows(call[0]), call[1].source))
+        return named_key(structure, env, inputs, rules, None if call is None else (_rows(call[0]), call[1].source))
 
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
         """The plan of this call, from the cache or made now."""
@@ -262,6 +262,7 @@ class OperationFuser:
         check_miss(self.where, lambda: str(self.cache.why(key)))
         start = time.perf_counter()
         plan = self._compiled(key, rules)
+        warn_of_machine(key.env.recipe, key.env.device, key.env.arch)
         why = self.cache.put(key, plan)
         self.last_missed = next(_misses)
         ms = (time.perf_counter() - start) * 1e3
@@ -286,7 +287,7 @@ class OperationFuser:
         return plan
 
     def _trial(self, x: torch.Tensor, extras: Sequence[torch.Tensor], *, alone: bool) -> Plan:
-        """A plan for this call, as :func:`~opfuse.runtime.misses.trial_plans` says."""
+        """A plan for this call, as :func:`~opfuse.runtime.plans.misses.trial_plans` says."""
         check_call(self, x, extras)
         rules = self.rules or active_rules()
         recipe = current_recipe()
@@ -305,11 +306,11 @@ class OperationFuser:
         x: torch.Tensor,
         *extras: torch.Tensor,
         kwargs: Sequence[Mapping[str, Any]] | None = None,
-        instead: Mapping[int, torch.Tensor] | Ledger | None = None,
+        instead: Mapping[int, torch.Tensor] | BackwardTape | None = None,
     ) -> Any:
         """The main output, or a tuple of it and the extra outputs that go to the caller.
 
-        instead: tensors that take the gradients of parameters, by their ``id()``; or a ledger, in which segments note their
+        instead: tensors that take the gradients of parameters, by their ``id()``; or a tape, in which segments note their
         backward passes in place of autograd nodes.
 
         Under ``torch.compile`` it is one op of the graph, or a graph break where it cannot be one.
@@ -321,7 +322,7 @@ class OperationFuser:
                 return follow(self, x, extras)
             break_graph(why)
             return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
-        if not isinstance(instead, Ledger) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
+        if not isinstance(instead, BackwardTape) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
             return repeat(partial(self, x, *extras, kwargs=kwargs, instead=instead))
         if not isinstance(x, torch.Tensor):
             check_proxy(self.label, x)
@@ -350,7 +351,7 @@ class OperationFuser:
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """The call inside of an op of torch.compile: its segments are all that it runs."""
-        run = partial(call.noted, lambda given, ledger: self(*given, instead=ledger))
+        run = partial(call.noted, lambda given, tape: self(*given, instead=tape))
         repeat = repeated(self)
         found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(run)
         return found

@@ -19,8 +19,8 @@ from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError, UnsupportedError, describe
 from opfuse.recipes import Recipe, autocast, in_region
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
-from opfuse.runtime.kept import sharded_part
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.weights.cast_cache import sharded_part
 from opfuse.tensors.masters import stored_in
 from opfuse.torch_private.operations import tree_leaves
 from opfuse.torch_private.stack import locals_of

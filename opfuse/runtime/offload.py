@@ -168,7 +168,7 @@ class _Away:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)
 
 
 def _nothing() -> None:

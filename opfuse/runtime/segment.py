@@ -1,4 +1,4 @@
-"""The autograd node of a segment, its place in a ledger, and a plan run segment by segment."""
+"""The autograd node of a segment, its place in a tape, and a plan run segment by segment."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value, plain
-from opfuse.core.operation import BasicOperation, ParameterPlaces
+from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import check_backward, check_batched
+from opfuse.core.watched import ParameterPlaces
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.blocks import gathered_again, scattered
-from opfuse.runtime.interpreter import Interpreter, Kwargs
-from opfuse.runtime.ledger import Ledger, SavedTensors
-from opfuse.runtime.programs import ReplayedSegment, runner_of
-from opfuse.runtime.recompute import check_once
+from opfuse.runtime.compile.backward_tape import BackwardTape, SavedTensors
+from opfuse.runtime.interpret.checkpoint_replay import check_once
+from opfuse.runtime.interpret.interpreter import Interpreter, Kwargs
+from opfuse.runtime.replay.dispatch import ReplayedSegment, runner_of
+from opfuse.runtime.weights.packed import from_blocks, to_blocks_again
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -48,7 +49,7 @@ class _SegmentFunction(torch.autograd.Function):
         ctx.count = count
         saved = runner.released()
         if runner.places and saving_hooks(True) is not None:  # a checkpoint's compare with a call that may find nothing kept
-            saved = [*scattered(iter(saved), runner.places)]
+            saved = [*from_blocks(iter(saved), runner.places)]
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         results = tuple(_distinct(outputs)) if len(outputs) > 1 else tuple(outputs)
@@ -92,7 +93,7 @@ def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
     saved: Sequence[torch.Tensor] = _saved_tensors(ctx)
     ctx.maybe_clear_saved_tensors()
     if ctx.runner.places:
-        saved = gathered_again(saved, ctx.runner.places)
+        saved = to_blocks_again(saved, ctx.runner.places)
     return _popped([*reversed(saved)])
 
 
@@ -149,14 +150,14 @@ def _distinct(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | No
         seen.add(id(tensor))
 
 
-# -- in a ledger ---------------------------------------------------------------------------------------------------------------
+# -- in a tape ---------------------------------------------------------------------------------------------------------------
 
 
-def _noted(ledger: Ledger, runner: AnyRunner, inputs: Sequence[torch.Tensor], read: Sequence[Any]) -> list[torch.Tensor]:
-    """The outputs of a segment whose backward pass is noted in ``ledger``."""
+def _noted(tape: BackwardTape, runner: AnyRunner, inputs: Sequence[torch.Tensor], read: Sequence[Any]) -> list[torch.Tensor]:
+    """The outputs of a segment whose backward pass is noted in ``tape``."""
     with torch.no_grad():
         outputs = [*_distinct(_published(runner.forward(inputs), read), read)]
-    ledger.note(read, outputs, partial(_gradients, runner, ledger.keep(runner.released())))
+    tape.note(read, outputs, partial(_gradients, runner, tape.keep(runner.released())))
     return outputs
 
 
@@ -193,12 +194,12 @@ def run_plan(
     kwargs: Kwargs,
     *,
     places: Sequence[ParameterPlaces],
-    instead: Mapping[int, torch.Tensor] | Ledger | None = None,
+    instead: Mapping[int, torch.Tensor] | BackwardTape | None = None,
 ) -> list[torch.Tensor]:
     """The pipeline's outputs, main first, for its inputs.
 
     places: where the parameters of each op are. instead: tensors that take the gradients of parameters, by their ``id()``; or a
-    ledger, in which segments note their backward passes in place of autograd nodes.
+    tape, in which segments note their backward passes in place of autograd nodes.
     """
     if not plan.reads_sizes:
         return _run_segments(plan, ops, given, kwargs, places=places, instead=instead)
@@ -213,7 +214,7 @@ def _run_segments(
     kwargs: Kwargs,
     *,
     places: Sequence[ParameterPlaces],
-    instead: Mapping[int, torch.Tensor] | Ledger | None = None,
+    instead: Mapping[int, torch.Tensor] | BackwardTape | None = None,
 ) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = dict(zip((0, *graph.extra_inputs), given))
@@ -221,17 +222,17 @@ def _run_segments(
         inputs = [*map(values.__getitem__, segment.inputs)]
         # The last op first, as autograd meets ops that are nodes of their own: it sums gradients of one tensor in this order.
         params: list[Any] = [slot[name] for op in reversed(segment.ops) for slot, name in places[op]]
-        # Autograd follows views by itself; a ledger follows nothing that is not noted, and wants the interpreter's contexts.
-        viewed = isinstance(instead, Ledger) and not segment.requires_grad and not graph.grads.isdisjoint(segment.outputs)
+        # Autograd follows views by itself; a tape follows nothing that is not noted, and wants the interpreter's contexts.
+        viewed = isinstance(instead, BackwardTape) and not segment.requires_grad and not graph.grads.isdisjoint(segment.outputs)
         runner = runner_of(plan, segment, ops, kwargs, None if viewed else [*inputs, *params])
         if segment.requires_grad or viewed:
-            if plan.delays and current_pass() is Pass.AGAIN:
+            if plan.delays and current_pass() is Pass.RECOMPUTE:
                 runner.outer = running_pass()
             again = [*map(values.__getitem__, segment.again)]
             if isinstance(instead, Mapping):
                 params = [instead.get(id(p), p) for p in params]
             try:
-                if isinstance(instead, Ledger):
+                if isinstance(instead, BackwardTape):
                     outputs = _noted(instead, runner, inputs, [*inputs, *params, *again])
                 else:
                     outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]

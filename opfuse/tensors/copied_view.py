@@ -27,7 +27,7 @@ class CopiedView(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> CopiedView:
-        view = make_subclass(cls, values)
+        view: CopiedView = make_subclass(cls, values)
         view._copied = values
         return view
 

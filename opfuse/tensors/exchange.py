@@ -105,4 +105,4 @@ def look_into_lists() -> None:
 @cache
 def _library() -> Any:
     """Holds the registrations: they end with it."""
-    return torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    return torch.library.Library("c10d", "IMPL")

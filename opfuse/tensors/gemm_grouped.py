@@ -178,7 +178,8 @@ def _plain(operands: Sequence[Operand]) -> TypeGuard[Sequence[torch.Tensor]]:
 def _split(operand: Operand, sizes: Sizes) -> Sequence[Operand]:
     if isinstance(operand, QuantizedStorage):
         return groups_of(operand, sizes)
-    return operand.reshape(-1, operand.shape[-1]).split(sizes)
+    parts: Sequence[torch.Tensor] = operand.reshape(-1, operand.shape[-1]).split(sizes)
+    return parts
 
 
 def _stacked(weights: Sequence[Operand], usage: str, dtype: torch.dtype) -> torch.Tensor:

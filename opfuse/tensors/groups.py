@@ -47,7 +47,7 @@ class GroupedPlane(Plane):
         cure = "read the planes of its groups, plane.members"
         raise QuantizedTensorError(describe(f"{self!r}", wanted="one array", got=f"{len(self.members)} groups", cure=cure))
 
-    data = scale = amax = property(_no_array)  # type: ignore[assignment]
+    data = scale = amax = property(_no_array)
 
     def __repr__(self) -> str:
         return f"GroupedPlane({self.usage} {self.format}, sizes={self.sizes})"

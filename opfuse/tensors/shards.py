@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -126,11 +126,11 @@ def _share(shard: Quantized, mesh: Any, *dimension: int) -> Ranks | None:
     together, known = in_distributed_run(), () if shard.ranks is None else shard.ranks.groups
     group = mesh.get_group(*dimension) if together else None
     if shard.quantizer is None or _name(group) in map(_name, known):
-        return shard.ranks
+        return cast("Ranks | None", shard.ranks)
     reducing = shard.quantizer.reducing((*known, group))
     if reducing is not None and (together or reducing == shard.quantizer):
         shard.ranks = Ranks((*known, group), agreed=False)
-    return shard.ranks
+    return cast("Ranks | None", shard.ranks)
 
 
 def _name(group: Any) -> str | None:

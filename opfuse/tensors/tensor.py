@@ -78,7 +78,9 @@ class QuantizedTensor(Quantized):
                 describe("QuantizedTensor", wanted="a QuantizedStorage", got=type(storage).__name__, cure=cure)
             )
         exchange.look_into_lists()
-        return make_wrapper_subclass(cls, storage.shape, dtype=storage.dtype, device=storage.device, requires_grad=requires_grad)
+        placement = {"dtype": storage.dtype, "device": storage.device}
+        tensor: QuantizedTensor = make_wrapper_subclass(cls, storage.shape, **placement, requires_grad=requires_grad)
+        return tensor
 
     def __init__(self, storage: QuantizedStorage, *, quantizer: Quantizer | None = None, requires_grad: bool = False) -> None:
         self._storage = storage
@@ -325,7 +327,7 @@ class QuantizedTensor(Quantized):
         self.copy_(values)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The same bytes, cut off from autograd.
 
         Assigning a quantized tensor takes over its storage. Assigning a plain one takes over its dtype and device, as
@@ -364,12 +366,12 @@ class QuantizedTensor(Quantized):
     def share_memory_(self) -> QuantizedTensor:
         """Move the planes to shared memory."""
         for tensor in self.record.tensors():
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
+            tensor.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Whether all planes are in shared memory."""
-        return all(tensor.is_shared() for tensor in self.record.tensors())  # type: ignore[no-untyped-call]
+        return all(tensor.is_shared() for tensor in self.record.tensors())
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.record.dequantize().__dlpack__(**options)

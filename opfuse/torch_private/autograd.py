@@ -72,7 +72,7 @@ class _SampleFunction(torch.autograd.Function):
     """Calls a function in its forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seen: list[Any], read: Callable[[], Any]) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, seen: list[Any], read: Callable[[], Any]) -> torch.Tensor:
         seen.append(read())
         return x.clone()
 
@@ -172,4 +172,4 @@ def in_forward_mode() -> bool:
 
 def is_followed() -> bool:
     """Whether a transform of torch.func, forward-mode AD or torch.jit.trace follows what runs. Asked at every call, so in one."""
-    return in_transform() or forward_ad._current_level >= 0 or torch.jit.is_tracing()
+    return in_transform() or forward_ad._current_level >= 0 or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]

@@ -21,7 +21,7 @@ from torch.autograd.function import FunctionCtx
 from opfuse.errors import UnsupportedError, describe
 from opfuse.torch_private.autograd import backward_pass
 from opfuse.torch_private.compiler import COMPILED_MODULES, runs_compiled_backward
-from opfuse.torch_private.names import convention
+from opfuse.torch_private.names import TRIED, convention
 from opfuse.torch_private.stack import frame_of_caller, frames, frames_of_threads
 
 _ENGINE = "_engine_run_backward"
@@ -108,7 +108,7 @@ def _places() -> _OwnerPlaces:
     thread.join()
     found = _shared(*runs) if len(runs) == 2 else None
     if found is None or not hasattr(torch.autograd.graph, _ENGINE):
-        cure = "use a torch that opfuse was tried with (see pyproject.toml), or no checkpoint"
+        cure = f"use a torch that opfuse was tried with ({TRIED[0]} to {TRIED[-1]}), or no checkpoint"
         got = f"torch {torch.__version__}, whose checkpoint works in another way"
         raise UnsupportedError(describe("activation checkpointing", wanted="a torch with a known checkpoint", got=got, cure=cure))
     return found

@@ -41,7 +41,7 @@ current_device: Callable[[], int] = private(
 
 def _allocates(guards: Any) -> bool:
     made = guards._empty_strided_cpu((2, 3), (1, 2), torch.bfloat16)
-    return made.shape == (2, 3) and made.stride() == (1, 2) and made.dtype == torch.bfloat16
+    return bool(made.shape == (2, 3) and made.stride() == (1, 2) and made.dtype == torch.bfloat16)
 
 
 _guards: Any = private(

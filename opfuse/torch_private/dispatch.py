@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opfuse.torch_private.names import attribute, convention, private
 
 
-class _NotedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NotedOperations(TorchDispatchMode):
     """Notes the operations that it sees."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class _NotedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _sees_operations() -> bool:
     with _NotedOperations() as mode:
         torch.zeros(1).exp()
-    return mode.seen[-1] == "aten.exp.default"
+    return bool(mode.seen[-1] == "aten.exp.default")
 
 
 convention(

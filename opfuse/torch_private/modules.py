@@ -160,7 +160,7 @@ class _SampleModule(nn.Linear):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.called.append("_load_from_state_dict")
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         self.called.append("_call_impl")

@@ -17,8 +17,8 @@ import torch
 
 from opfuse.errors import UnsupportedError, describe
 
-TRIED = ("2.11", "2.13")
-"""The versions of torch on which a name was tried, unless its entry gives others."""
+TRIED = ("2.11", "2.13", "2.14", "2.15")
+"""The releases of torch on which a name was tried, unless its entry gives others; the oldest first."""
 
 NEEDS: dict[str, Callable[[], bool]] = {
     "": lambda: True,
@@ -78,7 +78,7 @@ class GoneName:
         vars(self).update(name=name, use=use)
 
     def _raise(self, *_: object, **__: object) -> NoReturn:
-        cure = "use a torch that opfuse was tried with (see pyproject.toml); opfuse doctor lists what this one lacks"
+        cure = f"use a torch that opfuse was tried with ({TRIED[0]} to {TRIED[-1]}); opfuse doctor lists what this one lacks"
         raise UnsupportedError(describe(f"torch {torch.__version__}", wanted=f"{self.name}, for {self.use}", got=None, cure=cure))
 
     __call__ = __instancecheck__ = _raise

@@ -63,7 +63,10 @@ def is_flat_parameter(tensor: Any) -> bool:
 
 def _group_attributes(*names: str) -> Callable[[Any], bool]:
     def check(read: Any) -> bool:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, TrainingState
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import (  # type: ignore[attr-defined]
+            FSDPParamGroup,
+            TrainingState,
+        )
 
         assigned = set(FSDPParamGroup.__init__.__code__.co_names) | set(dir(FSDPParamGroup))
         return assigned.issuperset(names) and hasattr(TrainingState, "PRE_BACKWARD")

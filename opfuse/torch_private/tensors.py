@@ -117,7 +117,8 @@ make_wrapper_subclass: Callable[..., Any] = private(
 
 def _is_left_out(function: Any) -> bool:
     kind = type("_Plain", (Tensor,), {"__torch_function__": function})
-    return type(torch.zeros(2).as_subclass(kind) + 1) is Tensor  # type: ignore[type-var]
+    result: object = torch.zeros(2).as_subclass(kind) + 1
+    return type(result) is Tensor
 
 
 no_torch_function: Any = private(

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from opfuse.errors import OpfuseWarning, OutputError, describe, told_of
-from opfuse.runtime.written import OWNER_ONLY, owner_only
+from opfuse.runtime.plans.written import OWNER_ONLY, owner_only
 
 REPORT, VALUES = "report.json", "values.jsonl"
 """Files of a run: what it found, and what its casts did to values."""

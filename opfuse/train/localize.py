@@ -13,7 +13,7 @@ from opfuse.config import Config, load
 from opfuse.errors import TraceError, describe
 from opfuse.events import GroupRan
 from opfuse.inspect.watch import LookedAt
-from opfuse.runtime.written import unsealed
+from opfuse.runtime.plans.written import unsealed
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.train.comparison import data_of, initial_model, overridden, usable
 from opfuse.train.data import corpus, random_batches

@@ -19,7 +19,7 @@ from opfuse.errors import TrainingError, describe
 from opfuse.events import PlanUsed, collected
 from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import under
-from opfuse.runtime.caches import CacheInfo
+from opfuse.runtime.plans.cache_info import CacheInfo
 from opfuse.train.checkpoints import RunState
 from opfuse.train.data import Batch
 from opfuse.train.model import ByteModel

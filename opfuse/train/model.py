@@ -34,4 +34,5 @@ class ByteModel(nn.Module):
         if got != (wanted := (len(context), self.embedding.num_embeddings)):
             cure = f"end the pipeline with an op of {wanted[1]} features and no extra outputs"
             raise PipelineError(describe("pipeline of a byte model", wanted=f"one output of shape {wanted}", got=got, cure=cure))
-        return logits.float()
+        logits32: torch.Tensor = logits.float()
+        return logits32

@@ -10,8 +10,8 @@ from typing import Any
 
 from opfuse.compiler.plan import Plan
 from opfuse.keys import leaves, plain
-from opfuse.runtime.trace import key_id, process, versions
-from opfuse.runtime.written import sealed
+from opfuse.runtime.plans.trace import key_id, process, versions
+from opfuse.runtime.plans.written import sealed
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
 from opfuse.train.files import REPORT, VALUES, write

@@ -12,7 +12,7 @@ from opfuse.config.values import values_of
 from opfuse.errors import TraceError, describe
 from opfuse.inspect.trace import SUFFIX, Trace, read
 from opfuse.keys import plain
-from opfuse.runtime.written import unsealed
+from opfuse.runtime.plans.written import unsealed
 from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.files import REPORT
 

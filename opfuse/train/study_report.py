@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opfuse.formats import dtype_name
-from opfuse.runtime.trace import versions
+from opfuse.runtime.plans.trace import versions
 from opfuse.train.files import write
 from opfuse.train.plots import can_plot, png
 from opfuse.train.study import KEPT, OVERRIDE, Agreement, Key, Measurement, Study, mean, over_steps, recipes_of

@@ -46,7 +46,7 @@ def _made(to: str) -> tuple[Any, Callable[[], None]]:
         if to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter()  # type: ignore[no-untyped-call]
+            writer = SummaryWriter()
             return writer, writer.close
         import wandb
 

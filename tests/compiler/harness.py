@@ -15,8 +15,8 @@ from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.core.context import Context
 from opfuse.errors import OpfuseError
-from opfuse.runtime.interpreter import Interpreter
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.interpret.interpreter import Interpreter
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.storage import QuantizedStorage
 from tests.plans import plans_used
 

@@ -12,7 +12,7 @@ import torch
 
 from opfuse import ops
 from opfuse.fusions import RULES
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay.dispatch import interpreted
 from tests.compiler.graphs import OWN, VIEWS, Graph, Turned, graph
 from tests.compiler.harness import (
     CASES,

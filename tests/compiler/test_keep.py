@@ -13,7 +13,7 @@ from opfuse import ops
 from opfuse.compiler.registry import use_rules
 from opfuse.errors import RecipeError, SavedTensorError
 from opfuse.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import CASES, OVERRIDES, UNFUSED, randn, recipe_for, to
 

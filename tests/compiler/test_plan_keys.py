@@ -26,7 +26,7 @@ from opfuse.recipes import RECIPES, CustomRecipe, Recipe
 from opfuse.recipes.settings import settings_of
 from opfuse.runtime import fuser as fuser_module
 from opfuse.runtime.fuser import OperationFuser
-from opfuse.runtime.misses import on_miss
+from opfuse.runtime.plans.misses import on_miss
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.fields import VALUES, mixed, names_of
 from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train

@@ -94,7 +94,7 @@ def replaced(model):
     model.up_proj = nn.Linear(32, 64, bias=False)
 
 
-class Held(nn.Module):
+class PrecomputedCast(nn.Module):
     """Linear layers around an activation that the module holds."""
 
     def __init__(self, act) -> None:
@@ -187,7 +187,7 @@ def test_what_the_code_reads_from_outside_is_watched(make, change, told, monkeyp
 
 
 def bound():
-    return Held(functools.partial(F.gelu, approximate="tanh"))
+    return PrecomputedCast(functools.partial(F.gelu, approximate="tanh"))
 
 
 def hooked(model):
@@ -482,7 +482,7 @@ class Activation:
 )
 def test_an_activation_that_was_bound_to_what_it_needs_is_watched(act, other):
     """Another one counts from then on; a copy of the model has its own."""
-    model = Held(act)
+    model = PrecomputedCast(act)
     opfuse.fuse_(model, FP8)
     wanted = model(X)
     assert torch.equal(copy.deepcopy(model)(X), wanted)

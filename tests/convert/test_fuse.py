@@ -20,7 +20,7 @@ from opfuse.convert.weights import joined
 from opfuse.errors import ConversionError, OpfuseWarning, SavedTensorError, UnsupportedError
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.recipes.availability import Support, support
-from opfuse.runtime.held import held_calls
+from opfuse.runtime.compile.saved_call import saved_calls
 from opfuse.tensors.quantizers import IdentityQuantizer
 from tests.convert.blocks import GatedMLP, HalvesMLP, Layer, Model, Residual, TransposedMLP
 from tests.plans import plans_used
@@ -555,7 +555,7 @@ def dynamo():
     counters.clear()
     yield counters
     torch._dynamo.reset()
-    assert held_calls() == 0
+    assert saved_calls() == 0
 
 
 def trained(calls, inputs, recipe):

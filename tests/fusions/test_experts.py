@@ -18,7 +18,7 @@ from opfuse.fusions import RULES
 from opfuse.kernels.chains.cast import backward_chain_cast
 from opfuse.kernels.engine.registry import Kernel
 from opfuse.kernels.products import grouped
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay.replayable import Recorded
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import UNFUSED, Step, differences, gradient, randn, run
 from tests.kernels.cases.chain_casts import OF_GROUPS, Combination, chain_case
@@ -344,7 +344,7 @@ def test_a_mixture_is_repeated_from_its_gate_to_its_sum(recipe, on_device, monke
     x = randn(40, K).requires_grad_()
     monkeypatch.setattr(grouped, "_arch", lambda device: (9, 0))
     with caplog.at_level(logging.INFO, logger="opfuse.programs"), fake_device(monkeypatch), launches_seen(monkeypatch):
-        monkeypatch.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
+        monkeypatch.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
         for _ in range(4):
             with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
                 y = model(x)

@@ -10,7 +10,7 @@ from benchmarks.grouped import READ, Mixture, mixture
 from opfuse import ops
 from opfuse.fusions import RULES
 from opfuse.recipes import availability
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.ragged import cast_in_groups
 from tests.compiler.harness import UNFUSED, Step, differences, randn, run
 

@@ -17,7 +17,7 @@ from opfuse.kernels.chains.chain import backward_chain, forward_chain
 from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage
 from opfuse.recipes import availability
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.quantizers import Float8BlockQuantizer
 from opfuse.tensors.ragged import cast_in_groups, encoding_in_groups
 from tests.compiler.harness import UNFUSED, Step, differences, randn, run

@@ -17,8 +17,8 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.kernels.products import grouped as gemm_grouped
 from opfuse.recipes import availability
-from opfuse.runtime.programs import interpreted
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.replayable import Recorded
 from opfuse.tensors.ragged import RaggedProducts
 
 BF16 = torch.bfloat16

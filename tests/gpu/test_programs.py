@@ -8,10 +8,10 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.kernels.engine.joining import READ_WORDS
-from opfuse.program import cublaslt
-from opfuse.program.cublaslt import Product, ProductForm
-from opfuse.runtime.programs import interpreted
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay import cublaslt
+from opfuse.runtime.replay.cublaslt import Product, ProductForm
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.replayable import Recorded
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16

@@ -16,8 +16,8 @@ from opfuse import ops, recipes
 from opfuse.cli.app import main
 from opfuse.errors import OpfuseWarning, OutputError, TraceError
 from opfuse.inspect.trace import differences, find, odd_ranks, read
-from opfuse.runtime import trace
-from opfuse.runtime.thrash import SAME
+from opfuse.runtime.plans import trace
+from opfuse.runtime.plans.misses import SAME
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
 Run = Callable[[str], tuple[int, str]]

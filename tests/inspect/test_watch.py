@@ -18,7 +18,7 @@ from opfuse.cli.app import main
 from opfuse.config import load
 from opfuse.errors import ConfigError, OutputError, PipelineError
 from opfuse.inspect.casts import figures
-from opfuse.runtime.checkpoint import checkpoint
+from opfuse.runtime.interpret.checkpoint import checkpoint
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, GroupedQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from opfuse.train import compare
 

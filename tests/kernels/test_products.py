@@ -16,7 +16,7 @@ from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.hopper import is_faster
 from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, invariant_refusal, multiply, refusal
 from opfuse.numerics.sums import balanced
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.recorder import Recorder
 from opfuse.tensors.gemm import GEMMS, gemm, gemm_of_groups
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -319,8 +319,8 @@ def test_an_emulated_product_has_one_result_in_fp32_unless_somebody_may_hold_the
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(emulated, "_sums", lambda a, b: sums.append(a @ b.t()) or sums[-1])
         for recorded in (False, True):
-            tape = Tape([])
-            with tape.recording() if recorded else contextlib.nullcontext():
+            recorder = Recorder([])
+            with recorder.recording() if recorded else contextlib.nullcontext():
                 made = emulated.multiply(*lines)
             assert made.data_ptr() == sums[-1].data_ptr()
             assert torch.equal(made, wanted)

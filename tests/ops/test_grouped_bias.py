@@ -78,7 +78,7 @@ def test_the_host_reads_sizes_for_biases_that_train_alone(trains, monkeypatch):
         asked.append("sizes")
         return 20, 0, 44
 
-    for module in ("opfuse.ops.grouped_linear", "opfuse.runtime.programs"):
+    for module in ("opfuse.ops.grouped_linear", "opfuse.runtime.replay.dispatch"):
         monkeypatch.setattr(f"{module}.known_sizes", lambda *_: None)
         monkeypatch.setattr(f"{module}.read_sizes", read)
     monkeypatch.setattr(grouped_linear, "takes_device_splits", lambda *_: True)

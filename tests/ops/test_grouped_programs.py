@@ -14,12 +14,12 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.kernels.engine.joining import READ_WORDS
-from opfuse.program import program
-from opfuse.program.joining import Homes, joined_launches
-from opfuse.program.line import MAKES_ROOM
-from opfuse.program.steps import LaunchStep, OpStep, Step
-from opfuse.runtime.programs import interpreted
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay import program
+from opfuse.runtime.replay.batch_launches import Homes, joined_launches
+from opfuse.runtime.replay.codegen import MAKES_ROOM
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.instructions import LaunchStep, OpStep, Step
+from opfuse.runtime.replay.replayable import Recorded
 from tests.compiler.harness import CASES, gradient, randn, recipe_for, to
 from tests.program.fake import fake_device, launches_seen
 
@@ -164,7 +164,7 @@ def test_weight_gradients_that_are_put_off_or_added_by_hand_are_interpreted(opti
 def test_sizes_that_a_run_reads_in_its_midst_end_the_recording(monkeypatch, caplog):
     """As where no host could know them before."""
     model = to(ops.GroupedLinear(2, 128, 128), BF16)
-    monkeypatch.setattr("opfuse.runtime.programs._sizes", lambda *_: [None])
+    monkeypatch.setattr("opfuse.runtime.replay.dispatch._sizes", lambda *_: [None])
     other = copy.deepcopy(model)
     with caplog.at_level(logging.INFO, "opfuse.programs"):
         for call in range(4):

@@ -23,8 +23,8 @@ from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.products import grouped
 from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
-from opfuse.runtime.programs import interpreted
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.replayable import Recorded
 from opfuse.tensors import gemm
 from opfuse.tensors.groups import groups_of, listed_splits, written
 from opfuse.tensors.quantizers import (
@@ -459,7 +459,7 @@ def test_a_list_is_a_constant_of_a_graph_and_no_program_copies_it_there(monkeypa
         wanted = trained()
     for name in ("is_initialized", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
-    monkeypatch.setattr("opfuse.runtime.replayable.Recorded.repeat", None)
+    monkeypatch.setattr("opfuse.runtime.replay.replayable.Recorded.repeat", None)
     assert all(map(same, trained(), wanted))
     splits, seen = listed_splits(SIZES[0], where="a test"), []
 

@@ -21,11 +21,11 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import JOINED
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import Kernel as AnyKernel
-from opfuse.program import line
-from opfuse.program.line import plain_room
-from opfuse.program.steps import Step
-from opfuse.program.tape import Tape
-from opfuse.runtime import packing
+from opfuse.runtime.replay import codegen as line
+from opfuse.runtime.replay import packing
+from opfuse.runtime.replay.codegen import plain_room
+from opfuse.runtime.replay.instructions import Step
+from opfuse.runtime.replay.recorder import Recorder
 
 LAYOUT = struct.Struct("PPq")
 """Where floats come from, where they go, how many."""
@@ -69,8 +69,8 @@ def launches_seen(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def call(self: AnyKernel, *args: Any, **kwargs: Any) -> Any:
         heard = [getattr(listener, "__self__", None) for listener in listeners().get(KernelLaunched, ())]
-        tape = next((each for each in heard if isinstance(each, Tape)), None)
-        if tape is None or tape.refusal or tape._paused:  # a definition may call kernels
+        recorder = next((each for each in heard if isinstance(each, Recorder)), None)
+        if recorder is None or recorder.refusal or recorder._paused:  # a definition may call kernels
             return self.reference(*args, **kwargs)
 
         def launched(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
@@ -78,7 +78,7 @@ def launches_seen(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
         made = self.run(launched, *args, **kwargs)
         with patch.context() as paused:
-            paused.setattr(tape, "_paused", 1)
+            paused.setattr(recorder, "_paused", 1)
             for room, result in zip(tree_leaves(made), tree_leaves(self.reference(*args, **kwargs)), strict=True):
                 if isinstance(room, Tensor):  # None stands for what was not asked for
                     room.copy_(result)
@@ -95,13 +95,13 @@ def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
     with patch.context() as patched:
         patched.setattr(launching, "function", lambda variant, entry, device: (variant, entry))
         patched.setattr(launching, "is_current", lambda device: True)
-        patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
-        patched.setattr("opfuse.program.line.runtime", lambda: SimpleNamespace(memsetAsync=_memset))
-        patched.setattr("opfuse.program.line.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
+        patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
+        patched.setattr("opfuse.runtime.replay.codegen.runtime", lambda: SimpleNamespace(memsetAsync=_memset))
+        patched.setattr("opfuse.runtime.replay.codegen.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
         for module in (line, packing):
             patched.setattr(module, "plain_room", _plain_room)
-        patched.setattr("opfuse.program.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
-        patched.setattr("opfuse.program.program.raw_stream", lambda device: 0)
+        patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
+        patched.setattr("opfuse.runtime.replay.program.raw_stream", lambda device: 0)
         yield
 
 

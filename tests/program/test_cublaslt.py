@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opfuse.program import cublaslt
+from opfuse.runtime.replay import cublaslt
 
 pytestmark = pytest.mark.cpu
 

@@ -19,10 +19,10 @@ from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.registry import Launcher
 from opfuse.numerics.hadamard import SIGNS
 from opfuse.numerics.layouts import Layout
-from opfuse.program.joining import joined_launches
-from opfuse.program.program import Program
-from opfuse.program.steps import LaunchStep
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.batch_launches import joined_launches
+from opfuse.runtime.replay.instructions import LaunchStep
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.recorder import Recorder
 from tests.program.fake import KERNELS, VARIANT, fake_device, launch
 
 pytestmark = pytest.mark.cpu
@@ -41,10 +41,10 @@ def room(size: int = 8) -> Tensor:
 
 
 def program_of(run, x: Tensor) -> Program:
-    tape = Tape([x])
-    with torch.no_grad(), tape.recording():
+    recorder = Recorder([x])
+    with torch.no_grad(), recorder.recording():
         results = run(x)
-    return Program(tape, [tape.number(each) for each in results])
+    return Program(recorder, [recorder.number(each) for each in results])
 
 
 def launches(program: Program) -> list[LaunchStep]:
@@ -111,11 +111,11 @@ def test_what_waits_for_another_is_a_launch_of_its_own(name):
 
 def test_what_lies_on_both_sides_of_a_step_of_which_nobody_knows_what_it_reads_is_not_joined():
     x, y = torch.randn(8), torch.randn(8)
-    tape = Tape([x, y])
-    with torch.no_grad(), tape.recording():
+    recorder = Recorder([x, y])
+    with torch.no_grad(), recorder.recording():
         _ = launch("double", x, room()), y + 1, launch("double", x, room())
-    for homes, count in ((tape.homes, 1), (lambda numbers: None, 2)):
-        steps = joined_launches(tape.steps, homes)
+    for homes, count in ((recorder.homes, 1), (lambda numbers: None, 2)):
+        steps = joined_launches(recorder.steps, homes)
         assert sum(isinstance(step, LaunchStep) for step in steps) == count
 
 

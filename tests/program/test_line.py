@@ -13,9 +13,9 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import PipelineError
-from opfuse.program.line import empty_on
-from opfuse.program.program import Program, Recording
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.codegen import empty_on
+from opfuse.runtime.replay.program import Program, Recording
+from opfuse.runtime.replay.recorder import Recorder
 from tests.program.fake import fake_device, launch
 from tests.programs import forwards
 
@@ -73,13 +73,13 @@ def test_a_program_is_a_straight_line(recipe):
 def test_arguments_are_values_and_never_text():
     """A string among them, whatever it holds, is a literal; a float is a constant, since not every one has a literal."""
     x = torch.randn(4, 4)
-    tape = Tape([x])
-    with torch.no_grad(), tape.recording():
+    recorder = Recorder([x])
+    with torch.no_grad(), recorder.recording():
         result = torch.nn.functional.gelu(torch.clamp(x, -math.inf, 0.5), approximate="tanh")
     hostile = "none'); __import__('os').abort(); ('"
-    _, gelu = tape.steps
-    tape.steps[1] = replace(gelu, kwargs={"approximate": hostile, "lambda": [hostile]})
-    program = Program(tape, [tape.number(result)])
+    _, gelu = recorder.steps
+    recorder.steps[1] = replace(gelu, kwargs={"approximate": hostile, "lambda": [hostile]})
+    program = Program(recorder, [recorder.number(result)])
     assert [*strange(program)] == []
     assert "inf" not in program.text
     with pytest.raises(RuntimeError, match=r"lambda|approximate"):
@@ -89,11 +89,11 @@ def test_arguments_are_values_and_never_text():
 def test_launches_are_part_of_the_line(monkeypatch):
     x = torch.randn(8)
     with fake_device(monkeypatch):
-        tape = Tape([x])
-        with torch.no_grad(), tape.recording():
+        recorder = Recorder([x])
+        with torch.no_grad(), recorder.recording():
             doubled = launch("double", x, torch.empty(8, dtype=torch.float32, device="cpu"))
             result = launch("negate", doubled, torch.empty(8, dtype=torch.float32, device="cpu"))
-        program = Program(tape, [tape.number(result)])
+        program = Program(recorder, [recorder.number(result)])
         other = torch.randn(8)
         assert torch.equal(program([other])[0], -2 * other)
     assert [*strange(program)] == []
@@ -104,10 +104,10 @@ def test_launches_are_part_of_the_line(monkeypatch):
 def test_what_no_step_has_made_is_no_address_of_a_launch(monkeypatch):
     x = torch.randn(8)
     with fake_device(monkeypatch):
-        tape = Tape([x])
-        with torch.no_grad(), tape.recording():
+        recorder = Recorder([x])
+        with torch.no_grad(), recorder.recording():
             result = launch("double", x, torch.empty(8, dtype=torch.float32, device="cpu"))
-        recording = Recording.of(tape, [tape.number(result)])
+        recording = Recording.of(recorder, [recorder.number(result)])
         room, doubled = recording.steps
         Program.of(recording)
         for wrong in ((doubled, room), (doubled,)):
@@ -125,10 +125,10 @@ def zeroed(x):
 def test_what_is_zero_is_zero_at_every_call(monkeypatch):
     x = torch.randn(8)
     with fake_device(monkeypatch):
-        tape = Tape([x])
-        with torch.no_grad(), tape.recording():
+        recorder = Recorder([x])
+        with torch.no_grad(), recorder.recording():
             results = zeroed(x)
-        program = Program(tape, [tape.number(each) for each in results])
+        program = Program(recorder, [recorder.number(each) for each in results])
         for _ in range(3):
             got, out = program([x])
             assert torch.equal(got, x)
@@ -142,15 +142,15 @@ def test_what_is_zero_is_in_memory_that_nothing_was_written_to(monkeypatch):
     """All zeros of a program are written at once, at its start, so the memory of one is not that of another."""
     x = torch.randn(8)
     with fake_device(monkeypatch):
-        tape = Tape([x])
-        with torch.no_grad(), tape.recording():
+        recorder = Recorder([x])
+        with torch.no_grad(), recorder.recording():
             results = []
             for entry in ("double", "negate"):
                 raised = launch(entry, x, torch.zeros(8, dtype=torch.float32, device="cpu"))
                 results.append(launch("negate", raised, torch.empty(8, dtype=torch.float32, device="cpu")))
             still = torch.zeros(8, dtype=torch.float32, device="cpu")
             results.append(launch("double", still, torch.empty(8, dtype=torch.float32, device="cpu")))
-        program = Program(tape, [tape.number(each) for each in results])
+        program = Program(recorder, [recorder.number(each) for each in results])
         for _ in range(2):
             assert all(map(torch.equal, program([x]), [-2 * x, x, torch.zeros(8)]))
 
@@ -158,12 +158,12 @@ def test_what_is_zero_is_in_memory_that_nothing_was_written_to(monkeypatch):
 def test_a_torch_without_the_quick_function_makes_room_by_its_public_one(monkeypatch):
     x = torch.randn(8)
     with fake_device(monkeypatch):
-        tape = Tape([x])
-        with torch.no_grad(), tape.recording():
+        recorder = Recorder([x])
+        with torch.no_grad(), recorder.recording():
             result = launch("double", x, torch.empty(8, dtype=torch.float32, device="cpu"))
-        monkeypatch.setattr("opfuse.program.line.empty_on", lambda device: None)
+        monkeypatch.setattr("opfuse.runtime.replay.codegen.empty_on", lambda device: None)
         monkeypatch.setattr("torch.empty", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
-        program = Program(tape, [tape.number(result)])
+        program = Program(recorder, [recorder.number(result)])
         assert torch.equal(program([x])[0], 2 * x)
     assert "torch_empty((8,), dtype=torch_float32, device=device)" in program.text
     assert empty_on(torch.device("cpu")) is torch._C._dynamo.guards._empty_strided_cpu

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from opfuse.kernels.engine import packed_launch as module
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
-from opfuse.program import prepared as module
-from opfuse.program.prepared import prepared
+from opfuse.kernels.engine.packed_launch import prepared
 from tests.program.fake import LAYOUT, VARIANT, launch_kernel
 
 pytestmark = pytest.mark.cpu

@@ -17,11 +17,11 @@ from opfuse.events import KernelLaunched
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
-from opfuse.program.frame import Frame, Reader, Readers
-from opfuse.program.program import SMALL, Program, Recording, _needed
-from opfuse.program.slab import ALIGNMENT, aligned, slab_of
-from opfuse.program.steps import Hole, LaunchStep, OpStep, Place, ProductStep, Ref
-from opfuse.program.tape import Tape, Unrecordable, pointers
+from opfuse.runtime.replay.instructions import AddressSlot, LaunchStep, OpStep, ProductStep, Ref, TensorOffset
+from opfuse.runtime.replay.launch_args import Frame, Reader, Readers
+from opfuse.runtime.replay.memory_plan import ALIGNMENT, aligned, slab_of
+from opfuse.runtime.replay.program import SMALL, Program, Recording, _needed
+from opfuse.runtime.replay.recorder import Recorder, Unrecordable, pointers
 from tests.program.fake import LAYOUT as PARAMETER
 from tests.program.fake import VARIANT, fake_device, floats
 
@@ -31,17 +31,17 @@ EMPTY = torch.ops.aten.empty.memory_format
 LAYOUT = struct.Struct("PIPq")
 
 
-def record(function, *given: Tensor) -> tuple[Tape, list[Tensor]]:
-    tape = Tape(given)
-    with torch.no_grad(), tape.recording():
+def record(function, *given: Tensor) -> tuple[Recorder, list[Tensor]]:
+    recorder = Recorder(given)
+    with torch.no_grad(), recorder.recording():
         results = list(function(*given))
-    return tape, results
+    return recorder, results
 
 
 def program_of(function, *given: Tensor) -> Program:
-    tape, results = record(function, *given)
-    assert tape.refusal == ""
-    return Program(tape, [tape.number(result) for result in results])
+    recorder, results = record(function, *given)
+    assert recorder.refusal == ""
+    return Program(recorder, [recorder.number(result) for result in results])
 
 
 def refusal_of(function, *given: Tensor) -> str:
@@ -120,10 +120,10 @@ def test_a_draw_that_nobody_reads_still_moves_the_generator():
 )
 def test_what_no_program_can_repeat_ends_the_recording_and_not_the_run(function, why):
     x = torch.randn(4, generator=torch.Generator().manual_seed(0))
-    tape, (got,) = record(function, x)
-    assert why in tape.refusal
+    recorder, (got,) = record(function, x)
+    assert why in recorder.refusal
     assert torch.equal(got, function(x)[0])
-    assert tape.steps == tape.tensors == []
+    assert recorder.steps == recorder.tensors == []
 
 
 ELSEWHERE = torch.ones(4)
@@ -151,50 +151,50 @@ def test_two_inputs_in_one_memory_are_refused_but_one_may_come_twice():
 
 
 def test_no_memory_for_both_ends_the_recording_and_not_the_run(monkeypatch):
-    tape = Tape([torch.zeros(2)])
+    recorder = Recorder([torch.zeros(2)])
     calls = []
 
     def full(*args, **kwargs):
-        calls.append(len(tape.tensors))
+        calls.append(len(recorder.tensors))
         if len(calls) == 1:
             raise torch.OutOfMemoryError("full")
         return "made"
 
-    assert tape._run(full, (), {}) == "made"
+    assert recorder._run(full, (), {}) == "made"
     assert calls == [1, 0]  # the tensors of the recording were set free in between
-    assert "no memory" in tape.refusal
+    assert "no memory" in recorder.refusal
 
 
 def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
     state = {"scale": torch.tensor([2.0])}
-    tape = Tape([torch.ones(2)])
+    recorder = Recorder([torch.ones(2)])
 
     def live() -> list[Tensor]:
         state["calls"] = state.get("calls", 0) + 1
         return [state["scale"]]
 
-    with tape.recording():
+    with recorder.recording():
         launching.host_call(live)
-        result = tape.given[0] * state["scale"]
-    program = Program(tape, [tape.number(result)])
+        result = recorder.given[0] * state["scale"]
+    program = Program(recorder, [recorder.number(result)])
     state["scale"] = torch.tensor([5.0])
     assert program([torch.ones(2)])[0].tolist() == [5.0, 5.0]
     assert state["calls"] == 2
 
 
 def test_a_function_of_the_host_that_fails_is_no_step_and_ends():
-    tape = Tape([torch.ones(2)])
+    recorder = Recorder([torch.ones(2)])
 
     def fail() -> list[Tensor]:
-        torch.ones(3)  # a tensor from elsewhere, which the tape must not see
+        torch.ones(3)  # a tensor from elsewhere, which the recorder must not see
         raise ValueError("no numbers")
 
-    with tape.recording():
+    with recorder.recording():
         with pytest.raises(ValueError, match="no numbers"):
             launching.host_call(fail)
-        tape.given[0] + 1
-    assert tape.refusal == ""
-    assert len(tape.steps) == 1
+        recorder.given[0] + 1
+    assert recorder.refusal == ""
+    assert len(recorder.steps) == 1
 
 
 class Live:
@@ -217,13 +217,13 @@ class Live:
 
 @pytest.mark.parametrize(("names", "wanted"), [("ab", 11.0), ("abc", 26.0)])
 def test_functions_of_the_host_that_can_be_called_as_one_are(names, wanted):
-    tape, lives = Tape([torch.ones(2)]), [Live(name, value) for value, name in enumerate(names, 2)]
-    with tape.recording():
-        x = tape.given[0]
+    recorder, lives = Recorder([torch.ones(2)]), [Live(name, value) for value, name in enumerate(names, 2)]
+    with recorder.recording():
+        x = recorder.given[0]
         for live in lives:
             launching.host_call(live)
             x = 2 * x + live.tensors[0]
-    program = Program(tape, [tape.number(x)])
+    program = Program(recorder, [recorder.number(x)])
     Live.log.clear()
     assert program([torch.ones(2)])[0].tolist() == [wanted, wanted]
     assert Live.log == [names]
@@ -233,19 +233,19 @@ def test_what_came_in_is_let_go_after_its_last_reader():
     """Whoever hands tensors over and keeps none pays for none that is not read any more."""
     alive = []
     x, y, unread = (torch.ones(2) for _ in range(3))
-    tape = Tape([x, y, unread])
+    recorder = Recorder([x, y, unread])
 
     def look() -> list[Tensor]:
         alive.append([made() is not None for made in handed])
         return [PLACE]
 
     handed = [weakref.ref(each) for each in (x, y, unread)]
-    with tape.recording():
+    with recorder.recording():
         sums = x + 1
         launching.host_call(look)
         result = sums * y + PLACE
-    program = Program(tape, [tape.number(result)])
-    del tape, x
+    program = Program(recorder, [recorder.number(result)])
+    del recorder, x
     given = [torch.ones(2) for _ in range(3)]
     handed = [weakref.ref(each) for each in given]
     program(given)
@@ -262,19 +262,19 @@ def test_a_view_that_shows_what_came_in_is_a_step_only_if_it_goes_out():
         return [(x.view(2, 2).view(2, 2) + 1).sum(0), x.view(2, 2)]
 
     x = torch.ones(2, 2)
-    tape, results = record(run, x)
-    program = Program(tape, [tape.number(each) for each in results])
+    recorder, results = record(run, x)
+    program = Program(recorder, [recorder.number(each) for each in results])
     views = [step for step in program.recording.steps if step.op.is_view]
-    assert [tape.number(results[1])] == [number for step in views for number in step.results]
+    assert [recorder.number(results[1])] == [number for step in views for number in step.results]
     got, out = program([x])
     assert got.tolist() == [4.0, 4.0]
     assert out is not x
 
 
 def test_a_view_that_shows_what_is_known_is_no_step():
-    tape, (y,) = record(lambda x: [(x + 1).t().view(4)], torch.ones(4))
-    assert [step.op for step in tape.steps] == [torch.ops.aten.add.Tensor]
-    assert tape.number(y) == 1
+    recorder, (y,) = record(lambda x: [(x + 1).t().view(4)], torch.ones(4))
+    assert [step.op for step in recorder.steps] == [torch.ops.aten.add.Tensor]
+    assert recorder.number(y) == 1
     came_in = record(lambda x: [x.view(4)], torch.ones(4))[0]
     assert [step.op for step in came_in.steps] == [torch.ops.aten.view.default]  # a view of what comes in is another tensor
 
@@ -303,25 +303,25 @@ PAIR = torch.randn(4, 5), torch.randn(3, 5)
 # -- launches, whose parameters are looked at without a device ---------------------------------------------------------------
 
 
-def launch(tape: Tape, *fields: int) -> None:
-    tape.launched(KernelLaunched(Variant("none.cu"), "none", Grid(1, 32), LAYOUT, fields, 0))
+def launch(recorder: Recorder, *fields: int) -> None:
+    recorder.launched(KernelLaunched(Variant("none.cu"), "none", Grid(1, 32), LAYOUT, fields, 0))
 
 
 def test_addresses_become_places_and_the_rest_of_a_parameter_stays():
     x = torch.randn(8)
-    tape = Tape([x])
-    with tape.recording():
+    recorder = Recorder([x])
+    with recorder.recording():
         y = torch.empty(4)
-        launch(tape, x[2:].data_ptr(), 7, y.data_ptr(), 9)
-    (step,) = [step for step in tape.steps if isinstance(step, LaunchStep)]
-    assert step.holes == (Hole(0, Place(0, 8)), Hole(2, Place(tape.number(y), 0)))
+        launch(recorder, x[2:].data_ptr(), 7, y.data_ptr(), 9)
+    (step,) = [step for step in recorder.steps if isinstance(step, LaunchStep)]
+    assert step.slots == (AddressSlot(0, TensorOffset(0, 8)), AddressSlot(2, TensorOffset(recorder.number(y), 0)))
     assert LAYOUT.unpack(step.parameter) == (0, 7, 0, 9)
 
 
 def test_an_address_of_nowhere_is_refused():
-    tape = Tape([torch.randn(8)])
-    launch(tape, ELSEWHERE.data_ptr(), 7, 0, 9)
-    assert "address of a tensor that came from elsewhere" in tape.refusal
+    recorder = Recorder([torch.randn(8)])
+    launch(recorder, ELSEWHERE.data_ptr(), 7, 0, 9)
+    assert "address of a tensor that came from elsewhere" in recorder.refusal
 
 
 @pytest.mark.parametrize(
@@ -377,13 +377,13 @@ def test_the_workspace_of_products_is_nobody_elses(monkeypatch):
     rooms = [OpStep(EMPTY, ([64],), options, (number,), single=True) for number in range(2, 6)]
 
     def launched(entry: str, read: int, written: int) -> LaunchStep:
-        holes = (Hole(0, Place(read, 0)), Hole(1, Place(written, 0)))
-        return LaunchStep(VARIANT, entry, Grid(1, 32), 0, PARAMETER.pack(0, 0, 64), holes)
+        slots = (AddressSlot(0, TensorOffset(read, 0)), AddressSlot(1, TensorOffset(written, 0)))
+        return LaunchStep(VARIANT, entry, Grid(1, 32), 0, PARAMETER.pack(0, 0, 64), slots)
 
     operands = {"left": 2, "right": 1, "left_scale": 1, "right_scale": 1, "out": 3}
-    product = ProductStep(SimpleNamespace(device=0), {name: Place(n, 0) for name, n in operands.items()}, WORKSPACE)
+    product = ProductStep(SimpleNamespace(device=0), {name: TensorOffset(n, 0) for name, n in operands.items()}, WORKSPACE)
     steps = (zeros, *rooms, launched("double", 0, 2), product, launched("negate", 1, 4), launched("negate", 2, 5))
-    monkeypatch.setattr("opfuse.program.frame.Product", Scribbling)
+    monkeypatch.setattr("opfuse.runtime.replay.launch_args.Product", Scribbling)
     with fake_device(monkeypatch):
         program = Program.of(Recording(steps, (0,), (3, 4, 5), 0, {1: 256, 2: 256}, frozenset()))
         for _ in range(2):
@@ -396,8 +396,8 @@ def room(number: int) -> OpStep:
 
 
 def reading(*numbers: int) -> LaunchStep:
-    holes = tuple(Hole(i, Place(number, 0)) for i, number in enumerate(numbers))
-    return LaunchStep(Variant("none.cu"), "none", Grid(1, 32), 0, bytes(8 * len(numbers)), holes)
+    slots = tuple(AddressSlot(i, TensorOffset(number, 0)) for i, number in enumerate(numbers))
+    return LaunchStep(Variant("none.cu"), "none", Grid(1, 32), 0, bytes(8 * len(numbers)), slots)
 
 
 def test_a_slab_places_by_lifetimes_and_leaves_out_what_is_read_as_a_tensor_or_outlives_it():
@@ -449,16 +449,16 @@ def test_large_memory_lies_outside_of_the_slab(monkeypatch):
     """It would be there from the first step to the last."""
     x = torch.ones(8)
     for size, inside in ((SMALL, True), (SMALL + 1, False)):
-        tape = Tape([x])
-        with tape.recording():
+        recorder = Recorder([x])
+        with recorder.recording():
             room = torch.empty(size, dtype=torch.uint8)
-            launch(tape, x.data_ptr(), 7, room.data_ptr(), 9)
+            launch(recorder, x.data_ptr(), 7, room.data_ptr(), 9)
         with monkeypatch.context() as patched:  # a launch that is never made: its kernel is not loaded
             patched.setattr(launching, "function", lambda *_: 0)
-            patched.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=None))
-            patched.setattr("opfuse.program.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
-            program = Program(tape, [])
-        assert (tape.number(room) in program.slab.offsets) == inside
+            patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=None))
+            patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
+            program = Program(recorder, [])
+        assert (recorder.number(room) in program.slab.offsets) == inside
         assert ("slab" in program.text) == inside
 
 
@@ -489,20 +489,20 @@ def test_threads_run_one_program_at_the_same_time():
 
 def test_a_view_that_no_op_made_is_made_by_the_program():
     x, other = torch.randn(4, 4), torch.randn(4, 4)
-    tape, (y,) = record(lambda x: [2 * x], x)
-    number = tape.number(y.as_strided((2, 2), (8, 2), 1))
-    assert torch.equal(Program(tape, [number])([other])[0], (2 * other).as_strided((2, 2), (8, 2), 1))
+    recorder, (y,) = record(lambda x: [2 * x], x)
+    number = recorder.number(y.as_strided((2, 2), (8, 2), 1))
+    assert torch.equal(Program(recorder, [number])([other])[0], (2 * other).as_strided((2, 2), (8, 2), 1))
     with pytest.raises(Unrecordable, match="elsewhere"):
-        tape.number(ELSEWHERE)
+        recorder.number(ELSEWHERE)
 
 
 def test_a_place_in_the_storage_of_what_comes_in_is_not_repeated():
     """The next call's tensor may begin elsewhere in its storage; torch counts offsets from the beginning."""
     x, later = torch.randn(4, 4), torch.randn(2, 4, 4)[1]
     assert "comes in" in refusal_of(lambda x: [x.as_strided((2, 2), (8, 2), 1)], x)
-    tape = Tape([x])
+    recorder = Recorder([x])
     with pytest.raises(Unrecordable, match="comes in"):
-        tape.number(x.as_strided((2, 2), (8, 2), 1))
+        recorder.number(x.as_strided((2, 2), (8, 2), 1))
     program = program_of(lambda x: [x.as_strided((2, 2), (8, 2))], x)
     assert torch.equal(program([later])[0], later.as_strided((2, 2), (8, 2)))
 

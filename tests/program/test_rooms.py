@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from opfuse.kernels.engine import joining
-from opfuse.program.program import Program
-from opfuse.program.rooms import shared_rooms
-from opfuse.program.slab import ALIGNMENT, last_reads
-from opfuse.program.steps import LaunchStep, OpStep, Ref, Step
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.instructions import LaunchStep, OpStep, Ref, Step
+from opfuse.runtime.replay.memory_plan import ALIGNMENT, last_reads, shared_rooms
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.recorder import Recorder
 from tests.program.fake import VARIANT, fake_device, launch
 from tests.program.test_program import EMPTY, reading, room
 
@@ -36,9 +35,9 @@ def test_what_one_step_reads_last_is_one_room():
     made = joined(steps)
     assert rooms(made) == [3 * SIZE]
     *casts, product = (step for step in made if isinstance(step, LaunchStep))
-    places = [cast.holes[1].place for cast in casts]
+    places = [cast.slots[1].place for cast in casts]
     assert [place.offset for place in places] == [0, SIZE, 2 * SIZE]
-    assert [hole.place for hole in product.holes[:3]] == places
+    assert [slot.place for slot in product.slots[:3]] == places
     assert len({place.number for place in places} - set(range(10))) == 1
 
 
@@ -86,8 +85,8 @@ def test_at_no_step_more_is_alive_than_with_memory_of_their_own(seed):
     results, sizes = [made - 1], dict.fromkeys(range(made), SIZE)
     after = joined(steps, results)
     assert max(alive(after, sizes, results), default=0) <= max(alive(steps, sizes, results), default=0)
-    written = [{(hole.place.number, hole.place.offset) for hole in step.holes} for step in after if isinstance(step, LaunchStep)]
-    before = [{hole.place.number for hole in step.holes} for step in steps if isinstance(step, LaunchStep)]
+    written = [{(slot.place.number, slot.place.offset) for slot in step.slots} for step in after if isinstance(step, LaunchStep)]
+    before = [{slot.place.number for slot in step.slots} for step in steps if isinstance(step, LaunchStep)]
     assert [*map(len, written)] == [*map(len, before)]
 
 
@@ -99,12 +98,12 @@ def test_casts_of_groups_make_their_room_at_once(monkeypatch):
         return [launch("square", plane, torch.empty(70, dtype=torch.float32, device="cpu")) for plane in planes]
 
     monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
-    monkeypatch.setattr("opfuse.program.program.SMALL", 0)
+    monkeypatch.setattr("opfuse.runtime.replay.program.SMALL", 0)
     with fake_device(monkeypatch):
-        tape = Tape(weights := [torch.randn(70) for _ in range(5)])
-        with torch.no_grad(), tape.recording():
+        recorder = Recorder(weights := [torch.randn(70) for _ in range(5)])
+        with torch.no_grad(), recorder.recording():
             results = cast_and_multiply(*weights)
-        program = Program(tape, [tape.number(each) for each in results])
+        program = Program(recorder, [recorder.number(each) for each in results])
         assert program.text.count("empty(") == 1 + 5
         for _ in range(3):
             values = [torch.randn(70) for _ in range(5)]

@@ -14,17 +14,17 @@ ROOT = Path(__file__).parents[2]
 LOOK = """
 import torch
 import tests.verify_programs
-from opfuse.program.program import Program
-from opfuse.program.tape import Tape
+from opfuse.runtime.replay.program import Program
+from opfuse.runtime.replay.recorder import Recorder
 
-tape = Tape([torch.ones(3)])
-with torch.no_grad(), tape.recording():
-    result = 2 * tape.given[0]
-number = tape.number(result)
-Program(tape, [number])
+recorder = Recorder([torch.ones(3)])
+with torch.no_grad(), recorder.recording():
+    result = 2 * recorder.given[0]
+number = recorder.number(result)
+Program(recorder, [number])
 result += 1
 try:
-    Program(tape, [number])
+    Program(recorder, [number])
 except AssertionError as error:
     print(error)
 """

@@ -392,13 +392,13 @@ def test_recomputation_uses_the_first_scale_and_records_nothing():
         region = copy_context()
     after = state.to_dict()
     assert after["scale"].item() != 1.0
-    with running(Pass.AGAIN):
+    with running(Pass.RECOMPUTE):
         for _ in range(2):
             again = region.copy().run(lambda: _again(cast, x))
     assert torch.equal(first.rowwise.data, again.rowwise.data)
     assert torch.equal(first.rowwise.scale, again.rowwise.scale)
     region.copy().run(lambda: _again(cast, 100 * x))
-    with running(Pass.LOOK), autocast(recipe=recipe):
+    with running(Pass.DRY_RUN), autocast(recipe=recipe):
         cast(100 * x)
     assert all(torch.equal(state.to_dict()[name], tensor) for name, tensor in after.items())
     with autocast(recipe=recipe):
@@ -407,7 +407,7 @@ def test_recomputation_uses_the_first_scale_and_records_nothing():
 
 
 def _again(cast, x):
-    with running(Pass.AGAIN):
+    with running(Pass.RECOMPUTE):
         return cast(x)
 
 
@@ -419,7 +419,7 @@ def test_every_region_keeps_the_scale_of_its_own_casts():
             regions.append(copy_context())
 
     def scale():
-        with running(Pass.AGAIN):
+        with running(Pass.RECOMPUTE):
             return state.quantizer(torch.float8_e4m3fn, rule=recipe.forward_rule).scale.item()
 
     assert [region.run(scale) for region in regions] == [1.0, 224.0]

@@ -15,8 +15,8 @@ import opfuse
 from opfuse import ops
 from opfuse.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, pending
 from opfuse.recipes.recipe import Recipe
-from opfuse.runtime.interpreter import Interpreter
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.interpret.interpreter import Interpreter
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.ragged import RaggedProducts
 from tests.compiler.harness import gradient, randn, to
 from tests.program.fake import fake_device, launches_seen
@@ -101,7 +101,7 @@ def calls_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch, *, keeps: bo
     with monkeypatch.context() as patch, torch.autograd.set_multithreading_enabled(False):
         patch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
         with fake_device(patch), launches_seen(patch), opfuse.kept_weights(model) if keeps else nullcontext():
-            patch.setattr("opfuse.program.line.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
+            patch.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
             for _ in range(6):
                 step()
             with cProfile.Profile() as profile:

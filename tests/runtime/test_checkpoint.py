@@ -17,8 +17,8 @@ import torch.utils.checkpoint
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
-from opfuse.runtime import recompute
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.interpret import checkpoint_replay as recompute
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.torch_private import checkpoints as known
 from tests.plans import plans_used
 

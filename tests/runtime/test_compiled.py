@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError, UnsupportedError
-from opfuse.runtime.held import held_calls
+from opfuse.runtime.compile.saved_call import saved_calls
 from tests.ops.test_op_errors import raised
 
 pytestmark = pytest.mark.cpu
@@ -55,7 +55,7 @@ def fresh():
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
-    assert held_calls() == 0
+    assert saved_calls() == 0
 
 
 def step(call, model, inputs, recipe):
@@ -329,18 +329,18 @@ def test_what_a_call_keeps_goes_with_its_graph():
     compiled, x = torch.compile(small(), backend="aot_eager", fullgraph=True), torch.randn(4, 32, requires_grad=True)
     y = compiled(x)
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    assert held_calls() == 1
+    assert saved_calls() == 1
     with raised(UnsupportedError, RuntimeError, "wants plain tensors and gradients", "is_grads_batched"):
         torch.autograd.grad(y, x, torch.stack([y.detach(), y.detach()]), retain_graph=True, is_grads_batched=True)
     assert torch.equal(first, *torch.autograd.grad(y.sum(), x))
-    assert held_calls() == 0
+    assert saved_calls() == 0
     several = [compiled(x), compiled(x)]
-    assert held_calls() == 2
+    assert saved_calls() == 2
     several.clear()
-    assert held_calls() == 0
+    assert saved_calls() == 0
     with torch.no_grad():
         several.append(compiled(x))
-    assert held_calls() == 0
+    assert saved_calls() == 0
 
 
 def test_tensors_of_inference_mode():

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
-from opfuse.runtime import rehearsal
+from opfuse.runtime.replay import warmup as rehearsal
 from opfuse.tensors import meeting, quantizers
 
 RECIPES = {"none": None, "mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling()}

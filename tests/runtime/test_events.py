@@ -28,8 +28,8 @@ from opfuse.events import (
 )
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
-from opfuse.runtime.misses import plan_policy, trial_plans
-from opfuse.runtime.observed import observed
+from opfuse.runtime.interpret.observed import observed
+from opfuse.runtime.plans.misses import plan_policy, trial_plans
 from tests.plans import plans_used
 
 RECIPE = recipes.MXFP8BlockScaling()

@@ -26,11 +26,11 @@ from opfuse import ops, recipes
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.errors import PipelineError, SavedTensorError, UnsupportedError
-from opfuse.runtime import kept
-from opfuse.runtime.kept import CASTS, KeptWeights, kept_weights
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay.replayable import Recorded
+from opfuse.runtime.weights import cast_cache as kept
+from opfuse.runtime.weights.cast_cache import CASTS, KeptWeights, kept_weights
 from opfuse.tensors.quantizers import MXFP8Quantizer
-from opfuse.tensors.quantizers.own import draws
+from opfuse.tensors.quantizers.provenance import draws
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 
 BF16 = torch.bfloat16

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from opfuse.errors import SavedTensorError
-from opfuse.runtime.held import apart
-from opfuse.runtime.ledger import Ledger
+from opfuse.runtime.compile.backward_tape import BackwardTape
+from opfuse.runtime.compile.saved_call import apart
 from tests.ops.test_op_errors import raised
 
 pytestmark = pytest.mark.cpu
 
 
 def products(x, factors, asked):
-    """A ledger of x * factor for every factor, one after another, of which all but the last are results too."""
-    ledger, made = Ledger([x, *factors], [x]), [x]
+    """A tape of x * factor for every factor, one after another, of which all but the last are results too."""
+    tape, made = BackwardTape([x, *factors], [x]), [x]
     for factor in factors:
         read = made[-1]
-        saved = ledger.keep([read.detach(), factor])
+        saved = tape.keep([read.detach(), factor])
 
         def backward(received, keep, saved=saved):
             asked.append(keep)
@@ -26,17 +26,17 @@ def products(x, factors, asked):
             return [received[0] * factor, (received[0] * value).double()]
 
         made.append(read.detach() * factor.detach())
-        ledger.note([read, factor], made[-1:], backward)
-    ledger.close(made[1:])
-    return ledger, made[1:]
+        tape.note([read, factor], made[-1:], backward)
+    tape.close(made[1:])
+    return tape, made[1:]
 
 
 def test_gradients_are_those_of_autograd_in_shape_dtype_and_order_of_sums():
     x, factors, asked = torch.randn(4, 3), [torch.randn(4, 3), torch.randn(3), torch.randn(1)], []
     factors = [*factors, factors[0]]  # which takes all its gradients in its first place
-    ledger, _ = products(x, factors, asked)
+    tape, _ = products(x, factors, asked)
     grads = [torch.randn(4, 3), None, torch.randn(4, 3), torch.randn(4, 3)]
-    found = [ledger.gradients(grads, keep=keep) for keep in (True, False)]
+    found = [tape.gradients(grads, keep=keep) for keep in (True, False)]
     given = [each.requires_grad_() for each in (x, *factors[:3])]
     results, y = [], x
     for factor in factors:
@@ -49,26 +49,26 @@ def test_gradients_are_those_of_autograd_in_shape_dtype_and_order_of_sums():
         torch.testing.assert_close(each[:4], [*wanted])
     assert asked == [True] * 4 + [False] * 4
     with raised(SavedTensorError, RuntimeError, "one backward pass", "a second one"):
-        ledger.gradients(grads, keep=False)
+        tape.gradients(grads, keep=False)
 
 
 def test_steps_whose_results_no_gradient_reaches_are_not_asked():
     asked = []
-    ledger, _ = products(torch.randn(3), [torch.randn(3), torch.randn(3)], asked)
-    assert ledger.gradients([None, None], keep=True) == [None] * 3
-    assert ledger.gradients([torch.ones(3), None], keep=False)[2] is None
+    tape, _ = products(torch.randn(3), [torch.randn(3), torch.randn(3)], asked)
+    assert tape.gradients([None, None], keep=True) == [None] * 3
+    assert tape.gradients([torch.ones(3), None], keep=False)[2] is None
     assert asked == [False]
 
 
 def test_inputs_are_saved_as_copies_and_parameters_as_they_are():
     x, factor = torch.randn(3), torch.randn(3)
     wanted = x * factor
-    ledger, _ = products(x, [factor], [])
+    tape, _ = products(x, [factor], [])
     x.zero_()  # as a compiler may
-    assert torch.equal(ledger.gradients([factor], keep=True)[1], wanted)
+    assert torch.equal(tape.gradients([factor], keep=True)[1], wanted)
     factor.add_(1)
     with raised(SavedTensorError, RuntimeError, "as the forward pass left them", "changed in place"):
-        ledger.gradients([factor], keep=False)
+        tape.gradients([factor], keep=False)
 
 
 def test_results_may_be_parts_of_one_block_and_nothing_else_of_others():
@@ -86,23 +86,23 @@ def test_results_may_be_parts_of_one_block_and_nothing_else_of_others():
 
 def test_what_is_saved_is_known_until_the_call_is_over_so_that_results_are_copies_of_it():
     x, factor = torch.randn(3), torch.randn(3)
-    ledger = Ledger([x, factor], [x])
-    ledger.keep([x, factor])
-    assert [each is factor for each in ledger.kept] == [False, True]
-    assert torch.equal(ledger.kept[0], x)
-    (made,) = apart([factor.view(3)], ledger.kept)
+    tape = BackwardTape([x, factor], [x])
+    tape.keep([x, factor])
+    assert [each is factor for each in tape.kept] == [False, True]
+    assert torch.equal(tape.kept[0], x)
+    (made,) = apart([factor.view(3)], tape.kept)
     assert made.data_ptr() != factor.data_ptr()
-    ledger.close([])
-    assert ledger.kept == []
+    tape.close([])
+    assert tape.kept == []
 
 
 def test_a_write_to_a_watched_tensor_is_refused_though_no_step_has_saved_it():
     x, source = torch.randn(3), torch.randn(3)
-    ledger = Ledger([x], [x])
-    ledger.watch([source])
-    ledger.note([x], [y := 2 * x], lambda received, keep: [2 * received[0]])
-    ledger.close([y])
-    assert torch.equal(ledger.gradients([x], keep=True)[0], 2 * x)
+    tape = BackwardTape([x], [x])
+    tape.watch([source])
+    tape.note([x], [y := 2 * x], lambda received, keep: [2 * received[0]])
+    tape.close([y])
+    assert torch.equal(tape.gradients([x], keep=True)[0], 2 * x)
     source.mul_(2)
     with raised(SavedTensorError, RuntimeError, "as the forward pass left them", "changed in place"):
-        ledger.gradients([x], keep=False)
+        tape.gradients([x], keep=False)

@@ -11,7 +11,7 @@ from opfuse import ops, recipes
 from opfuse.core.fused import FusedOperation
 from opfuse.errors import UnsupportedError
 from opfuse.kernels.engine.registry import Kernel
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay.dispatch import interpreted
 from tests.ops.test_op_errors import raised
 from tests.turns import in_turn
 

@@ -12,9 +12,9 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.compiler.rules import fusion
-from opfuse.runtime.looks import given, look_of
-from opfuse.runtime.programs import interpreted
-from opfuse.runtime.replayable import Recorded
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.layout_key import given, layout_key
+from opfuse.runtime.replay.replayable import Recorded
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import differences, gradient, randn, to
 from tests.programs import forwards, plans_of
@@ -107,17 +107,15 @@ def test_programs_of_casts_are_counted():
 
 def test_a_look_says_which_tensors_there_are_and_which_are_one():
     x, y = torch.zeros(2, 8), torch.ones(2, 8)
-    looks = [
-        look_of(each) for each in ([x], [x, None], [None, x], [x, y], [x, x], [x, y.t()], [x, y[:1]], [x, y.int()], [y, None, x])
-    ]
-    assert len({*looks}) == len(looks)
-    assert look_of([x, None]) == look_of([y, None])
+    several = ([x], [x, None], [None, x], [x, y], [x, x], [x, y.t()], [x, y[:1]], [x, y.int()], [y, None, x])
+    assert len({*map(layout_key, several)}) == len(several)
+    assert layout_key([x, None]) == layout_key([y, None])
     quantized = [Float8CurrentScalingQuantizer(fmt)(x) for fmt in (torch.float8_e4m3fn, torch.float8_e5m2)]
-    assert len({look_of([each]) for each in quantized}) == 2  # bytes alike, which mean other numbers
+    assert len({layout_key([each]) for each in quantized}) == 2  # bytes alike, which mean other numbers
     assert [id(each) for each in given(quantized[:1])] == [id(quantized[0]), *map(id, quantized[0].held.tensors())]
-    assert look_of([x, x.view(16)]) is None  # of one memory, but each counts its own writes
-    assert look_of([x, torch.empty(0), torch.empty(0)]) is not None
-    assert look_of([x, 3]) is None
+    assert layout_key([x, x.view(16)]) is None  # of one memory, but each counts its own writes
+    assert layout_key([x, torch.empty(0), torch.empty(0)]) is not None
+    assert layout_key([x, 3]) is None
     assert [*map(id, given([None, x, None, y]))] == [id(x), id(y)]
 
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from opfuse import ops
 from opfuse.kernels.engine import joining
-from opfuse.program.program import SMALL, Program
-from opfuse.program.steps import LaunchStep, OpStep
-from opfuse.program.tape import Tape
-from opfuse.runtime.backward import BackwardPass
-from opfuse.runtime.looks import given
-from opfuse.runtime.packing import Packing
-from opfuse.runtime.programs import ReplayedSegment
-from opfuse.runtime.replayable import BACKWARD_LOOKS, Recorded, Replayable
+from opfuse.runtime.replay.backward import BackwardPass
+from opfuse.runtime.replay.dispatch import ReplayedSegment
+from opfuse.runtime.replay.instructions import LaunchStep, OpStep
+from opfuse.runtime.replay.layout_key import given
+from opfuse.runtime.replay.packing import Packing
+from opfuse.runtime.replay.program import SMALL, Program
+from opfuse.runtime.replay.recorder import Recorder
+from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Recorded, Replayable
 from tests.program.fake import KERNELS, VARIANT, fake_device, launch
 from tests.programs import forwards, plans_of
 
@@ -72,10 +72,10 @@ class Interpreter:
 class ForwardPass:
     """One that is recorded: its results are one output, then what is saved."""
 
-    def __init__(self, tape: Tape, results: list[Tensor], interpreter: Any) -> None:
-        assert tape.refusal == ""
+    def __init__(self, recorder: Recorder, results: list[Tensor], interpreter: Any) -> None:
+        assert recorder.refusal == ""
         backward = BackwardPass(interpreter, Replayable("cpu", "fake", BACKWARD_LOOKS), packs=True)
-        program = Program(tape, [tape.number(each) for each in results])
+        program = Program(recorder, [recorder.number(each) for each in results])
         self.interpreter, self.first = interpreter, backward
         self.replayable = Replayable("cpu", "fake")
         self.replayable.note(KEY, Recorded(program, None, backward, backward.replayables))
@@ -96,10 +96,10 @@ class ForwardPass:
 
 
 def recorded_forward(x: Tensor) -> ForwardPass:
-    tape = Tape([x])
-    with torch.no_grad(), tape.recording():
+    recorder = Recorder([x])
+    with torch.no_grad(), recorder.recording():
         y, saved = forward(x)
-    return ForwardPass(tape, [y, *saved], Interpreter())
+    return ForwardPass(recorder, [y, *saved], Interpreter())
 
 
 def step(recorded: ForwardPass, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -194,11 +194,11 @@ def test_a_pass_that_reads_what_is_packed_as_tensors_is_refused_the_block():
         step(recorded, torch.randn(40), torch.randn(40))
     packing = recorded.backward.packing
     assert packing is not None
-    tape = Tape([torch.randn(40), *forward(torch.randn(40))[1]])
-    grad, doubled, *others = tape.given
-    with torch.no_grad(), tape.recording():
+    recorder = Recorder([torch.randn(40), *forward(torch.randn(40))[1]])
+    grad, doubled, *others = recorder.given
+    with torch.no_grad(), recorder.recording():
         result = backward(grad, [doubled, *others]) + 0 * doubled
-    assert packing.backward(Program(tape, [tape.number(result)]).recording, 1) is None
+    assert packing.backward(Program(recorder, [recorder.number(result)]).recording, 1) is None
 
 
 def test_large_tensors_stay_apart_since_a_block_is_there_as_long_as_anything_in_it():
@@ -223,14 +223,14 @@ class OfWeights(Interpreter):
 def test_large_tensors_that_one_step_reads_last_are_one(monkeypatch: pytest.MonkeyPatch):
     """As planes of experts' weights; it is let go of when they are read."""
     monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
-    monkeypatch.setattr("opfuse.program.program.SMALL", 0)
+    monkeypatch.setattr("opfuse.runtime.replay.program.SMALL", 0)
     weights = [torch.nn.Parameter(torch.randn(70)) for _ in range(5)]
     x, alive = torch.randn(70), [lambda: None]
-    tape = Tape([x, *weights])
-    with torch.no_grad(), tape.recording():
+    recorder = Recorder([x, *weights])
+    with torch.no_grad(), recorder.recording():
         planes = [launch("double", weight, room(weight)) for weight in weights]
         y = x + 1
-    recorded = ForwardPass(tape, [y, *planes], OfWeights())
+    recorded = ForwardPass(recorder, [y, *planes], OfWeights())
     gone: list[bool] = []
     negate = KERNELS["negate"]
     monkeypatch.setitem(KERNELS, "negate", lambda values: [gone.append(alive[0]() is None), negate(values)][1])
@@ -265,16 +265,16 @@ def test_a_backward_pass_holds_nothing_that_it_has_read():
 
 def test_one_tensor_is_no_block():
     x = torch.randn(8)
-    tape = Tape([x])
-    with torch.no_grad(), tape.recording():
+    recorder = Recorder([x])
+    with torch.no_grad(), recorder.recording():
         doubled = launch("double", x, room(x))
         y = x + 1
-    recorded = ForwardPass(tape, [y, doubled], Interpreter())
+    recorded = ForwardPass(recorder, [y, doubled], Interpreter())
     grad = torch.randn(8)
-    tape = Tape([grad, doubled])
-    with torch.no_grad(), tape.recording():
+    recorder = Recorder([grad, doubled])
+    with torch.no_grad(), recorder.recording():
         dx = launch("negate", doubled, room(x))
-    assert packing_of(recorded, Program(tape, [tape.number(dx)])) is None
+    assert packing_of(recorded, Program(recorder, [recorder.number(dx)])) is None
 
 
 def test_what_packing_takes_grows_as_the_number_of_saved_tensors(monkeypatch: pytest.MonkeyPatch):
@@ -282,15 +282,15 @@ def test_what_packing_takes_grows_as_the_number_of_saved_tensors(monkeypatch: py
 
     def asked(count: int) -> int:
         x, made = torch.randn(8), list[int]()
-        tape = Tape([x])
-        with torch.no_grad(), tape.recording():
+        recorder = Recorder([x])
+        with torch.no_grad(), recorder.recording():
             planes = [launch("double", x, room(x)) for _ in range(count)]
             y = x + 1
-        recorded = ForwardPass(tape, [y, *planes], Interpreter())
-        tape = Tape([torch.randn(8), *planes])
-        with torch.no_grad(), tape.recording():
+        recorded = ForwardPass(recorder, [y, *planes], Interpreter())
+        recorder = Recorder([torch.randn(8), *planes])
+        with torch.no_grad(), recorder.recording():
             read = [launch("negate", plane, room(x)) for plane in planes]
-        backward = Program(tape, [tape.number(each) for each in read])
+        backward = Program(recorder, [recorder.number(each) for each in read])
         with monkeypatch.context() as counting:
             for kind in (OpStep, LaunchStep):
                 counting.setattr(kind, "reads", lambda step, reads=kind.reads: [made.append(1), reads(step)][1])
@@ -333,12 +333,12 @@ class Drawn:
 def test_random_passes_have_their_values_however_they_are_packed(seed, small, monkeypatch):
     """Interpreted, recorded, repeated and packed: values that a plain run has, in memory that is there when it is read."""
     monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
-    monkeypatch.setattr("opfuse.program.program.SMALL", small)
+    monkeypatch.setattr("opfuse.runtime.replay.program.SMALL", small)
     drawn = Drawn(seed)
-    tape = Tape([torch.randn(40)])
-    with torch.no_grad(), tape.recording():
-        y, saved = drawn.forward(tape.given[0])
-    recorded = ForwardPass(tape, [y, *saved], drawn)
+    recorder = Recorder([torch.randn(40)])
+    with torch.no_grad(), recorder.recording():
+        y, saved = drawn.forward(recorder.given[0])
+    recorded = ForwardPass(recorder, [y, *saved], drawn)
     for _ in range(7):
         x, grad = torch.rand(40) - 0.5, torch.rand(40) - 0.5
         call = recorded.call(x)

@@ -15,7 +15,7 @@ from opfuse import ops, recipes
 from opfuse.compiler.graph import BACKWARD, FORWARD
 from opfuse.compiler.rules import fusion
 from opfuse.core.context import Context
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import CASES, differences, gradient, randn, recipe_for
 from tests.programs import backwards, plans_of, under
@@ -110,9 +110,9 @@ def repeated(model):
     """The passes of which there is a program, of segments with code of the user's own."""
     found = set()
     for plan in plans_of(model):
-        for start in (start for start, own in plan.own_code.items() if own.why):
+        for start in (start for start, own in plan.user_code.items() if own.why):
             whole = under(plan, start)
-            uncut = len(plan.own_code[start].backward) == 1
+            uncut = len(plan.user_code[start].backward) == 1
             back = [*backwards(*whole), *(under(plan, (start, BACKWARD, 0)) if uncut else ())]
             found |= {FORWARD for _ in whole} | {BACKWARD for _ in back}
     return found

@@ -20,10 +20,11 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from opfuse.numerics.pointwise import gated
-from opfuse.program.program import host_bytes
-from opfuse.runtime import own, replayable
-from opfuse.runtime.programs import interpreted
-from opfuse.runtime.replayable import BACKWARD_LOOKS, LOOKS, Recorded, Replayable
+from opfuse.runtime.replay import replayable
+from opfuse.runtime.replay import user_code as own
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.program import host_bytes
+from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, LOOKS, Recorded, Replayable
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, IdentityQuantizer, NVFP4Quantizer
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 from tests.program.fake import fake_device, launches_seen
@@ -105,7 +106,7 @@ def test_a_recording_stays_while_blocks_of_saved_tensors_may_be_made_of_it(monke
 def test_nothing_is_recorded_while_a_graph_is_captured(monkeypatch):
     """A recorded program may want kernels that none of its calls has launched: joined ones, which a capture cannot load."""
     model, recipe = model_of("mlp"), recipes.Float8CurrentScaling()
-    monkeypatch.setattr("opfuse.runtime.replayable.is_capturing", lambda: True)
+    monkeypatch.setattr("opfuse.runtime.replay.replayable.is_capturing", lambda: True)
     run(model, recipe)
     assert recorded_in(model) == []
     monkeypatch.undo()
@@ -508,8 +509,8 @@ def test_a_method_that_is_set_on_an_op_runs():
     op = ops.GELU()
     forward, calls = op.op_forward, []
     op.op_forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
-    assert not own.has_own_methods(op)
-    assert own.has_own_methods(ops.GELU())
+    assert not own.is_library_op(op)
+    assert own.is_library_op(ops.GELU())
 
 
 def test_a_dispatch_mode_of_the_callers_sees_every_op():

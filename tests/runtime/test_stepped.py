@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import opfuse
 from opfuse import ops, recipes
 from opfuse.compiler.rules import fusion
-from opfuse.runtime.programs import interpreted
-from opfuse.runtime.replayable import LOOKS, Recorded
+from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.replayable import LOOKS, Recorded
 from opfuse.tensors.storage import QuantizedStorage
 from tests.compiler.harness import CASES, delayed_state, differences, gradient, outcome, randn, recipe_for, to
 from tests.programs import casts, plans_of, stretches

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import opfuse
 from opfuse import ops, recipes
 from opfuse.recipes.custom import DelayedScalingRequest
-from opfuse.runtime import replayable
-from opfuse.runtime.programs import interpreted
+from opfuse.runtime.replay import replayable
+from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import CASES, differences, gradient, outcome, randn, recipe_for
 from tests.programs import plans_of, stretches

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import opfuse
 from opfuse import ops, recipes
 from opfuse.recipes import current_recipe
-from opfuse.runtime.replayable import SEEN, Replayable
+from opfuse.runtime.replay.replayable import SEEN, Replayable
 from tests.processes import run_ranks
 
 pytestmark = pytest.mark.cpu

@@ -12,7 +12,7 @@ import torch
 from opfuse.cli.app import main
 from opfuse.config import load
 from opfuse.errors import TraceError
-from opfuse.runtime.written import unsealed
+from opfuse.runtime.plans.written import unsealed
 from opfuse.train import compare, write_report
 from opfuse.train.data import pydoc_topics
 from opfuse.train.localize import SeenValue, _difference, first_difference

@@ -13,10 +13,10 @@ from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.kernels.casts.block import BLOCKS
 from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, Current, Encoding, Microscaled, RecordingScale
 from opfuse.kernels.casts.tensor import MX_PLANES
-from opfuse.kernels.chains.call import WIDEST, ChainCall, Tiling
+from opfuse.kernels.chains.call import ChainCall, Tiling
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
-from opfuse.kernels.engine.variants import PACK, VECTOR
+from opfuse.kernels.engine.variants import PACK, VECTOR, WIDEST
 from opfuse.numerics.checks import check_cast
 from opfuse.numerics.layouts import Layout, are_known
 from opfuse.numerics.row_groups import TILE

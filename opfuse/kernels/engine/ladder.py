@@ -13,7 +13,7 @@ The cubin of the first rung without spills is kept. A kernel that spills on ever
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 _MOST_AHEAD = 4
 _MODEST = 4  # blocks of 256 threads, of which each may have 64 registers
@@ -47,5 +47,6 @@ def _other_rows(rows: int) -> Iterator[int]:
     return itertools.chain(fewer, (more for more in (2 * rows, 4 * rows) if more <= _MOST_AHEAD))
 
 
-_LADDERS = {"RESIDENT": _fewer_blocks, "AHEAD": _other_rows, "HERE": lambda _: range(2)}
+_Others = Callable[[int], Iterable[int]]
+_LADDERS: dict[str, _Others] = {"RESIDENT": _fewer_blocks, "AHEAD": _other_rows, "HERE": lambda _: range(2)}
 """The values to try for each macro; those of the last change fastest."""

@@ -108,7 +108,7 @@ class NormCall(NamedTuple):
         return NormVariant(norm.kind, norm.zero_centered_gamma, self.x.dtype, weight, self.columns, aligned)
 
     def without_bias(self) -> NormCall:
-        """The call without the address of beta: no gradient reads it, and a tape could not tell where it comes from."""
+        """The call without the address of beta: no gradient reads it, and a recorder could not tell where it comes from."""
         return self._replace(norm=replace(self.norm, bias=None))
 
     def fields(self) -> tuple[int | float, ...]:

@@ -109,7 +109,8 @@ def _values(planes: Sequence[Stored], lines: Usage) -> Sequence[torch.Tensor]:
     """Values of planes under their block scales, as matrices whose rows are ``lines`` of this usage; in one memory."""
     whole = dequantize_groups([_without_level(plane) for plane in planes], dtype=_dtype_on(planes[0].data))
     heights = [plane.layout.shape[0] for plane in planes]
-    return whole.split(heights) if planes[0].layout.usage == lines else whole.t().split(heights, 1)
+    parts: Sequence[torch.Tensor] = whole.split(heights) if planes[0].layout.usage == lines else whole.t().split(heights, 1)
+    return parts
 
 
 def grouped_product(

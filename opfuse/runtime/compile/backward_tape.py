@@ -1,0 +1,156 @@
+"""Replaces autograd inside of a call that is one op in a graph of torch.compile.
+
+If all steps of such a call are segments of one plan, a backward pass only has to know which tensors each step read and made. The
+tape writes that down in order, and runs the steps backward. It sums gradients as autograd does: first those from outside, then
+those of the last step, and so on to the first, each in the order in which the step read its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from opfuse.core.context import versions
+from opfuse.errors import SavedTensorError, describe
+from opfuse.torch_private.tensors import share_memory
+
+MaybeGradients = Sequence[torch.Tensor | None]
+StepBackward = Callable[[list[torch.Tensor | None], bool], MaybeGradients]
+"""From the gradients of what a step made, a list that it may empty, to those of what it read; True if it will be asked again."""
+
+
+class _NotedStep(NamedTuple):
+    """One step. reads: numbers of the tensors that it read, None for those without a gradient. makes: numbers of its results."""
+
+    reads: Sequence[int | None]
+    makes: range
+    backward: StepBackward
+
+
+class Copies:
+    """Copies of tensors that share memory with ``given``; equal views share one copy."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self.given = given
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, or its copy if it shares memory with ``given``."""
+        for other in self.given:
+            if share_memory(tensor, other):
+                place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+                if place not in self._made:
+                    self._made[place] = tensor.detach().clone()
+                return self._made[place]
+        return tensor
+
+
+class BackwardTape:
+    """The steps of one call.
+
+    arguments: the tensors that get gradients; if one of them occurs twice, its first place gets the sum. given: arguments whose
+    memory a compiler may overwrite, so of these copies are saved. kept: all saved tensors.
+    """
+
+    def __init__(self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        self.kept: list[torch.Tensor] = []
+        self._count = len(arguments)
+        self._steps: list[_NotedStep] | None = []
+        self._watched: list[SavedTensors] = []
+        self._looks: list[tuple[torch.dtype, torch.Size]] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []  # until the call is over, so that no other tensor has the id of one
+        self._copies = Copies(given)
+        for each in arguments:
+            self._enter(each)
+
+    def _enter(self, tensor: torch.Tensor) -> None:
+        self._numbers.setdefault(id(tensor), len(self._alive))
+        self._alive.append(tensor)
+        self._looks.append((tensor.dtype, tensor.shape))
+
+    def note(self, reads: Sequence[torch.Tensor | None], makes: Sequence[torch.Tensor], backward: StepBackward) -> None:
+        """Write a step down: what it read and made, and its backward pass. ``makes`` are new tensors, known by identity."""
+        numbers, start = self._numbers, len(self._alive)
+        steps = [] if self._steps is None else self._steps
+        steps.append(_NotedStep([numbers.get(id(each)) for each in reads], range(start, start + len(makes)), backward))
+        for each in makes:
+            self._enter(each)
+
+    def keep(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
+        """Save tensors for the backward pass; a copy of those that share memory with ``given``."""
+        own = [self._copies.own(tensor) for tensor in saved]
+        self.kept += own
+        return SavedTensors(own)
+
+    def watch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Refuse a backward pass after a write to ``tensors``, also where steps save other tensors over the same memory."""
+        self._watched.append(SavedTensors([*tensors]))
+
+    def close(self, results: Sequence[torch.Tensor]) -> None:
+        """The call is over; ``results`` are its outputs."""
+        self._ends = [self._numbers.get(id(each)) for each in results]
+        self._numbers, self._alive, self._copies, self.kept = {}, [], Copies(()), []
+
+    def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:
+        """From the gradients of the results to those of the arguments. keep: whether another pass may follow.
+
+        SavedTensorError for a second pass without that, and after a write to a saved tensor.
+        """
+        steps = self._steps
+        if steps is None:
+            where, cure = "backward of a compiled pipeline", "pass retain_graph=True to the first"
+            raise SavedTensorError(describe(where, wanted="one backward pass", got="a second one", cure=cure))
+        for each in self._watched:
+            each.taken(keep)
+        if not keep:
+            self._steps, self._watched = None, []
+        found: list[torch.Tensor | None] = [None] * len(self._looks)
+        for end, grad in zip(self._ends, given):
+            self._add(found, end, grad)
+        for reads, makes, backward in reversed(steps):
+            received = [found[number] for number in makes]
+            found[makes.start : makes.stop] = [None] * len(makes)
+            if any(each is not None for each in received):
+                for number, grad in zip(reads, backward(received, keep)):
+                    self._add(found, number, grad)
+        return found[: self._count]
+
+    def _add(self, found: list[torch.Tensor | None], number: int | None, grad: torch.Tensor | None) -> None:
+        """Add a gradient in the dtype and shape of its tensor, as autograd does."""
+        if number is None or grad is None:
+            return
+        dtype, shape = self._looks[number]
+        if grad.shape != shape:
+            grad = grad.sum_to_size(shape)
+        if grad.dtype != dtype:
+            grad = grad.to(dtype)
+        earlier = found[number]
+        found[number] = grad if earlier is None else earlier + grad
+
+
+class SavedTensors:
+    """Tensors that a step saved, and their version counts at that time."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.versions = versions(*tensors)
+
+    def taken(self, keep: bool) -> list[torch.Tensor]:
+        """The tensors; without ``keep`` they are let go here. SavedTensorError if one was written since."""
+        tensors = self.tensors
+        check_unwritten(tensors, self.versions)
+        if keep:
+            return [*tensors]
+        self.tensors = []
+        return tensors
+
+
+def check_unwritten(tensors: Sequence[torch.Tensor], before: Sequence[int]) -> None:
+    """SavedTensorError unless the version counts of ``tensors`` are those of ``before``."""
+    if tensors and versions(*tensors) != before:
+        where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
+        cure, got = "change parameters after the backward pass", "one changed in place since"
+        raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))

@@ -1,0 +1,224 @@
+"""What a call in a graph of torch.compile keeps for its backward pass, and how tensors enter and leave the op that it is."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from opfuse.core.context import versions
+from opfuse.kernels.engine.variants import VECTOR
+from opfuse.recipes.counting import count_in, running_pass
+from opfuse.runtime.compile.backward_tape import BackwardTape, Copies, MaybeGradients, check_unwritten
+from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.dispatch import seen_by_autograd
+from opfuse.torch_private.tensors import share_memory
+
+
+class SavedCall(ctypes.c_int64 * 1):  # type: ignore[misc]
+    """What one call keeps for its backward pass, in an object that is also the memory of a one-element tensor, its token.
+
+    backward: from the gradients of the outputs to those of the arguments that want one; True if it will be asked again.
+    """
+
+    backward: Callable[[MaybeGradients, bool], MaybeGradients]
+
+
+_calls: weakref.WeakValueDictionary[int, SavedCall] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def saved_calls() -> int:
+    """How many calls of compiled pipelines keep something for a backward pass."""
+    return len(_calls)
+
+
+def token_of(held: SavedCall) -> torch.Tensor:
+    """The token of a call, int64 (1,). Its memory is ``held`` itself, which so lives as long as any tensor over that memory."""
+    held[0] = next(_numbers)
+    _calls[held[0]] = held
+    return torch.frombuffer(held, dtype=torch.int64)
+
+
+def saved_call_of(token: torch.Tensor) -> SavedCall | None:
+    """The call of a token; None for a copy of a token that is gone."""
+    return _calls.get(int(token))
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that an op saved, and its version count, which autograd does not check under hooks."""
+
+    tensor: torch.Tensor
+    writes: list[int]
+
+    def unpacked(self) -> torch.Tensor:
+        """The tensor, for autograd's hook. SavedTensorError if it was written since."""
+        check_unwritten([self.tensor], self.writes)
+        return self.tensor
+
+
+class SavedTensorPacker:
+    """Keeps what a call saves; of tensors that share memory with ``given``, a copy."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self.kept: list[torch.Tensor] = []
+        self._copies = Copies(given)
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        """Keep a tensor, as autograd's hook."""
+        own = self._copies.own(tensor)
+        self.kept.append(own)
+        return SavedTensor(own, versions(own))
+
+
+def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    """Whether ``tensor`` shares a byte with one of ``others``."""
+    for other in others:
+        if share_memory(tensor, other):
+            (start, end), (other_start, other_end) = _extent(tensor), _extent(other)
+            if start < other_end and other_start < end:
+                return True
+    return False
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte of a tensor, and the one behind its last byte."""
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
+
+
+def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``results``, copied where they share bytes with ``others`` or with each other: a compiler may overwrite each of them.
+
+    Several may be parts of one block of memory, if each begins at an address from which kernels of a compiler can load vectors.
+    """
+    taken, made = [*others], list[torch.Tensor]()
+    for result in results:
+        whole = result.detach().contiguous()
+        if whole.data_ptr() % VECTOR or _overlaps(whole, taken):
+            whole = whole.clone()
+        taken.append(whole)
+        made.append(whole)
+    return made
+
+
+# -- a call inside of the op ---------------------------------------------------------------------------------------------------
+
+
+class CallInside:
+    """One call inside of the op. Its pipeline chooses what records it for the backward pass: a tape, or autograd.
+
+    given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. trains: whether
+    any is. held: what the call keeps.
+    """
+
+    def __init__(self, given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
+        self.given, self.parameters, self.wanted = given, parameters, wanted
+        self.trains = any(wanted)
+        self.held = SavedCall()
+        self._ledger: BackwardTape | None = None
+        self._keeper = SavedTensorPacker(given)
+
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        """The tensors that are saved for the backward pass."""
+        return self._keeper.kept if self._ledger is None else self._ledger.kept
+
+    def close(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The call is over; ``outputs`` are its results."""
+        if self._ledger is not None:
+            self._ledger.close(outputs)
+
+    def noted(self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs of ``run(inputs, tape)``, which notes every step that gradients pass in the tape."""
+        entries = [each.detach().resolve_neg() for each in self.given]
+        for entry, want in zip(entries, self.wanted):
+            if want:
+                entry.requires_grad_()
+        tape = self._ledger = BackwardTape([*entries, *self.parameters], self.given)
+        places = [i for i, want in enumerate(self.wanted) if want]
+
+        def backward(grads: MaybeGradients, keep: bool) -> MaybeGradients:
+            found = tape.gradients(grads, keep=keep)
+            return [found[i] for i in places]
+
+        self.held.backward = backward
+        return _listed(run(entries, tape))
+
+    def recorded(self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs of ``run(inputs, instead)``, recorded by autograd. instead: stand-ins for parameters, by their ``id()``."""
+        pack, count = self._keeper.pack, len(self.given)
+        with seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
+            root = torch.empty((), requires_grad=self.trains)
+            arguments = [*self.given, *self.parameters]
+            entries = [_enter(root, each) if want else each.detach() for each, want in zip(arguments, self.wanted)]
+            instead: dict[int, torch.Tensor] = {}
+            for parameter, entry in zip(self.parameters, entries[count:]):
+                instead.setdefault(id(parameter), entry)
+            outputs = _listed(run(entries[:count], instead))
+            ends = [_leave(output) if output.requires_grad else None for output in outputs]
+            begins = [get_gradient_edge(entry) for entry, want in zip(entries, self.wanted) if want]
+        self.held.backward = partial(_by_autograd, ends, begins)
+        return outputs
+
+
+def _listed(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _by_autograd(
+    ends: Sequence[torch.Tensor | None], begins: Sequence[GradientEdge], grads: MaybeGradients, keep: bool
+) -> MaybeGradients:
+    pairs = [(end, grad) for end, grad in zip(ends, grads) if end is not None and grad is not None]
+    if not pairs:
+        return [None] * len(begins)
+    found, given = zip(*pairs)
+    outer = running_pass()
+    for end in found:
+        end.grad_fn.outer = outer
+    return torch.autograd.grad(found, begins, given, retain_graph=keep, allow_unused=True)
+
+
+class _ArgumentNode(torch.autograd.Function):
+    """An argument in the autograd graph inside of the op: the gradient of its node is that of the argument. It saves nothing.
+
+    A parameter that lives quantized gets a stand-in with the memory of one element; ops read the parameter itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, QuantizedTensor):
+            return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise RuntimeError("no gradient goes beyond the arguments of a compiled pipeline")
+
+
+class _ResultNode(torch.autograd.Function):
+    """A tensor that looks like an output and has the memory of one element, at which a backward pass inside of the op begins.
+
+    torch 2.11 begins none at the edge of a Function's node. outer: the backward pass around, for delayed scales.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.outer = None
+        return output.new_empty(()).expand(output.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        count_in(ctx.outer)
+        return grads[0]
+
+
+_enter: Callable[..., torch.Tensor] = _ArgumentNode.apply
+_leave: Callable[..., torch.Tensor] = _ResultNode.apply

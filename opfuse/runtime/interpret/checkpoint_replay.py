@@ -1,0 +1,172 @@
+"""Calls of pipelines that a checkpoint repeats in the backward pass, in the context of their first run.
+
+A checkpoint is recognised by what it leaves on Python's stack while it runs its function: ``torch.utils.checkpoint`` in its
+non-reentrant kind, or any ``autograd.Function`` whose forward calls pipelines, as reentrant checkpoints are. The first run
+records the context of every call (recipe, region, rules, ``on_miss``). The recomputation finds the record by the same object, the
+frame of the checkpoint or the ``ctx`` of the function, and makes each call in its recorded context; the ambient one is ignored.
+
+A checkpoint within a checkpoint is repeated by the outer one, and then by itself: they share one record, and each knows where its
+own calls begin. A reentrant one runs a backward pass inside of that around it: delayed scales of gradients are updated after the
+outermost. The stack is searched only where a checkpoint may be: in a backward pass, under hooks of saved tensors and in the
+forward of an ``autograd.Function``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from opfuse.errors import UnsupportedError, describe
+from opfuse.events import FIRST_RUN, silenced
+from opfuse.recipes import note_use
+from opfuse.recipes.counting import PassAround, count_in, running_pass
+from opfuse.recipes.passes import Pass, current_pass, in_compiled_autograd, running
+from opfuse.torch_private.autograd import backward_pass, outside_function, saving_hooks
+from opfuse.torch_private.checkpoints import FoundCheckpoint, checkpoints, in_compiled_backward, waiting_stacks
+
+
+class CalledPipeline(Protocol):
+    """A pipeline, or a converted module. structure: a digest of its ops. ops: the ops themselves."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def structure(self) -> str: ...
+
+    @property
+    def ops(self) -> Sequence[object]: ...
+
+
+class _FirstCall(NamedTuple):
+    """One call of a first run."""
+
+    pipeline: CalledPipeline
+    context: Context
+
+
+class _CheckpointRecord:
+    """The calls of an outermost checkpoint, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[_FirstCall] = []
+
+
+class _PartOfCall:
+    """The calls of one checkpoint: those of a record from ``start`` on. reached: the next call to repeat, by backward pass.
+
+    outer: the backward pass in which the checkpoint was made, by the recomputation of one around it; None if in none.
+    """
+
+    def __init__(self, record: _CheckpointRecord, start: int, outer: PassAround = None) -> None:
+        self.record = record
+        self.start = start
+        self.outer = outer
+        self.reached: dict[Any, int] = {}
+
+
+Runs = Callable[..., Any]
+
+
+def repeated(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
+    """A function that makes this call of ``pipeline`` if a checkpoint will repeat it or repeats it now; None otherwise."""
+    if backward_pass() < 0 and saving_hooks(False) is None and (outside_function() or torch.is_inference_mode_enabled()):
+        return None
+    if current_pass() is not None:  # called by an op of a call that was found
+        return None
+    return _search(pipeline)
+
+
+def _search(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
+    first: list[FoundCheckpoint] = []  # innermost first
+    part: _PartOfCall | None = None
+    for found in checkpoints():
+        if found.again is None:
+            first.append(found)
+        elif (part := getattr(found.owner, _NAME, None)) is not None:
+            at = part.reached.get(found.again, part.start)
+            calls = part.record.calls
+            if at < len(calls) and _same(pipeline, calls[at].pipeline, strict=found.strict):
+                part.reached[found.again] = at + 1
+                count_in(part.outer)
+                _join(first, part.record, at, running_pass() if first and not in_compiled_autograd() else None)
+                note_use()  # in the region that the function has entered again, if it has
+                return lambda run: calls[at].context.copy().run(_again, run)
+            if found.strict:
+                raise _changed(pipeline, calls[at].pipeline if at < len(calls) else None)
+            part = None
+    if not first:
+        return None
+    outermost = getattr(first[-1].owner, _NAME, None)
+    record = _CheckpointRecord() if outermost is None else outermost.record
+    _join(first, record, len(record.calls))
+    record.calls.append(_FirstCall(pipeline, copy_context()))
+    kind = Pass.TRAINED if any(found.trains for found in first) else Pass.FIRST
+    return lambda run: _under(kind, run)
+
+
+def check_once(label: str) -> None:
+    """UnsupportedError for a backward pass inside the function of a checkpoint, which would count its amaxes twice.
+
+    For plans whose gradients have delayed scales. Checked once in each pass, and only where a checkpoint may be: a pass has, on
+    every thread, the hooks and the mode of the code that called it.
+    """
+    task = backward_pass()
+    if task == _CHECKED[0] or (task >= 0 and saving_hooks(True) is None and outside_function()):
+        return
+    stacks = waiting_stacks()
+    if any(found.again is None and found.strict for frame in stacks for found in checkpoints(frame, beyond=True)):
+        wanted, got = "a backward pass that runs once", "one inside the function of a checkpoint, under delayed scaling"
+        cure = "run it outside of the checkpoint, or under a recipe that keeps no state"
+        raise UnsupportedError(describe(f"backward of {label}", wanted=wanted, got=got, cure=cure))
+    _CHECKED[0] = task
+
+
+_CHECKED: list[int | None] = [None]
+"""The backward pass that was checked last."""
+
+
+def _join(first: list[FoundCheckpoint], record: _CheckpointRecord, at: int, outer: PassAround = None) -> None:
+    """Give ``record``, from call ``at`` on, to the checkpoints that run for the first time."""
+    for found in first:
+        if getattr(found.owner, _NAME, None) is None:
+            setattr(found.owner, _NAME, _PartOfCall(record, at, outer))
+
+
+_NAME = "_opfuse_calls"
+"""The attribute of a checkpoint, or of the ``ctx`` of a function, that holds its part of a record."""
+
+
+def _same(one: CalledPipeline, other: CalledPipeline, *, strict: bool) -> bool:
+    """Whether one call repeats another. Strictly by structure: a function may slice a pipeline, or make its ops, at each run."""
+    if strict:
+        return one.structure == other.structure
+    return len(one.ops) == len(other.ops) and all(a is b for a, b in zip(one.ops, other.ops))
+
+
+def _under(kind: Pass, run: Runs) -> Any:
+    with running(kind):
+        return run()
+
+
+def _again(run: Runs) -> Any:
+    with silenced(*FIRST_RUN):
+        return _under(Pass.RECOMPUTE, run)
+
+
+def _changed(pipeline: CalledPipeline, wanted: CalledPipeline | None) -> UnsupportedError:
+    label = "no further call" if wanted is None else f"a call of {wanted.label}"
+    cure = "checkpoint a function that calls the same pipelines whenever it runs"
+    return UnsupportedError(describe("recomputation by a checkpoint", wanted=label, got=f"a call of {pipeline.label}", cure=cure))
+
+
+def check_recomputed_in_graph(label: str) -> None:
+    """UnsupportedError where compiled code runs a call again in its backward pass: its recipe and its scales are gone."""
+    if backward_pass() >= 0 and in_compiled_backward():
+        where, wanted = f"{label} in a graph of torch.compile", "a call that runs once"
+        got = "a checkpoint inside of what is compiled, which would run it again under another recipe"
+        cure = "checkpoint the compiled function, or compile without fullgraph what is inside of the checkpoint"
+        raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))

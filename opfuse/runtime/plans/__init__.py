@@ -1,0 +1,1 @@
+"""Plans by key: what a key holds, why a call missed, what a process planned."""

@@ -1,0 +1,51 @@
+"""Counts of the plans and programs that pipelines keep for later calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from opfuse.compiler.plan import Plan, PlanKey
+from opfuse.keys import Cache
+from opfuse.runtime.replay.host_bytes import bytes_of
+
+
+class CacheInfo(NamedTuple):
+    """Plans alive, calls that found one, calls that did not, and why the last one did not.
+
+    programs: recordings alive. block_bytes: the most device memory that a call of one has for small tensors; none is held between
+    calls. host_bytes: what recordings, their code, parameters and looks take of the host's memory; counting takes some
+    milliseconds for each recording. A pipeline keeps at most 64 plans, a segment of a plan programs for 32
+    looks of its inputs, and each of these programs for 8 looks of gradients; the least recently used, or made, is dropped.
+    dropped: recordings that were dropped since those of the process took more of the host's memory than ``OPFUSE_PROGRAM_BYTES``
+    allows, the least recently used first; where it grows with every step, allow more, or call with fewer shapes.
+    """
+
+    plans: int
+    hits: int
+    misses: int
+    last_miss: str | None
+    programs: int = 0
+    block_bytes: int = 0
+    host_bytes: int = 0
+    dropped: int = 0
+
+
+def info_of(caches: Iterable[Cache[PlanKey, Plan]], last_miss: str | None) -> CacheInfo:
+    """The counts of several pipelines together."""
+    caches = list(caches)
+    plans = [plan for each in caches for _, plan in each.items()]
+    known = [each for plan in plans for each in list(plan.programs.values())]
+    recorded = [what for each in known for _, what in each.recorded()]
+    programs = [program for each in recorded for program in each.programs()]
+    return CacheInfo(
+        sum(map(len, caches)),
+        sum(each.hits for each in caches),
+        sum(each.misses for each in caches),
+        last_miss,
+        len(programs),
+        max((program.block_bytes for program in programs), default=0),
+        bytes_of([*(plan.programs for plan in plans), *(program.constants for program in programs)])
+        + sum(program.frame_bytes for program in programs),
+        sum(each.dropped for each in (*known, *(behind for what in recorded for behind in what.behind))),
+    )

@@ -1,0 +1,65 @@
+"""The memory that one call of a program writes: parameters of its launches, and descriptors of its products."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from itertools import accumulate as running_sums
+from typing import NamedTuple
+
+from opfuse.runtime.replay.cublaslt import Product, ProductForm
+from opfuse.runtime.replay.instructions import WORD
+
+
+class Reader(NamedTuple):
+    """Where an address is read: which launch or product, which word or operand there, and how many bytes after the address."""
+
+    step: int
+    place: int
+    offset: int
+
+
+class Readers(NamedTuple):
+    """All readers of one address."""
+
+    launches: list[Reader]
+    products: list[Reader]
+
+
+class Frame:
+    """Belongs to one call at a time. It remembers addresses, so one that has not changed costs a comparison.
+
+    arguments: for each launch, the address that the driver takes. at: by base, the address that was last written.
+    """
+
+    def __init__(self, parameters: Sequence[bytes], forms: Sequence[ProductForm], readers: Mapping[int, Readers]) -> None:
+        """parameters: of the launches, as they are packed. readers: by base, a number that the program gives to an address."""
+        self.products = [Product(form) for form in forms]
+        sizes = [-(-len(parameter) // WORD) * WORD for parameter in parameters]
+        starts = [*running_sums(sizes, initial=0)]
+        packed = b"".join(parameter.ljust(size, b"\0") for parameter, size in zip(parameters, sizes))
+        self._buffer = ctypes.create_string_buffer(packed, len(packed) or 1)
+        address = ctypes.addressof(self._buffer)
+        self._pointers = [(ctypes.c_void_p * 1)(address + start) for start in starts]
+        self.arguments = [ctypes.addressof(pointer) for pointer in self._pointers]
+        self.words = memoryview(self._buffer).cast("B")[: starts[-1]].cast("Q")
+        self.at = [0] * len(readers)
+        all_readers = [readers[base] for base in range(len(readers))]
+        self._holes = [[(starts[step] // WORD + word, offset) for step, word, offset in each.launches] for each in all_readers]
+        self._operands = [
+            [(self.products[step].addresses, at, offset) for step, at, offset in each.products] for each in all_readers
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.words.nbytes
+
+    def move(self, base: int, address: int) -> None:
+        """Write the address of ``base`` everywhere it is read."""
+        self.at[base] = address
+        words = self.words
+        for word, offset in self._holes[base]:
+            words[word] = address + offset
+        for addresses, operand, offset in self._operands[base]:
+            addresses[operand] = address + offset

@@ -1,0 +1,314 @@
+"""A recording as a program, which fills in addresses and launches, without branches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+
+from opfuse.kernels.engine import launch as launching
+from opfuse.runtime.replay.batch_launches import joined_launches
+from opfuse.runtime.replay.codegen import MAKES_ROOM, SLAB, Line
+from opfuse.runtime.replay.cublaslt import OPERANDS, Product, ProductForm, library
+from opfuse.runtime.replay.host_bytes import bytes_of
+from opfuse.runtime.replay.instructions import CallStep, Joining, LaunchStep, OpStep, ProductStep, Step, TensorOffset
+from opfuse.runtime.replay.launch_args import Frame, Reader, Readers
+from opfuse.runtime.replay.memory_plan import first_free, numbers_of, shared_rooms, slab_of, with_rooms
+from opfuse.runtime.replay.recorder import Recorder
+from opfuse.torch_private.devices import raw_stream
+
+_aten: Any = torch.ops.aten
+
+SMALL = 1 << 20
+"""Bytes of the largest tensor in a program's slab, which is allocated from the first step to the last.
+
+Larger tensors are freed after their last reader (``rooms.py``). torch's allocator divides small from large blocks
+at the same size.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """The steps of a run. given, results: numbers of the tensors that come in and go out. device: where launches run.
+
+    sizes: bytes of the memory of small tensors on that device, by number. parameters: of those that come in.
+    """
+
+    steps: tuple[Step, ...]
+    given: tuple[int, ...]
+    results: tuple[int, ...]
+    device: int | None
+    sizes: Mapping[int, int]
+    parameters: frozenset[int]
+
+    @classmethod
+    def of(cls, recorder: Recorder, results: Sequence[int]) -> Recording:
+        """The recorded steps without those that nobody needs, with launches joined, and products by cuBLASLt where possible."""
+        told = _without_same_views(recorder, _joined(recorder.steps), results)
+        steps = _needed([each for step in told for each in _by_address(recorder, step)], results)
+        steps = joined_launches(steps, recorder.homes)
+        device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
+        every = {i: size for i, t in enumerate(recorder.tensors) if (size := _size_on(t, device))}
+        sizes = {i: size for i, size in every.items() if size <= SMALL}
+        large = {i: size for i, size in every.items() if size > SMALL}
+        parameters = frozenset(i for i, t in enumerate(recorder.given) if isinstance(t, torch.nn.Parameter))
+        made = cls(tuple(steps), tuple(range(len(recorder.given))), tuple(results), device, sizes, parameters)
+        return replace(made, steps=tuple(shared_rooms(steps, MAKES_ROOM[0], large, made.lasting, results)))
+
+    @property
+    def lasting(self) -> set[int]:
+        """Numbers of tensors whose memory stays to the end: in a slab, of a parameter, which its module holds, or going out."""
+        return {*self.sizes, *self.parameters, *self.results}
+
+    def in_rooms(self, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Recording:
+        """The same with tensors that come in, or go out, in one of bytes for each of ``groups``, in the place of the first.
+
+        sizes: bytes of the tensors, of which kernels alone read the addresses.
+        """
+        rooms = dict(enumerate(groups, first_free((*numbers_of(self.steps), *self.given, *self.results))))
+        inside = {number: room for room, group in rooms.items() for number in group}
+
+        def moved(numbers: Sequence[int]) -> Iterator[int]:
+            left = set(rooms)
+            for number in numbers:
+                if number not in inside:
+                    yield number
+                elif inside[number] in left:
+                    left.remove(inside[number])
+                    yield inside[number]
+
+        steps = with_rooms(self.steps, rooms, sizes)
+        return replace(self, steps=tuple(steps), given=tuple(moved(self.given)), results=tuple(moved(self.results)))
+
+    @cached_property
+    def read_as_tensors(self) -> frozenset[int]:
+        """Numbers of the tensors of which torch reads more than the address."""
+        return frozenset(number for step in self.steps if isinstance(step, (OpStep, CallStep)) for number in step.reads())
+
+    @cached_property
+    def seen_as_tensors(self) -> frozenset[int]:
+        """These, and what goes out, which the caller gets as tensors."""
+        return self.read_as_tensors.union(self.results)
+
+
+class Program:
+    """Runs a recording again, for tensors that look like those of the recorded run.
+
+    Small tensors that only kernels read lie in one slab; others are tensors of their own: large ones, those that torch reads, and
+    results. Threads may run a program at the same time: each call has a frame of its own. Nothing that a call allocates is held
+    between calls.
+
+    recording: what it was made of, until :meth:`settle`. launches, products: its steps of these kinds, in order. used: larger
+    than that of a program whose last call, or whose making, was earlier.
+    """
+
+    recording: Recording | None
+    used: int
+    _held: int | None
+
+    def __init__(self, recorder: Recorder, results: Sequence[int]) -> None:
+        """results: the numbers of the tensors that a call returns."""
+        self._make(Recording.of(recorder, results))
+
+    @classmethod
+    def of(cls, recording: Recording) -> Program:
+        """The program of a recording."""
+        program = cls.__new__(cls)
+        program._make(recording)
+        return program
+
+    def settle(self) -> None:
+        """Let go of the recording, of which nothing else will be made: most of what a program takes on the host."""
+        self.recording, self._held = None, None
+
+    def _make(self, recording: Recording) -> None:
+        self.recording, self.used = recording, next(_USES)
+        self._held = None
+        self.launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
+        self.products = [step for step in recording.steps if isinstance(step, ProductStep)]
+        self._device = recording.device
+        workspace = max((step.workspace for step in self.products), default=0)
+        empty, zeros = MAKES_ROOM
+        zeroed = slab_of(recording.steps, recording.sizes, zeros, recording.results, reuses=False)
+        slab = slab_of(recording.steps, recording.sizes, empty, recording.results, reserved=zeroed.size + workspace)
+        self.slab = slab._replace(offsets={**zeroed.offsets, **slab.offsets})
+        places = {SLAB: 0, **self.slab.offsets}
+        bases: dict[int, int] = {}
+        self._readers = self._read(bases, places, workspace=zeroed.size)
+        line = Line(None if self._device is None else torch.device("cuda", self._device), bases)
+        self.code, self._run = line.write(
+            recording.steps,
+            recording.given,
+            recording.results,
+            inside=places.keys(),
+            slab=self.slab.size,
+            zeroed=zeroed.size,
+        )
+        self._frames = [self._new_frame()]
+
+    def _read(self, bases: dict[int, int], places: Mapping[int, int], *, workspace: int) -> dict[int, Readers]:
+        """The readers of each address, by base. Bases are numbered here: tensors, and the slab for those in it, by ``places``."""
+        readers: dict[int, Readers] = {}
+
+        def base_of(place: TensorOffset) -> tuple[int, int]:
+            base = bases.setdefault(SLAB if place.number in places else place.number, len(bases))
+            readers.setdefault(base, Readers([], []))
+            return base, places.get(place.number, 0) + place.offset
+
+        for index, launch in enumerate(self.launches):
+            for slot in launch.slots:
+                base, offset = base_of(slot.place)
+                readers[base].launches.append(Reader(index, slot.word, offset))
+        for index, product in enumerate(self.products):
+            operands = {**product.places, "workspace": TensorOffset(SLAB, workspace)}
+            for at, operand in enumerate(OPERANDS):
+                base, offset = base_of(operands[operand])
+                readers[base].products.append(Reader(index, at, offset))
+        return readers
+
+    def _new_frame(self) -> Frame:
+        return Frame([step.parameter for step in self.launches], [step.form for step in self.products], self._readers)
+
+    @property
+    def text(self) -> str:
+        """The function that runs it, as Python."""
+        return self.code.text
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the slab."""
+        return self.slab.size
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of the host's memory that it takes beside its code, which equal layers share."""
+        if self._held is None:
+            self._held = bytes_of([self, self.constants], without=[self.code]) + self.frame_bytes
+        return self._held
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the parameters that it holds between calls, in memory that is no object of Python's."""
+        return sum(frame.nbytes for frame in self._frames)
+
+    @property
+    def constants(self) -> Mapping[str, object]:
+        """The values of names in the text."""
+        return self._run.__globals__
+
+    def __call__(self, given: list[torch.Tensor]) -> list[Any]:
+        """The results. given: the inputs, in the order of the recording; the list is emptied.
+
+        An input that nobody else holds is freed after its last reader.
+        """
+        device = self._device
+        if device is not None and not launching.is_current(device):
+            with launching.on_device(device):
+                return self(given)
+        self.used = next(_USES)
+        try:
+            frame = self._frames.pop()
+        except IndexError:  # other calls have them all
+            frame = self._new_frame()
+        results = self._run(given, frame, 0 if device is None else raw_stream(device))
+        self._frames.append(frame)
+        return results
+
+
+_USES = itertools.count()
+
+
+def host_bytes(programs: Iterable[Program]) -> int:
+    """Bytes of the host's memory that programs take together. Code that some share counts once."""
+    every = list({id(each): each for each in programs}.values())
+    return sum(each.own_bytes for each in every) + sum({id(each.code): each.code.nbytes for each in every}.values())
+
+
+def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:
+    """Bytes of a tensor's memory, if that is on the device."""
+    return tensor.untyped_storage().nbytes() if tensor.is_cuda and tensor.get_device() == device else None
+
+
+# -- what a program makes of a recording ----------------------------------------------------------------------------------------
+
+
+def _joined(steps: Sequence[Step]) -> list[Step]:
+    """``steps`` with one call in place of all calls that can be made together, of which there may be one."""
+    calls = [step for step in steps if isinstance(step, CallStep)]
+    functions = [step.function for step in calls]
+    found = [(call, each) for call, each in zip(calls, functions) if isinstance(each, Joining)]
+    if not found:
+        return list(steps)
+    (first, function), *others = found
+    joined = CallStep(
+        cast(Joining, function).together([each for _, each in others]), tuple(i for call, _ in found for i in call.results)
+    )
+    gone = {id(call) for call, _ in others}
+    return [joined if step is first else step for step in steps if id(step) not in gone]
+
+
+def _without_same_views(recorder: Recorder, steps: Sequence[Step], results: Sequence[int]) -> Iterator[Step]:
+    """``steps`` without views that are the same as their tensor, except results, which must not be the tensor itself."""
+    same, out = dict[int, int](), {*results}
+    for step in steps:
+        if not isinstance(step, OpStep):
+            yield step
+            continue
+        step = step.renamed(same)
+        number = step.results[0] if step.op.is_view and step.single else None
+        if number is None or number in out or not recorder.are_same(number, source := next(step.reads())):
+            yield step
+        else:
+            same[number] = source
+
+
+def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
+    """``steps`` without pure ops whose results nobody reads, such as views of which only the address was read."""
+    read, kept = set(results), []
+    for step in reversed(steps):
+        if isinstance(step, OpStep) and step.is_pure and read.isdisjoint(step.results):
+            continue
+        read.update(step.reads())
+        kept.append(step)
+    return kept[::-1]
+
+
+def _by_address(recorder: Recorder, step: Step) -> list[Step]:
+    """``step``; a product that torch gives to cuBLASLt becomes one by addresses, after an op that allocates its result."""
+    if not isinstance(step, OpStep) or step.op not in _SCALED_MM or library() is None:
+        return [step]
+    given, out = step.by_name(), step.results[0]
+    left, right = given["self"].number, given["mat2"].number
+    a, b, c = (recorder.tensors[number] for number in (left, right, out))
+    if not a.is_cuda or given["bias"] is not None or not (a.is_contiguous() and b.t().is_contiguous() and c.is_contiguous()):
+        return [step]
+    (left_scaling, *_), (right_scaling, *_) = given["recipe_a"], given["recipe_b"]
+    form = ProductForm(
+        rows=len(a),
+        columns=b.shape[1],
+        length=b.shape[0],
+        left=a.dtype,
+        right=b.dtype,
+        out=c.dtype,
+        left_scaling=left_scaling,
+        right_scaling=right_scaling,
+        fast=bool(given["use_fast_accum"]),
+        device=a.get_device(),
+    )
+    tried = Product(form)
+    if not tried.found:
+        return [step]
+    (left_scale, *_), (right_scale, *_) = given["scale_a"], given["scale_b"]
+    numbers = {"left": left, "right": right, "left_scale": left_scale.number, "right_scale": right_scale.number, "out": out}
+    product = ProductStep(form, {name: recorder.place(number) for name, number in numbers.items()}, tried.workspace)
+    if step.op is _aten._scaled_mm_v2.out:
+        return [product]
+    room = {"dtype": c.dtype, "device": c.device}
+    return [OpStep(_aten.empty.memory_format, (list(c.shape),), room, step.results, single=True), product]
+
+
+_SCALED_MM = (_aten._scaled_mm_v2.default, _aten._scaled_mm_v2.out)

@@ -1,0 +1,257 @@
+"""What runs again and again, by key: interpreted when a key is new, recorded when it comes again, repeated from then on.
+
+A key says all that a run depends on. Forward passes, the backward passes behind them, stretches of passes between code of the
+user's own and casts beside such code are repeated so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from opfuse.compiler.plan import Plan
+from opfuse.core.context import Value
+from opfuse.environment import number
+from opfuse.runtime.replay.program import Program, host_bytes
+from opfuse.runtime.replay.recorder import Recorder, Unrecordable
+from opfuse.tensors.capture import is_capturing
+from opfuse.tensors.storage import QuantizedStorage
+
+_log = logging.getLogger("opfuse.programs")
+
+INTERPRETED_FIRST = True
+"""Whether a key is interpreted when it first comes, and recorded when it comes again, since some never do."""
+
+LOOKS, BACKWARD_LOOKS = 32, 8
+"""How many keys a pass keeps programs for, and how many a backward pass behind each; the oldest goes first."""
+
+SEEN, REFUSED = "seen", "refused"
+
+
+class Ran(NamedTuple):
+    """What a run leaves.
+
+    values: what it returns; None where it returns nothing. rest: what it returns beside, which follows from the key, and is that
+    of the recorded run in a repeated one. behind: recordings of what follows, as of backward passes. packs: whether its last
+    values may yet be made in blocks, for which its program keeps its recording.
+    """
+
+    values: Sequence[Value | None]
+    rest: Any = None
+    behind: Sequence[Replayable] = ()
+    packs: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A recorded run. structures: of its values; None if all are tensors. rest, behind: as of :class:`Ran`."""
+
+    program: Program
+    structures: Structures | None = None
+    rest: Any = None
+    behind: Sequence[Replayable] = ()
+
+    def programs(self) -> Iterator[Program]:
+        """All that are kept for this key."""
+        yield self.program
+        yield from (program for each in self.behind for _, recorded in each.recorded() for program in recorded.programs())
+
+    def repeat(self, device: str, given: list[torch.Tensor]) -> Sequence[Value | None]:
+        """The values for other tensors, without torch.autocast: that has acted on the ops when they were recorded."""
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                results = self.program(given)
+        else:
+            results = self.program(given)
+        return results if self.structures is None else values_of(self.structures, results)
+
+
+class Replayable(dict[Any, Any]):
+    """What is known of each key: SEEN once, REFUSED by the recorder, or what was recorded. At most ``limit`` keys.
+
+    The programs of a process take at most ``OPFUSE_PROGRAM_BYTES`` of the host's memory. To make room, those that were used least
+    recently go, but for the one that needs the room; a key whose program is gone is a new one. dropped: how many went so.
+
+    Threads may share one. No OrderedDict: parts of a key are hashed and compared by Python, in the midst of which another thread
+    may run, and an OrderedDict that is written meanwhile loses its order.
+
+    device: on which programs run. where: what is recorded, for the log.
+    """
+
+    def __init__(self, device: str = "", where: str = "", limit: int = LOOKS) -> None:
+        super().__init__()
+        self.device, self.where, self.limit = device, where, limit
+        self.dropped = 0
+        _ALL[id(self)] = self
+
+    @classmethod
+    def of(cls, plan: Plan, key: Any, nodes: range, limit: int = LOOKS) -> Replayable:
+        """That of a part of a plan, which has it under ``key``. nodes: those of the part."""
+        found: Replayable | None = plan.programs.get(key)
+        if found is None:
+            found = plan.programs.setdefault(key, cls(plan.key.env.device, f"{plan.name}, nodes {nodes}", limit))
+        return found
+
+    def __call__(
+        self,
+        key: Any,
+        given: list[torch.Tensor],
+        interpret: Callable[[Recorder | None], Ran],
+        let_go: Callable[[], None] | None = None,
+    ) -> tuple[Any, Any]:
+        """The values of a run and what it returns beside them.
+
+        key: None if no program may run. given: the tensors that come in; the list is emptied.
+        interpret: runs without a program, and gets a recorder where the run is recorded. let_go: called before a program runs,
+        which then alone holds what comes in, and lets each tensor go when it is read.
+        """
+        found = self.get(key)
+        if isinstance(found, Recorded):
+            if let_go is not None:
+                let_go()
+            return found.repeat(self.device, given), found.rest
+        # A program may want kernels that no call has launched: a capture loads none.
+        if key is None or found is REFUSED or is_capturing() or self._is_new(key):
+            given.clear()
+            ran = interpret(None)
+        else:
+            recorder = Recorder(given)
+            with recorder.recording():
+                ran = interpret(recorder)
+            self.note(key, self._recorded(recorder, ran))
+            given.clear()
+        return ran.values, ran.rest
+
+    def _recorded(self, recorder: Recorder, ran: Ran) -> Recorded | str:
+        """The program of a recorded run; REFUSED, and a line of the log, if the run cannot be repeated."""
+        structures, results = structures_of(ran.values)
+        refusal = recorder.refusal
+        try:
+            if not refusal:
+                program = Program(recorder, [recorder.number(tensor) for tensor in results])
+                if not ran.packs or not (program.launches or program.products):
+                    program.settle()
+                return Recorded(program, structures, ran.rest, ran.behind)
+        except Unrecordable as reason:
+            refusal = str(reason)
+        _log.info("%s: interpreted at every call, since %s", self.where, refusal)
+        return REFUSED
+
+    def _is_new(self, key: Any) -> bool:
+        """Whether this is the first call with a key; notes that it came."""
+        if not INTERPRETED_FIRST or key in self:
+            return False
+        self.note(key, SEEN)
+        return True
+
+    def note(self, key: Any, what: Any) -> None:
+        """Enter ``what`` for a key, and forget the oldest entry if there are too many."""
+        self.pop(key, None)  # so that it is entered as the latest
+        self[key] = what
+        for oldest in [*self][: max(len(self) - self.limit, 0)]:
+            self.pop(oldest, None)
+        if isinstance(what, Recorded):
+            _make_room(what)
+
+    def recorded(self) -> list[tuple[Any, Recorded]]:
+        """The keys of which there are programs."""
+        return [(key, what) for key, what in list(self.items()) if isinstance(what, Recorded)]
+
+
+# -- values as tensors ---------------------------------------------------------------------------------------------------------
+
+TENSOR = "tensor"
+Structures = Sequence[QuantizedStorage | str | None]
+"""For each value its record of planes, over empty tensors; TENSOR for a plain one; None for none."""
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+def structures_of(values: Sequence[Value | None]) -> tuple[Structures | None, list[torch.Tensor]]:
+    """The structures of values but for plain tensors at their end, None if that leaves none; and the tensors they are made of."""
+    structures: list[QuantizedStorage | str | None] = []
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, QuantizedStorage):
+            parts = value.tensors()
+            structures.append(value.with_tensors([_NOTHING] * len(parts)))
+            tensors += parts
+        elif value is None:
+            structures.append(None)
+        else:
+            structures.append(TENSOR)
+            tensors.append(value)
+    while structures and structures[-1] is TENSOR:
+        structures.pop()
+    return tuple(structures) or None, tensors
+
+
+def values_of(structures: Structures, tensors: Sequence[torch.Tensor]) -> list[Value | None]:
+    """The values with these structures over other tensors; those that are left over come behind them."""
+    left = iter(tensors)
+    values: list[Value | None] = []
+    for structure in structures:
+        if structure is TENSOR:
+            values.append(next(left))
+        elif isinstance(structure, QuantizedStorage):
+            values.append(structure.with_tensors([next(left) for _ in structure.tensors()]))
+        else:
+            values.append(None)
+    return [*values, *left]
+
+
+# -- how much of the host's memory ---------------------------------------------------------------------------------------------
+
+_ALL: WeakValueDictionary[int, Replayable] = WeakValueDictionary()
+
+
+@dataclass
+class _Spare:
+    """Bytes that programs may yet take under a bound before all of them are counted again, which takes as long as there are many.
+
+    What goes by itself is not added, so it is never too much.
+    """
+
+    bound: int = 0
+    left: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def takes(self, size: int, bound: int) -> bool:
+        """Whether there are so many; they are taken."""
+        with self.lock:
+            fits = bound == self.bound and size <= self.left
+            self.left -= size * fits
+            return fits
+
+    def counted(self, total: int, bound: int) -> None:
+        """All programs take ``total`` bytes."""
+        with self.lock:
+            self.bound, self.left = bound, bound - total
+
+
+_spare = _Spare()
+
+
+def _make_room(new: Recorded) -> None:
+    """Drop what was used least recently until the programs of the process fit in their bound; never ``new``."""
+    most = number("OPFUSE_PROGRAM_BYTES")
+    if _spare.takes(host_bytes(new.programs()), most):
+        return
+    while True:
+        known = [each for ref in _ALL.valuerefs() if (each := ref()) is not None]
+        found = [(replayable, key, what) for replayable in known for key, what in replayable.recorded()]
+        total = host_bytes(program for _, _, what in found for program in what.programs())
+        old = [each for each in found if new.program not in each[2].programs()] if total > most else []
+        if not old:
+            _spare.counted(total, most)
+            return
+        replayable, key, _ = min(old, key=lambda each: max(program.used for program in each[2].programs()))
+        if replayable.pop(key, None) is not None:
+            replayable.dropped += 1
+            _log.info("dropped a program, the least recently used: all may take %d bytes (OPFUSE_PROGRAM_BYTES)", most)

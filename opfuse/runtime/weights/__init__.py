@@ -1,0 +1,1 @@
+"""Casts of weights that are kept from call to call."""

@@ -41,8 +41,8 @@ from opfuse.recipes import quantized_model_init as quantized_model_init
 from opfuse.recipes import support as support
 from opfuse.recipes import support_matrix as support_matrix
 from opfuse.recipes.autocast import autocast as autocast
-from opfuse.runtime.interpret.checkpoint import checkpoint as checkpoint
 from opfuse.runtime.graphs import graphed as graphed
+from opfuse.runtime.interpret.checkpoint import checkpoint as checkpoint
 from opfuse.runtime.kept import kept_weights as kept_weights
 from opfuse.runtime.misses import on_miss as on_miss
 from opfuse.runtime.offload import offloaded as offloaded

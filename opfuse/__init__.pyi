@@ -43,11 +43,11 @@ from opfuse.recipes import support_matrix as support_matrix
 from opfuse.recipes.autocast import autocast as autocast
 from opfuse.runtime.graphs import graphed as graphed
 from opfuse.runtime.interpret.checkpoint import checkpoint as checkpoint
-from opfuse.runtime.kept import kept_weights as kept_weights
-from opfuse.runtime.misses import on_miss as on_miss
 from opfuse.runtime.offload import offloaded as offloaded
-from opfuse.runtime.programs import interpreted as interpreted
-from opfuse.runtime.trace import dump as dump
+from opfuse.runtime.plans.misses import on_miss as on_miss
+from opfuse.runtime.plans.trace import dump as dump
+from opfuse.runtime.replay.dispatch import interpreted as interpreted
+from opfuse.runtime.weights.cast_cache import kept_weights as kept_weights
 from opfuse.tensors import QuantizedTensor as QuantizedTensor
 from opfuse.tensors.files import from_planes as from_planes
 from opfuse.tensors.files import to_planes as to_planes

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from opfuse.convert.converted import Converted, Proven
-from opfuse.convert.effects import BUILTINS, NotRecorded, check_effects
+from opfuse.convert.code import BUILTINS, NotRecorded, check_effects
+from opfuse.convert.converted import Converted
+from opfuse.convert.guards import Proven
 from opfuse.convert.leaves import GATED, UNGATED, leaf_of, obstacle
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.record import (
@@ -202,6 +203,7 @@ class Routed(Converted):
     """The forward of a module with experts."""
 
     experts: int
+    runs_alone = False
 
     def _is_proven(self, given: Sequence[Any]) -> bool:
         """Tokens (n, width) of the dtype of the matrices, an integer (n, k) of experts, and weights (n, k)."""

@@ -20,8 +20,8 @@ class KernelText:
     """CUDA text with a forward and a backward kernel, and how they are launched.
 
     forward, backward: names of ``extern "C" __global__`` functions. dtypes: the C type that the macro ``scalar_t`` stands for,
-    by the dtype that the op computes in. grid: ``"elements"``, a thread for each element; ``"rows"``, a block for each row. block:
-    threads of a block. options: further options of the compiler, such as ``-I``.
+    by the dtype that the op computes in. grid: ``"elements"``, a thread for each element; ``"rows"``, a block for each row.
+    block: threads of a block. options: further options of the compiler, such as ``-I``.
     """
 
     code: str

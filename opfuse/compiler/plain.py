@@ -70,19 +70,19 @@ def _why_read(grouping: Grouping, casts: Sequence[CastSpec]) -> str:
     return "weights have several formats" if apart else ""
 
 
-def remade(plan: Plan) -> Iterator[dict[str, Any]]:
+def rematerialized(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each operand that the backward pass makes anew: from what, and in which format (None: high precision)."""
     nodes = plan.graph.nodes
-    for reader, operands in plan.remade.items():
+    for reader, operands in plan.rematerialized.items():
         for each in operands:
             chain = [nodes[i].name for i in each.chain] or ["the parameter"]
             fmt = None if each.anew is None else str(each.anew.quantizer.formats[not each.anew.quantizer.rowwise])
             yield {"op": nodes[reader].name, "operand": each.role, "from": chain, "format": fmt}
 
 
-def meetings(plan: Plan) -> Iterator[dict[str, Any]]:
+def collective_casts(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each collective beside a cast: the operand, the format in which rows travel (None: high precision), and why that."""
-    for each in plan.graph.meetings:
+    for each in plan.graph.collective_casts:
         fmt = None if each.format is None else str(each.format)
         yield {"op": plan.ops[each.op], "product": plan.ops[each.product], "operand": each.role, "format": fmt, "why": each.why}
 
@@ -95,8 +95,8 @@ def pipeline(plan: Plan) -> dict[str, Any]:
         "before": list(plan.ops),
         "nodes": [node.name for node in plan.graph.nodes],
         "products": list(products(plan)),
-        "remade": list(remade(plan)),
-        "meetings": list(meetings(plan)),
+        "remade": list(rematerialized(plan)),
+        "meetings": list(collective_casts(plan)),
         "sizes_read": sizes_read(plan),
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
         "runs_at_every_call": stepped(plan),

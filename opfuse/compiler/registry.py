@@ -91,10 +91,12 @@ class RuleSet:
         return replace(self, level=0)
 
     def _parts(self) -> Mapping[str, Digest]:
-        def told(rule: Fusion | FusionFunction) -> Digest:
+        def rule_digest(rule: Fusion | FusionFunction) -> Digest:
             return Digest(digest(rule), lambda: key_fields(rule) or {}, REGISTERED)
 
-        return {rule.name: told(rule) for rule in self.rules} | {function.name: told(function) for function in self.functions}
+        return {rule.name: rule_digest(rule) for rule in self.rules} | {
+            function.name: rule_digest(function) for function in self.functions
+        }
 
     def of(self, direction: str) -> tuple[Fusion, ...]:
         """The rules of one direction, higher priority first, in order otherwise. The level is checked like a guard."""

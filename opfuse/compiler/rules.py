@@ -86,13 +86,13 @@ def _has_identity(want: Any) -> bool:
 
 
 class GuardWord(NamedTuple):
-    """A word of guards. passes: whether a value that was read passes, given the value wanted. told: how files and explanations
+    """A word of guards. passes: whether a value that was read passes, given the value wanted. text: how files and explanations
     write both. takes, wanted: which values can be wanted, and in words. end: which end of a range the value wanted is; a word
     with one needs values that have an order.
     """
 
     passes: Callable[[Any, Any], bool]
-    told: str
+    text: str
     takes: Callable[[Any], bool] = _has_identity
     wanted: str = "a value with an identity"
     end: Literal["lower", "upper"] | None = None
@@ -147,11 +147,11 @@ class Guard:
             raise FusionError(describe(where, wanted=word.wanted, got=repr(self.want), cure="pass a value that the test can use"))
 
     @property
-    def wants(self) -> str:
+    def wanted_text(self) -> str:
         """What it wants, in words."""
         if self.want is None and self.test == "is_not":
             return "a recipe" if self.reads == "env.recipe" else "a value"
-        return TESTS[self.test].told.format(self.want)
+        return TESTS[self.test].text.format(self.want)
 
     def ok(self, got: Any) -> bool:
         """Whether ``got`` passes. An absent value never does."""

@@ -24,7 +24,7 @@ from opfuse.fusions.declared import KINDS
 from opfuse.recipes import RECIPES
 from opfuse.recipes.settings import settings_of
 
-WORDS = {word.told.removesuffix(" {!r}"): test for test, word in TESTS.items() if test not in ("is", "one_of")}
+WORDS = {word.text.removesuffix(" {!r}"): test for test, word in TESTS.items() if test not in ("is", "one_of")}
 """Words before a value and the guard test each stands for; a value without a word is ``is``, a list ``one_of``."""
 
 _WORD = re.compile(f"({'|'.join(WORDS)}) +(.+)")

@@ -18,7 +18,7 @@ from opfuse.config.examples import examples
 from opfuse.config.expand import expand
 from opfuse.config.expect import PlannedCall, unmet
 from opfuse.config.findings import Finding, Loc, Span, refuse, shown, similar
-from opfuse.config.models import OwnFile, Text, Train, Watching
+from opfuse.config.models import Text, Train, UserFile, Watching
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.policies import Choices, is_policy, loads_policy
 from opfuse.config.report import report
@@ -119,7 +119,7 @@ def checked(data: str | bytes, path: str = "<text>") -> tuple[Finding, ...]:
     """What ``opfuse check`` finds in ``data``. ConfigError with all findings if it cannot be loaded."""
     config, root, document = _validated(data, path)
     call = PlannedCall(config.pipeline, config.rules, config.recipe, config.dtype, config.train.batch_size, config.columns)
-    if isinstance(root.data, OwnFile) and not (config.folder / root.data.path).is_file():
+    if isinstance(root.data, UserFile) and not (config.folder / root.data.path).is_file():
         help = "write the path from the folder of this file, or an absolute one"
         document.report(document.find(("data", "path")), "no-file", f"there is no file {shown(root.data.path)}", help)
     for name in () if root.data is not None else _waiting(document):

@@ -134,7 +134,7 @@ class InGraph:
         """A single pipeline notes its backward pass in a ledger; anything else is recorded by autograd."""
         pipeline = self.owner.pipeline(shared=bool(self.others))
         if current_recipe() is None or pipeline is None or pipeline.spare_of(call.given[0]):
-            return call.recorded(lambda given, instead: self._over(instead, partial(self._run, given)))
+            return call.recorded_by_autograd(lambda given, instead: self._over(instead, partial(self._run, given)))
         self._check()
 
         def alone(given: Sequence[torch.Tensor], ledger: BackwardTape) -> torch.Tensor:
@@ -142,7 +142,7 @@ class InGraph:
             result: torch.Tensor = self._over(ledger, partial(pipeline, x, arguments))
             return result
 
-        return call.noted(alone)
+        return call.recorded_on_tape(alone)
 
     def _over(self, instead: Mapping[int, torch.Tensor] | BackwardTape, run: Callable[[], Any]) -> Any:
         with taking(instead):

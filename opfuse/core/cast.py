@@ -217,7 +217,7 @@ class _Live:
         live = self._cast._live(self.state, self._device)
         found = live.scale, live.amax
         if current_pass() is None and live.scale is self.state.scale:
-            self.tensors, self.seen = found, self.state.look
+            self.tensors, self.seen = found, self.state.tensors_id
         return found
 
     def together(self, others: Sequence[_Live]) -> _LiveTogether:
@@ -235,17 +235,17 @@ class _LiveTogether:
             if each.use is not None:
                 uses.setdefault(each.count, {})[each.state] = each.use
         self._uses = tuple(uses.items())
-        self._note()
+        self._snapshot()
 
-    def _note(self) -> None:
+    def _snapshot(self) -> None:
         tensors = [tensor for each in self._casts for tensor in each.tensors]
         self._known = [each.seen for each in self._casts], tensors  # at once, for other threads
 
     def __call__(self) -> Sequence[torch.Tensor]:
         seen, known = self._known
-        if [state.look for state in self._states] != seen or current_pass() is not None:
+        if [state.tensors_id for state in self._states] != seen or current_pass() is not None:
             tensors = [tensor for each in self._casts for tensor in each()]
-            self._note()
+            self._snapshot()
             return tensors
         for count, uses in self._uses:
             count(uses)

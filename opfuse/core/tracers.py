@@ -126,7 +126,7 @@ class Enrolled(nn.Module):
     ticket: torch.Tensor
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        check_made_outside(cls.__name__)
+        check_constructed_outside(cls.__name__)
         made = super().__new__(cls)
         made.__dict__["ticket"] = enroll(made)
         return made
@@ -166,7 +166,7 @@ def check_partial(label: str) -> None:
         _refuse(label, "a graph break", "torch.compile(fullgraph=True)", "compile with fullgraph=False")
 
 
-def check_made_outside(label: str) -> None:
+def check_constructed_outside(label: str) -> None:
     """UnsupportedError where code under torch.compile makes an op or a pipeline.
 
     Dynamo breaks its graph there and follows the constructor next, with an object that is yet to be made. One that has an

@@ -138,7 +138,7 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
     scopes = scopes_of(model)
     originals = dict(pair for tensor, copy in zip(given.tensors, call.tensors) for pair in _blocks(tensor, copy))
     memory = _SavedMemory(weights, inputs, originals)
-    memory.keep(KEPT, (tensor for scope in scopes for tensor in scope.tensors()))
+    memory.exclude(KEPT, (tensor for scope in scopes for tensor in scope.tensors()))
     values = [*_of_pipelines(saves, memory), *_of_modules(saves, tensors, memory)]
     held = sum(scope.casts for scope in scopes), sum(scope.nbytes for scope in scopes)
     plans = tuple(event.plan for event in used)
@@ -235,24 +235,24 @@ class _SavedMemory:
         self.holder: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
         for name, value in weights.items():
-            self._hold(name, value)
+            self._add_holder(name, value)
         self.weights = set(self.holder)
         for name, value in inputs.items():
-            self._hold(name, value)
+            self._add_holder(name, value)
         self.held = set(self.holder)
 
     def _block(self, tensor: torch.Tensor) -> _Block:
         own = _Block.of(tensor)
         return self.originals.get(own.address, own)
 
-    def _hold(self, name: str, value: Value) -> None:
+    def _add_holder(self, name: str, value: Value) -> None:
         for tensor in _parts(value):
             self.holder.setdefault(self._block(tensor).address, name)
 
-    def keep(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+    def exclude(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Leave ``tensors`` out, which somebody holds under ``name``."""
         for tensor in tensors:
-            self._hold(name, tensor)
+            self._add_holder(name, tensor)
             self.weights.add(self._block(tensor).address)
             self.held.add(self._block(tensor).address)
 
@@ -262,7 +262,7 @@ class _SavedMemory:
         blocks = [self._block(tensor) for tensor in parts]
         holders = dict.fromkeys(self.holder.get(block.address, OWN) for block in blocks)
         self.sizes.update(blocks)
-        self._hold(f"{op} {name}".strip(), value)
+        self._add_holder(f"{op} {name}".strip(), value)
         return SavedValue(
             op,
             name,
@@ -309,7 +309,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
         stack.enter_context(silenced())
         for state in states:
             if isinstance(state, DelayedScalingStates):
-                stack.enter_context(state.kept())
+                stack.enter_context(state.restored())
         yield
 
 

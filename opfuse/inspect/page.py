@@ -189,7 +189,7 @@ def product_table(pipelines: Iterable[Mapping[str, Any]]) -> PageTable:
 def value_table(records: Iterable[Mapping[str, Any]]) -> PageTable:
     """What casts did, in steps that were looked at."""
 
-    def told(value: object) -> object:
+    def cell(value: object) -> object:
         return f"{value:.3g}" if isinstance(value, float) else value
 
-    return PageTable("Values watched", WATCHED, [[told(each[name]) for name in WATCHED] for each in records], filters=True)
+    return PageTable("Values watched", WATCHED, [[cell(each[name]) for name in WATCHED] for each in records], filters=True)

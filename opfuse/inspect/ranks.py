@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from opfuse.errors import PipelineError
-from opfuse.inspect.trace import Odd, PlanMade, Process, Trace, odd_ranks
+from opfuse.inspect.trace import Odd, PlanLine, Process, Trace, odd_ranks
 from opfuse.keys import digest, leaves
 from opfuse.runtime.plans import trace
 from opfuse.tensors.quantizers.ranks import checked_group, in_distributed_run
@@ -48,7 +48,7 @@ def compare_ranks(group: dist.ProcessGroup | None = None) -> ComparedRanks:
     told = _gathered((digest(tuple(own)), len(own)), group)
     if len({digits for digits, _ in told}) == 1:
         return ComparedRanks(tuple(number for _, number in told), ())
-    ranks = _gathered((trace.process(), [trace.made(each, found, None) for each, found in plans]), group)
+    ranks = _gathered((trace.process(), [trace.plan_record(each, found, None) for each, found in plans]), group)
     traces = [_trace(*each) for each in ranks]
     return ComparedRanks(tuple(number for _, number in told), tuple(odd_ranks(traces)))
 
@@ -65,4 +65,4 @@ def _gathered(what: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def _trace(told: dict[str, Any], plans: list[dict[str, Any]]) -> Trace:
     """What a rank sent, as a trace of it would be read."""
     found = Process(**told)
-    return Trace(Path(f"rank {found.rank}"), found, tuple(PlanMade(**plan) for plan in plans), None)
+    return Trace(Path(f"rank {found.rank}"), found, tuple(PlanLine(**plan) for plan in plans), None)

@@ -11,7 +11,18 @@ from typing import Any
 
 from opfuse.compiler.cover import FUSED, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
-from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade, sizes_read, stepped
+from opfuse.compiler.plain import (
+    SIDES,
+    collective_casts,
+    flow,
+    groups_of,
+    outcome,
+    pipeline,
+    products,
+    rematerialized,
+    sizes_read,
+    stepped,
+)
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest, number_of
@@ -168,10 +179,10 @@ def _brief(plan: Plan) -> Iterator[str]:
     for side in SIDES:
         yield from _flow(plan, side, MOST)
     yield from _products_alike(plan)
-    yield from _meetings(plan)
+    yield from _collective_casts(plan)
     yield from _sizes(plan)
-    if plan.remade:
-        yield f"  made anew in the backward pass: {len(list(remade(plan)))} operands of products"
+    if plan.rematerialized:
+        yield f"  made anew in the backward pass: {len(list(rematerialized(plan)))} operands of products"
     yield from _in_steps(plan, MOST)
     shown = [each for each in plan.outcomes if each.status not in ROUTINE]
     yield from ("  rules", *_alike(shown)) if shown else ("  rules: none fused",)
@@ -183,11 +194,11 @@ def _full(plan: Plan) -> Iterator[str]:
         yield "  products"
     for product in products(plan):
         yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
-    yield from _meetings(plan)
+    yield from _collective_casts(plan)
     yield from _sizes(plan)
-    if plan.remade:
+    if plan.rematerialized:
         yield "  made anew in the backward pass"
-    for each in remade(plan):
+    for each in rematerialized(plan):
         yield f"    {each['op']} {each['operand']}: {each['format'] or 'high precision'} of {' '.join(each['from'])}"
     yield from _in_steps(plan)
     yield "  rules"
@@ -202,11 +213,11 @@ def _of_rule(plan: Plan) -> Iterator[str]:
     yield from (f"  to fire  {cure}" for cure in dict.fromkeys(map(to_fire, plan.outcomes)) if cure)
 
 
-def _meetings(plan: Plan) -> Iterator[str]:
+def _collective_casts(plan: Plan) -> Iterator[str]:
     """How rows of other ranks come."""
-    if plan.graph.meetings:
+    if plan.graph.collective_casts:
         yield "  rows of other ranks"
-    for each in meetings(plan):
+    for each in collective_casts(plan):
         how = each["format"] or f"values, cast anew: {each['why']}"
         yield f"    {each['op']} {each['product']} {each['operand']}: {how}"
 

@@ -70,7 +70,7 @@ class KeyDifference(TraceRecord):
         return f"{self.path}: {self.old!r} -> {self.new!r}" + ("" if same else f" ({', '.join(told)})")
 
 
-class PlanMade(TraceRecord):
+class PlanLine(TraceRecord):
     """A call that found no plan, and the plan that was made for it.
 
     number: among the misses of the process. call: among the calls of the pipeline. key: digits of the key, the same in every
@@ -121,8 +121,8 @@ class Counts(TraceRecord):
     pipelines: list[PipelineCounts]
 
 
-TraceLine = Annotated[Process | PlanMade | Counts, Field(discriminator="record")]
-_LINE: TypeAdapter[Process | PlanMade | Counts] = TypeAdapter(TraceLine)
+TraceLine = Annotated[Process | PlanLine | Counts, Field(discriminator="record")]
+_LINE: TypeAdapter[Process | PlanLine | Counts] = TypeAdapter(TraceLine)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Trace:
 
     path: Path
     process: Process
-    plans: tuple[PlanMade, ...]
+    plans: tuple[PlanLine, ...]
     counts: Counts | None
 
 
@@ -157,7 +157,7 @@ def _file(path: Path) -> Trace:
     if not found or not isinstance(found[0], Process):
         got, cure = "another first line" if found else "an empty file", "write it anew: OPFUSE_TRACE=DIR, opfuse.dump()"
         raise TraceError(describe(str(path), wanted="a process in the first line", got=got, cure=cure))
-    plans = tuple(each for each in found if isinstance(each, PlanMade))
+    plans = tuple(each for each in found if isinstance(each, PlanLine))
     return Trace(path, found[0], plans, next((each for each in reversed(found) if isinstance(each, Counts)), None))
 
 
@@ -170,7 +170,7 @@ def _is_whole(line: str) -> bool:
     return True
 
 
-def _line(path: Path, number: int, line: str) -> Process | PlanMade | Counts:
+def _line(path: Path, number: int, line: str) -> Process | PlanLine | Counts:
     try:
         return _LINE.validate_python(unsealed(line))
     except ValueError as error:
@@ -185,12 +185,12 @@ def _line(path: Path, number: int, line: str) -> Process | PlanMade | Counts:
 # -- answers -----------------------------------------------------------------------------------------------------------------
 
 
-def plans_of(traces: Iterable[Trace]) -> list[PlanMade]:
+def plans_of(traces: Iterable[Trace]) -> list[PlanLine]:
     """The plans of all ranks."""
     return [plan for trace in traces for plan in trace.plans]
 
 
-def find(traces: Iterable[Trace], key: str) -> PlanMade:
+def find(traces: Iterable[Trace], key: str) -> PlanLine:
     """The latest plan whose key begins with ``key``. TraceError, with the nearest, if there is none or several."""
     plans = plans_of(traces)
     found = {plan.key: plan for plan in plans if plan.key.startswith(key)}
@@ -201,7 +201,7 @@ def find(traces: Iterable[Trace], key: str) -> PlanMade:
     raise TraceError(describe("key", wanted="the first digits of one key", got=got, cure=f"name one of {', '.join(known)}"))
 
 
-def differences(old: PlanMade, new: PlanMade) -> list[KeyDifference]:
+def differences(old: PlanLine, new: PlanLine) -> list[KeyDifference]:
     """The leaves in which two keys differ, with both sources."""
     before, after = ({leaf.path: leaf for leaf in plan.leaves} for plan in (old, new))
     nothing = KeyLeaf(path="", value="nothing", source=None)
@@ -255,7 +255,7 @@ def odd_ranks(traces: Sequence[Trace]) -> list[Odd]:
     return found
 
 
-def _numbered(trace: Trace) -> Iterator[tuple[tuple[str, int], PlanMade]]:
+def _numbered(trace: Trace) -> Iterator[tuple[tuple[str, int], PlanLine]]:
     """Each plan with the name of its pipeline and its number among those of that name."""
     seen: Counter[str] = Counter()
     for plan in trace.plans:

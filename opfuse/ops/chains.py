@@ -30,7 +30,7 @@ def run_chain(x: Input, contexts: Sequence[Context], *, dtype: torch.dtype, roun
     A product that is yet to be made is made together with them, in one kernel where that saves time.
     """
     stages, _ = _forward_stages(x, contexts, dtype)
-    made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _kept(contexts)})
+    made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _saved_stages(contexts)})
     y, kept = made.stored()
     _save_stages(contexts, stages, kept)
     return y
@@ -47,7 +47,7 @@ def run_chain_cast(
     """:func:`run_chain` and the cast of its result, in one kernel where the cast can be taken over."""
     stages, shape = _forward_stages(x, contexts, dtype)
     fused = cast.fused(shape, dtype, x.device)
-    made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _kept(contexts)})
+    made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _saved_stages(contexts)})
     if fused is None:
         y, kept = made.stored()
         result = cast(y)
@@ -88,7 +88,7 @@ class _Chain(NamedTuple):
 
     def _input(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The input as it is saved, and as a kernel reads it."""
-        x = self.x.made() if isinstance(self.x, PendingProduct) else self.x
+        x = self.x.compute() if isinstance(self.x, PendingProduct) else self.x
         return x, values_of(x)
 
 
@@ -104,7 +104,7 @@ def _forward_stages(x: Input, contexts: Sequence[Context], dtype: torch.dtype) -
     return stages, shape
 
 
-def _kept(contexts: Sequence[Context]) -> list[int]:
+def _saved_stages(contexts: Sequence[Context]) -> list[int]:
     """The stages whose inputs the backward pass reads."""
     return [i for i, ctx in enumerate(contexts) if not ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs)]
 

@@ -91,15 +91,15 @@ def _parts(plane: Plane) -> Iterable[tuple[int | str, Plane]]:
 
 
 def structure(storage: QuantizedStorage) -> tuple[Any, ...]:
-    """All of ``storage`` but its tensors and its shape, as a value that compares. QuantizedTensorError as :func:`check_told`."""
-    check_told(storage)
+    """All of ``storage`` but its tensors and its shape, as a comparable value. QuantizedTensorError as :func:`check_describable`."""
+    check_describable(storage)
     planes = [storage.plane(usage) for usage in storage.usages]
     sizes = tuple(plane.sizes if isinstance(plane, GroupedPlane) else None for plane in planes)
     parts = tuple(tuple((p.usage, p.format, p.shape, p.swizzled) for _, p in _parts(plane)) for plane in planes)
     return storage.dtype, storage.why, tuple(zip(sizes, parts))
 
 
-def check_told(storage: QuantizedStorage) -> None:
+def check_describable(storage: QuantizedStorage) -> None:
     """QuantizedTensorError for groups whose sizes only the device knows: no value of the host tells how such planes lie."""
     for plane in (storage.plane(usage) for usage in storage.usages):
         if plane.in_groups and not isinstance(plane, GroupedPlane):

@@ -272,14 +272,14 @@ class RaggedProducts(NamedTuple):
     weights: NumberFormat
     widths: tuple[int, int]
 
-    def are_made_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def supported_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether kernels of the device make all of them in one launch each, in ``dtype``, without the host knowing sizes."""
         index = device.index or 0
-        return device.type == "cuda" and kernels_run_on(index) and _are_made(self, index, dtype)
+        return device.type == "cuda" and kernels_run_on(index) and _supported(self, index, dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _are_made(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
+def _supported(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
     """Whether the products are made for any number of rows: tried for one row, and for a whole tile where rows are summed."""
     x, dy, weights, (inputs, outputs) = products
     pairs = [(Layout(x, ROWWISE, (1, inputs)), Layout(weights, ROWWISE, (outputs, inputs)))]

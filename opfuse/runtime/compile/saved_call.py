@@ -39,11 +39,11 @@ def saved_calls() -> int:
     return len(_calls)
 
 
-def token_of(held: SavedCall) -> torch.Tensor:
-    """The token of a call, int64 (1,). Its memory is ``held`` itself, which so lives as long as any tensor over that memory."""
-    held[0] = next(_numbers)
-    _calls[held[0]] = held
-    return torch.frombuffer(held, dtype=torch.int64)
+def token_of(call: SavedCall) -> torch.Tensor:
+    """The token of a call, int64 (1,). Its memory is ``call`` itself, which so lives as long as any tensor over that memory."""
+    call[0] = next(_numbers)
+    _calls[call[0]] = call
+    return torch.frombuffer(call, dtype=torch.int64)
 
 
 def saved_call_of(token: torch.Tensor) -> SavedCall | None:
@@ -67,14 +67,14 @@ class SavedTensorPacker:
     """Keeps what a call saves; of tensors that share memory with ``given``, a copy."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        self.kept: list[torch.Tensor] = []
+        self.saved: list[torch.Tensor] = []
         self._copies = Copies(given)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Keep a tensor, as autograd's hook."""
-        own = self._copies.own(tensor)
-        self.kept.append(own)
-        return SavedTensor(own, versions(own))
+        copy = self._copies.unshared(tensor)
+        self.saved.append(copy)
+        return SavedTensor(copy, versions(copy))
 
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
@@ -116,45 +116,47 @@ class CallInside:
     """One call inside of the op. Its pipeline chooses what records it for the backward pass: a tape, or autograd.
 
     given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. trains: whether
-    any is. held: what the call keeps.
+    any is. saved_call: what the call keeps.
     """
 
     def __init__(self, given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
         self.given, self.parameters, self.wanted = given, parameters, wanted
         self.trains = any(wanted)
-        self.held = SavedCall()
-        self._ledger: BackwardTape | None = None
-        self._keeper = SavedTensorPacker(given)
+        self.saved_call = SavedCall()
+        self._tape: BackwardTape | None = None
+        self._packer = SavedTensorPacker(given)
 
     @property
-    def kept(self) -> Sequence[torch.Tensor]:
+    def saved(self) -> Sequence[torch.Tensor]:
         """The tensors that are saved for the backward pass."""
-        return self._keeper.kept if self._ledger is None else self._ledger.kept
+        return self._packer.saved if self._tape is None else self._tape.saved
 
     def close(self, outputs: Sequence[torch.Tensor]) -> None:
         """The call is over; ``outputs`` are its results."""
-        if self._ledger is not None:
-            self._ledger.close(outputs)
+        if self._tape is not None:
+            self._tape.close(outputs)
 
-    def noted(self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any]) -> tuple[torch.Tensor, ...]:
-        """The outputs of ``run(inputs, tape)``, which notes every step that gradients pass in the tape."""
+    def recorded_on_tape(self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs of ``run(inputs, tape)``, which records on the tape every step that gradients pass."""
         entries = [each.detach().resolve_neg() for each in self.given]
         for entry, want in zip(entries, self.wanted):
             if want:
                 entry.requires_grad_()
-        tape = self._ledger = BackwardTape([*entries, *self.parameters], self.given)
+        tape = self._tape = BackwardTape([*entries, *self.parameters], self.given)
         places = [i for i, want in enumerate(self.wanted) if want]
 
         def backward(grads: MaybeGradients, keep: bool) -> MaybeGradients:
             found = tape.gradients(grads, keep=keep)
             return [found[i] for i in places]
 
-        self.held.backward = backward
+        self.saved_call.backward = backward
         return _listed(run(entries, tape))
 
-    def recorded(self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]) -> tuple[torch.Tensor, ...]:
+    def recorded_by_autograd(
+        self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]
+    ) -> tuple[torch.Tensor, ...]:
         """The outputs of ``run(inputs, instead)``, recorded by autograd. instead: stand-ins for parameters, by their ``id()``."""
-        pack, count = self._keeper.pack, len(self.given)
+        pack, count = self._packer.pack, len(self.given)
         with seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
             root = torch.empty((), requires_grad=self.trains)
             arguments = [*self.given, *self.parameters]
@@ -165,7 +167,7 @@ class CallInside:
             outputs = _listed(run(entries[:count], instead))
             ends = [_leave(output) if output.requires_grad else None for output in outputs]
             begins = [get_gradient_edge(entry) for entry, want in zip(entries, self.wanted) if want]
-        self.held.backward = partial(_by_autograd, ends, begins)
+        self.saved_call.backward = partial(_by_autograd, ends, begins)
         return outputs
 
 

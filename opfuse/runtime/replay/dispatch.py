@@ -28,8 +28,8 @@ from opfuse.recipes.counting import PassAround
 from opfuse.runtime.interpret.interpreter import GradOutputs, Interpreter, Kwargs, Result
 from opfuse.runtime.interpret.observed import GroupEvents
 from opfuse.runtime.replay.backward import BackwardPass
-from opfuse.runtime.replay.layout_key import firsts, given, layout_key
-from opfuse.runtime.replay.partial import made_before
+from opfuse.runtime.replay.layout_key import firsts, layout_key, tensors_and_planes
+from opfuse.runtime.replay.partial import precomputed_casts
 from opfuse.runtime.replay.recorder import Recorder
 from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Ran, Replayable
 from opfuse.runtime.replay.user_code import user_code
@@ -70,18 +70,18 @@ def runner_of(
         if not INTERPRETED.isdisjoint(heard):
             tensors = None
     own = plan.user_code.get(segment.nodes.start) or _user_code(plan, segment, ops)
-    before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
-    held = (*before, *kept.casts) if before else kept.casts
+    before = precomputed_casts(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
+    precomputed = (*before, *kept.casts) if before else kept.casts
     if tensors is None or not _enabled.get() or active_modes():
-        return Interpreter(plan, segment, ops, kwargs, held)
+        return Interpreter(plan, segment, ops, kwargs, precomputed)
     key = None if FORWARD in own.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, kept=kept)
     if key is None:
-        return Interpreter(plan, segment, ops, kwargs, held, in_parts=bool(own.why))
+        return Interpreter(plan, segment, ops, kwargs, precomputed, in_parts=bool(own.why))
     if segment.requires_grad and saving_hooks(True) is not None:  # which may count what is saved, or compare it
         key = *key, HOOKED
-    if held:
-        tensors = [*tensors, *[tensor for each in before for tensor in each.tensors], *kept.tensors]
-    return ReplayedSegment(plan, segment, ops, held, key=key, tensors=given(tensors))
+    if precomputed:
+        tensors = [*tensors, *[tensor for cast in before for tensor in cast.tensors], *kept.tensors]
+    return ReplayedSegment(plan, segment, ops, precomputed, key=key, tensors=tensors_and_planes(tensors))
 
 
 def _key(
@@ -95,21 +95,21 @@ def _key(
 ) -> tuple[Any, ...] | None:
     """What a program of this call depends on beside the key of its plan; None if no program may run.
 
-    before, kept: the casts that are made already; those that were kept told their look when they were made.
+    before, kept: the casts that are made already; those of an earlier call have their layout.
     """
-    if before and any(each.look is None for each in before):
+    if before and any(cast.layout is None for cast in before):
         return None
-    look = layout_key([*tensors, *[tensor for each in before for tensor in each.tensors]] if before else tensors)
-    if look is None:
+    layout = layout_key([*tensors, *[tensor for cast in before for tensor in cast.tensors]] if before else tensors)
+    if layout is None:
         return None
     if before:
-        look += tuple([(each.node, each.look) for each in before])
+        layout += tuple([(cast.node, cast.layout) for cast in before])
         ids = [id(each.storage) for each in before]
         if len(set(ids)) < len(ids):  # one weight of several ops
-            look += tuple(firsts(ids))
+            layout += tuple(firsts(ids))
     if kept.casts:
-        look = *look, kept.look
-    return (*look, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else look
+        layout = *layout, kept.layout
+    return (*layout, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else layout
 
 
 def _user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
@@ -188,14 +188,14 @@ class ReplayedSegment:
         plan: Plan,
         segment: Segment,
         ops: Sequence[BasicOperation],
-        held: Sequence[PrecomputedCast],
+        precomputed: Sequence[PrecomputedCast],
         *,
         key: tuple[Any, ...],
         tensors: list[torch.Tensor],
     ) -> None:
         """tensors: all that come in."""
         self.plan, self.segment = plan, segment
-        self._ops, self._held = ops, held
+        self._ops, self._precomputed = ops, precomputed
         self._key, self._tensors = key, tensors
         self._replayable = Replayable.of(plan, segment.nodes.start, segment.nodes)
         self._backward: Any = None
@@ -219,12 +219,12 @@ class ReplayedSegment:
     def _interpret(self, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> Ran:
         """The outputs, then the saved tensors; and the backward pass behind them, if there is one."""
         plan, segment, stepped = self.plan, self.segment, BACKWARD in self.plan.user_code[self.segment.nodes.start].why
-        interpreter = Interpreter(plan, segment, self._ops, ({},) * len(self._ops), self._held)
+        interpreter = Interpreter(plan, segment, self._ops, ({},) * len(self._ops), self._precomputed)
         if recorder is None:
             with compiled_ahead(partial(rehearsed, interpreter, inputs)):
                 values = interpreter.forward(inputs)
         else:
-            interpreter.held = {each.node: each.unpack() for each in self._held}
+            interpreter.precomputed = {cast.node: cast.unpack() for cast in self._precomputed}
             values = interpreter.forward(inputs)
             if interpreter.dirty:
                 recorder.refuse("a tensor of the caller is changed in place")
@@ -238,9 +238,9 @@ class ReplayedSegment:
         return Ran([*values, *saved], backward, backward.replayables, backward.packs)
 
     def released(self) -> list[torch.Tensor]:
-        """The tensors that are saved for the backward pass; whatever else is held of this call is let go."""
+        """The tensors that are saved for the backward pass; whatever else is precomputed of this call is let go."""
         saved, self._saved = self._saved, []
-        self.dirty, self._held = (), ()
+        self.dirty, self._precomputed = (), ()
         return saved
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:

@@ -118,7 +118,7 @@ class ProductStep:
 
 @dataclass(frozen=True, eq=False)
 class CallStep:
-    """A host function that returns tensors of the same look at every call, such as the scale and amax of a delayed cast."""
+    """A host function that returns tensors of the same layout at every call, such as the scale and amax of a delayed cast."""
 
     function: Callable[[], Sequence[torch.Tensor]]
     results: tuple[int, ...]

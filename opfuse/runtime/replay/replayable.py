@@ -103,18 +103,18 @@ class Replayable(dict[Any, Any]):
         key: Any,
         given: list[torch.Tensor],
         interpret: Callable[[Recorder | None], Ran],
-        let_go: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> tuple[Any, Any]:
         """The values of a run and what it returns beside them.
 
         key: None if no program may run. given: the tensors that come in; the list is emptied.
-        interpret: runs without a program, and gets a recorder where the run is recorded. let_go: called before a program runs,
+        interpret: runs without a program, and gets a recorder where the run is recorded. release: called before a program runs,
         which then alone holds what comes in, and lets each tensor go when it is read.
         """
         found = self.get(key)
         if isinstance(found, Recorded):
-            if let_go is not None:
-                let_go()
+            if release is not None:
+                release()
             return found.repeat(self.device, given), found.rest
         # A program may want kernels that no call has launched: a capture loads none.
         if key is None or found is REFUSED or is_capturing() or self._is_new(key):
@@ -124,7 +124,7 @@ class Replayable(dict[Any, Any]):
             recorder = Recorder(given)
             with recorder.recording():
                 ran = interpret(recorder)
-            self.note(key, self._recorded(recorder, ran))
+            self.add(key, self._recorded(recorder, ran))
             given.clear()
         return ran.values, ran.rest
 
@@ -147,10 +147,10 @@ class Replayable(dict[Any, Any]):
         """Whether this is the first call with a key; notes that it came."""
         if not INTERPRETED_FIRST or key in self:
             return False
-        self.note(key, SEEN)
+        self.add(key, SEEN)
         return True
 
-    def note(self, key: Any, what: Any) -> None:
+    def add(self, key: Any, what: Any) -> None:
         """Enter ``what`` for a key, and forget the oldest entry if there are too many."""
         self.pop(key, None)  # so that it is entered as the latest
         self[key] = what

@@ -92,8 +92,8 @@ def _stretches(plan: Plan, groups: Sequence[Group], theirs: Collection[int]) -> 
 
 def _read_by(plan: Plan, group: Group) -> set[int]:
     """The nodes whose contexts a group reads in a backward pass: its own, and those from which operands are made anew."""
-    remade = [each for reader in group.nodes for each in plan.remade.get(reader, ())]
-    return {*group.nodes, *(i for each in remade for i in (each.source, *each.chain))}
+    rematerialized = [each for reader in group.nodes for each in plan.rematerialized.get(reader, ())]
+    return {*group.nodes, *(i for each in rematerialized for i in (each.source, *each.chain))}
 
 
 def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:

@@ -89,7 +89,7 @@ def rehearsed(interpreter: Interpreter, tensors: Sequence[torch.Tensor]) -> list
         return []
     devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     twin = Interpreter(plan, segment, ops, ({},) * len(ops))
-    twin.held = dict(interpreter.held)
+    twin.precomputed = dict(interpreter.precomputed)
     with dry_run() as needed, running(Pass.DRY_RUN), torch.random.fork_rng(devices), torch.no_grad():
         try:
             with _Harmless():

@@ -23,7 +23,7 @@ _ADDRESS, _STRIDES, _MEMORY = torch.Tensor.data_ptr, torch.Tensor.stride, torch.
 
 
 def _lying(weights: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Of each weight how often it was written, as autograd counts, its address, the number of its memory, its look."""
+    """Of each weight how often it was written, as autograd counts, its address, the number of its memory, its layout."""
     memory = map(_MEMORY, weights)
     found: Iterable[Iterable[Any]] = (
         *(map(version_of, weights), map(_ADDRESS, weights), map(number_of, memory)),
@@ -46,7 +46,7 @@ class Unchanged:
     def watch(self, made: Iterable[torch.Tensor], states: Iterable[DelayedScalingState]) -> None:
         """Watch what was made of the weight, and the states of its scale, from now on."""
         self._made = {id(tensor): (tensor, version_of(tensor)) for tensor in made}
-        self._states = [(state, state.look, state.turn, version_of(state.scale)) for state in states]
+        self._states = [(state, state.tensors_id, state.generation, version_of(state.scale)) for state in states]
 
     def changed(self) -> None:
         """Note a write that nobody has counted."""
@@ -75,20 +75,21 @@ class Unchanged:
             if version_of(tensor) != writes:
                 return False
         return not self._states or all(
-            (s.look, s.turn, version_of(s.scale)) == (look, turn, version) for s, look, turn, version in self._states
+            (s.tensors_id, s.generation, version_of(s.scale)) == (tensors_id, generation, version)
+            for s, tensors_id, generation, version in self._states
         )
 
 
 class CachedCast:
     """A cast of a weight, and everything that its validity depends on. :func:`settle` completes it.
 
-    tensors: its memory without the weight's own, ``blocks`` first. look: how they lie, the same object for all that lie alike.
+    tensors: its memory without the weight's own, ``blocks`` first. layout: how they lie, the same object for all that lie alike.
     served: whether a second call has found it. users: what has bound it, to be ended with it.
     """
 
     blocks: tuple[torch.Tensor, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
-    look: CachedLayout
+    layout: CachedLayout
 
     def __init__(self, cast: Cast, parameter: torch.Tensor, stream: int) -> None:
         with _plainly():
@@ -117,7 +118,7 @@ class CachedCast:
         self.blocks = tuple([block for block in blocks if any(block is each for each in lying)])
         lying, places = to_blocks(self.storage.tensors(), self.blocks)
         self.tensors = tuple({id(t): t for t in lying if storage_number(t) != memory}.values())
-        self.look = interned((places, *((t.shape, t.stride(), t.dtype) for t in self.tensors)))
+        self.layout = interned((places, *((t.shape, t.stride(), t.dtype) for t in self.tensors)))
         self.unchanged.watch(self.tensors, self._cast.live_states)
 
 
@@ -135,7 +136,7 @@ def settle(casts: Sequence[CachedCast]) -> None:
 
 
 class CachedLayout:
-    """How kept casts lie in memory, as one object for all that lie alike: looks of calls are compared by it."""
+    """How kept casts lie in memory, as one object for all that lie alike: layouts of calls are compared by it."""
 
     def __init__(self, what: tuple[Any, ...]) -> None:
         self.what = what

@@ -45,14 +45,14 @@ VAIN, REST = 3, 32
 class PrecomputedCast(NamedTuple):
     """A cast that a segment finds made. node: the quantize node that need not run.
 
-    tensors: the memory of the storage without the weight's own, ``blocks`` first. look: the structure of the storage, of a cast
+    tensors: the memory of the storage without the weight's own, ``blocks`` first. layout: the structure of the storage, of a cast
     that is not kept.
     """
 
     node: int
     storage: QuantizedStorage
     tensors: tuple[torch.Tensor, ...]
-    look: tuple[Any, ...] | None = None
+    layout: tuple[Any, ...] | None = None
     blocks: tuple[torch.Tensor, ...] = ()
 
     def unpack(self) -> QuantizedStorage:
@@ -65,22 +65,24 @@ class CachedCasts(NamedTuple):
 
     casts: tuple[PrecomputedCast, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
-    look: CachedLayout | None = None
+    layout: CachedLayout | None = None
 
     @classmethod
     def of(cls, found: Mapping[int, CachedCast]) -> CachedCasts:
         """Of casts by node."""
         tensors = {id(tensor): tensor for cast in found.values() for tensor in cast.tensors}
         at = {key: i for i, key in enumerate(tensors)}
-        look = interned(tuple((node, cast.look, *(at[id(tensor)] for tensor in cast.tensors)) for node, cast in found.items()))
+        layout = interned(
+            tuple((node, cast.layout, *(at[id(tensor)] for tensor in cast.tensors)) for node, cast in found.items())
+        )
         casts = (PrecomputedCast(node, cast.storage, cast.tensors, blocks=cast.blocks) for node, cast in found.items())
-        return cls(tuple(casts), tuple(tensors.values()), look)
+        return cls(tuple(casts), tuple(tensors.values()), layout)
 
 
 _NOTHING = CachedCasts()
 
 
-class _Wanted(NamedTuple):
+class _CastRequest(NamedTuple):
     """A cast that a call needs."""
 
     node: Node
@@ -141,7 +143,7 @@ class KeptWeights:
         """Whether casts of it are kept."""
         return self._open and self._parameters.get(id(parameter)) is parameter
 
-    def find(self, wanted: Sequence[_Wanted], *, make: bool) -> list[CachedCast | None]:
+    def find(self, wanted: Sequence[_CastRequest], *, make: bool) -> list[CachedCast | None]:
         """The kept casts of parameters that the scope owns; missing ones are made and kept if ``make`` is set.
 
         None also where keeping has been in vain: the weight changes before every call. Casts that are made together, for one op,
@@ -160,7 +162,7 @@ class KeptWeights:
             return [_serving(there[id(each.parameter)], each) for each in wanted]
 
     def _with_missing(
-        self, wanted: Sequence[_Wanted], there: Mapping[int, list[CachedCast]], served: Mapping[int, list[bool]]
+        self, wanted: Sequence[_CastRequest], there: Mapping[int, list[CachedCast]], served: Mapping[int, list[bool]]
     ) -> dict[int, list[CachedCast]]:
         """The casts ``there``, and new ones. served: of each cast of a parameter before this call, whether one has found it."""
         every = {key: [*entries] for key, entries in there.items()}
@@ -197,7 +199,7 @@ class KeptWeights:
         return count >= VAIN and count % REST != 0
 
 
-def _serving(entries: Sequence[CachedCast], wanted: _Wanted) -> CachedCast | None:
+def _serving(entries: Sequence[CachedCast], wanted: _CastRequest) -> CachedCast | None:
     return next((entry for entry in entries if entry.serves(wanted.cast, wanted.stream)), None)
 
 
@@ -328,21 +330,21 @@ def cached_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) ->
     run, stream = current_pass(), _stream(weights[0].device)
     bound = keepable.bound.get(stream)
     found = None if bound is None else bound.casts(owners, weights, run)
-    return _found_casts(keepable, owners, weights, run) if found is None else found
+    return _looked_up_casts(keepable, owners, weights, run) if found is None else found
 
 
-def _found_casts(
+def _looked_up_casts(
     keepable: _Keepable, owners: Mapping[int, KeptWeights], weights: Sequence[torch.Tensor | None], run: Pass | None
 ) -> CachedCasts:
     """The same, looked for one by one, and bound if all are there."""
     streams = {device: _stream(device) for device in {weight.device for weight in weights if weight is not None}}
-    wanted: dict[KeptWeights, list[_Wanted]] = {}
+    wanted: dict[KeptWeights, list[_CastRequest]] = {}
     for (node, cast), parameter in zip(keepable.casts, weights):
         owner = owners.get(id(parameter))
         if owner is None or parameter is None or not owner.owns(parameter) or parameter.is_inference():
             continue
         if (stream := streams[parameter.device]) is not None and not (run is not None and cast.live_states):
-            wanted.setdefault(owner, []).append(_Wanted(node, cast, parameter, stream))
+            wanted.setdefault(owner, []).append(_CastRequest(node, cast, parameter, stream))
     found: dict[int, CachedCast] = {}
     for owner, each in wanted.items():
         casts = owner.find(each, make=run is not Pass.DRY_RUN)

@@ -29,7 +29,7 @@ from opfuse.compiler.graph import (
     Node,
     ProductFormats,
 )
-from opfuse.compiler.products import in_read_order, products_of, stored_formats
+from opfuse.compiler.products import Formats, in_read_order, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
@@ -100,42 +100,46 @@ def lower(
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras, signatures = iter(inputs.extras), iter(inputs.params)
-    for index, (op, known) in enumerate(zip(ops, b.known)):
+    for index, op in enumerate(ops):
         params = {name: next(signatures) for name in op.parameter_names}
         extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
-        needs = _needs(b, params, extra_values)
-        casts = _casts(b, index, op, params, needs)
-        own = tuple(casts.values()) if known.casts_itself else ()
-        if own:
-            casts = {}
-        grouping = op.grouping(needs) if GROUPED in known.traits else None
-        if "input" in casts:
-            _cast_input(b, index, casts["input"], () if grouping is None else (extra_values[grouping.splits],))
-        operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
-        # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
-        if not known.is_cast or (GRADIENT in casts and b.current == 0):
-            node = b.add(
-                kind="identity" if known.is_cast else known.word,
-                op=index,
-                spec=op.spec,
-                traits=known.traits,
-                params=tuple(params.items()),
-                inputs=(b.current, *extra_values),
-                outputs=tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs)),
-                operands=operands,
-                directions=BOTH if needs else frozenset((FORWARD,)),
-                needs=needs,
-                grouping=grouping,
-                casts=own,
-                takes_quantized=known.accepts_quantized,
-            )
-            _publish(b, op, node)
-            b.rows = rows_behind(op, b.rows)
-            _move_gradient_cast(b, node)
-        if GRADIENT in casts:
-            _cast_gradient(b, _caster(b, index, GRADIENT), casts[GRADIENT])
+        _lower_op(b, index, params, extra_values)
     graph = Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
     return replace(graph, collective_casts=tuple(b.collective_casts))
+
+
+def _lower_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | None], extra_values: tuple[int, ...]) -> None:
+    """Add the nodes of one op: casts of its operands, the op, the cast of its gradient. extra_values: its extra inputs."""
+    op, known = b.ops[index], b.known[index]
+    needs = _needs(b, params, extra_values)
+    casts = _casts(b, index, op, params, needs)
+    grouping = op.grouping(needs) if GROUPED in known.traits else None
+    nodes = {} if known.casts_itself else casts
+    if "input" in nodes:
+        _cast_input(b, index, nodes["input"], () if grouping is None else (extra_values[grouping.splits],))
+    operands = tuple(_cast_parameter(b, index, spec) for role, spec in nodes.items() if role in params)
+    # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
+    if not known.is_cast or (GRADIENT in nodes and b.current == 0):
+        node = b.add(
+            kind="identity" if known.is_cast else known.word,
+            op=index,
+            spec=op.spec,
+            traits=known.traits,
+            params=tuple(params.items()),
+            inputs=(b.current, *extra_values),
+            outputs=tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs)),
+            operands=operands,
+            directions=BOTH if needs else frozenset((FORWARD,)),
+            needs=needs,
+            grouping=grouping,
+            casts=tuple(casts.values()) if known.casts_itself else (),
+            takes_quantized=known.accepts_quantized,
+        )
+        _publish(b, op, node)
+        b.rows = rows_behind(op, b.rows)
+        _move_gradient_cast(b, node)
+    if GRADIENT in nodes:
+        _cast_gradient(b, _caster(b, index, GRADIENT), nodes[GRADIENT])
 
 
 def _extra_input(b: _GraphBuilder, name: str | None, extras: Iterator[TensorSig]) -> int:
@@ -155,32 +159,33 @@ def _needs(b: _GraphBuilder, params: Mapping[str, TensorSig | None], extra_value
     return frozenset(wanted | ({"input"} if b.current in b.grads else set()))
 
 
+class _CastRequest(NamedTuple):
+    """What decides the casts of one op.
+
+    position: of the op. params: signatures of its parameters. backward: products of its backward pass. quantized: products whose
+    operands are quantized.
+    """
+
+    position: int
+    op: BasicOperation
+    recipe: Recipe
+    params: Mapping[str, TensorSig | None]
+    backward: tuple[str, ...]
+    quantized: Sequence[str]
+
+
 def _casts(
     b: _GraphBuilder, index: int, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]
 ) -> dict[str, CastSpec]:
-    """The quantize nodes of one op, by role. GemmError if formats do not meet in one of its products, and must."""
+    """The casts of one op, by role. GemmError if formats do not meet in one of its products, and must."""
     recipe = b.env.recipe
     if recipe is None:
         return {}
     multiplied = params.keys() & set(op.quantized_roles()) or params.keys()
     backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & multiplied else ())
-    products = quantized_products(recipe.backward_override, backward)
-    casts, stored = {}, {}
-    left = {"input"} if _leaves_cast(b, index) else set()
-    for role in (role for role in op.quantized_roles() if role not in left):
-        signature = params.get(role)
-        if signature is not None and signature.quantized is not None:
-            found = stored_formats(op, role, recipe, products)
-            if found is not None:
-                stored[role] = found
-                continue
-        quantizer, state = b.ops[_caster(b, index, role)].make_quantizer(role, recipe)
-        if recipe.batch_invariant and op.quantizer_role(role).tensor_type == "input":
-            recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
-        narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
-        if narrowed is not None:
-            casts[role] = CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
-    for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
+    request = _CastRequest(index, op, recipe, params, backward, quantized_products(recipe.backward_override, backward))
+    casts, stored = _operands(b, request)
+    for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=request.quantized):
         if product.clash is not None and not recipe.allow_mixed_emulation:
             if product.name in backward:
                 recipe.check_trainable()  # a recipe that never trains says so by the name of its field
@@ -190,6 +195,31 @@ def _casts(
         ragged = op.ragged_products({role: spec.quantizer for role, spec in casts.items()}, b.env, needs)
         casts = {role: replace(spec, ragged=ragged) if spec.groups else spec for role, spec in casts.items()}
     return casts
+
+
+def _operands(b: _GraphBuilder, request: _CastRequest) -> tuple[dict[str, CastSpec], dict[str, Formats]]:
+    """By role: the casts of operands, and the formats of parameters that are stored quantized and multiplied as they are.
+
+    A cast is by the recipe's quantizer, narrowed to the planes that products read.
+    """
+    op, recipe, casts, stored = request.op, request.recipe, {}, {}
+    postponed = {"input"} if _leaves_cast(b, request.position) else ()
+    for role in op.quantized_roles():
+        if role in postponed:
+            continue
+        signature = request.params.get(role)
+        if signature is not None and signature.quantized is not None:
+            formats = stored_formats(op, role, recipe, request.quantized)
+            if formats is not None:
+                stored[role] = formats
+                continue
+        quantizer, state = b.ops[_caster(b, request.position, role)].make_quantizer(role, recipe)
+        if recipe.batch_invariant and op.quantizer_role(role).tensor_type == "input":
+            recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
+        narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, request.backward)
+        if narrowed is not None:
+            casts[role] = CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
+    return casts, stored
 
 
 def _caster(b: _GraphBuilder, index: int, role: str) -> int:

@@ -294,33 +294,32 @@ def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
 
 def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Sequence[Group]) -> Segment:
     members = [graph.nodes[i] for i in nodes]
-    made = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
-    leaves = [v for v in made if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
-    inputs = _inputs(members, made)
-    # Of inputs only those of channels have several: what is cast, forwards or backwards, is read by one op.
+    produced = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
+    outputs = [v for v in produced if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
+    inputs = _inputs(members, produced)
+    trains = any(node.needs for node in members) or not graph.grads.isdisjoint(outputs)
+    only_views = all(VIEW in node.traits for node in members) and not any(group.claimed for group in (*forward, *backward))
+    # Only inputs of channels have several readers: what is cast, forwards or backwards, is read by one op.
     readers = Counter(value for node in members if not node.is_cast for value in node.inputs)
-    trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
-    claimed = any(group.claimed for group in (*forward, *backward))
-    viewed = not claimed and all(VIEW in node.traits for node in members)
     return Segment(
         nodes,
         inputs=inputs,
-        outputs=tuple(sorted(leaves)),
+        outputs=tuple(sorted(outputs)),
         forward=tuple(forward),
         backward=tuple(reversed(backward)),
         ops=tuple(dict.fromkeys(node.op for node in members)),
-        requires_grad=trains and not viewed,
+        requires_grad=trains and not only_views,
         again=tuple(value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)),
-        constant=frozenset(leaves) - graph.grads,
+        constant=frozenset(outputs) - graph.grads,
     )
 
 
-def _inputs(members: Sequence[Node], made: Collection[int]) -> tuple[int, ...]:
-    """The values that nodes read and do not make.
+def _inputs(members: Sequence[Node], produced: Collection[int]) -> tuple[int, ...]:
+    """The values that nodes read and do not produce.
 
     A view that an autograd node overwrites must be the node's first input. Of the others those that are read last come first: so
     autograd sums gradients of one tensor in the order in which it gets them from ops that are nodes of their own.
     """
     written = {value for node in members if getattr(node.spec, "in_place", False) for value in node.inputs[1:]}
-    places = {value: (-node.index, i) for node in members for i, value in enumerate(node.inputs) if value not in made}
+    places = {value: (-node.index, i) for node in members for i, value in enumerate(node.inputs) if value not in produced}
     return tuple(sorted(places, key=lambda value: (value not in written, places[value])))

@@ -273,39 +273,37 @@ class Sequential(Enrolled):
 
         op_kwargs: keyword arguments for the forward of single ops, by op or by index.
         """
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling:
             check_exported("Sequential")
             prepared(self.ticket)  # no tracer must follow the making of pipelines
-            runs = self.runs()
-        else:
-            if type(x) is not torch.Tensor:
-                check_proxy("Sequential", x)
-            runs = self.runs()
-            if self.__dict__["_runs"].unquantized and current_recipe() is not None:
-                self._warn_unquantized()
+        elif type(x) is not torch.Tensor:
+            check_proxy("Sequential", x)
+        runs = self.runs()
+        if not compiling and self.__dict__["_runs"].unquantized and current_recipe() is not None:
+            self._warn_unquantized()
         kwargs = {} if op_kwargs is None else self._kwargs(op_kwargs)
-        given = self._checked_extras(extra_inputs)
+        extras = self._checked_extras(extra_inputs)
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
         for run in runs:
-            if isinstance(run, Sequential):
-                result = run(x, *islice(given, run._num_extra_inputs()))
+            if isinstance(run, OperationFuser):
+                inputs = [next(extras) if name is None else channels[name] for name in run.extra_inputs]
+                result = run(x, *inputs, kwargs=kwargs.get(id(run)) if kwargs else None)
+                x, *more = result if isinstance(result, tuple) else (result,)
+                for channel, tensor in zip(run.extra_outputs, more):
+                    if channel.name is not None:
+                        channels[channel.name] = tensor
+                    if channel.to_caller:
+                        outputs.append(tensor)
+            elif isinstance(run, Sequential):
+                result = run(x, *islice(extras, run._num_extra_inputs()))
                 x, *more = result if isinstance(result, tuple) else (result,)
                 outputs += more
-                continue
-            if not isinstance(run, OperationFuser):
+            else:
                 x = run(x)
-                continue
-            extras = [next(given) if name is None else channels[name] for name in run.extra_inputs]
-            result = run(x, *extras, kwargs=kwargs.get(id(run)) if kwargs else None)
-            x, *more = result if isinstance(result, tuple) else (result,)
-            for channel, tensor in zip(run.extra_outputs, more):
-                if channel.name is not None:
-                    channels[channel.name] = tensor
-                if channel.to_caller:
-                    outputs.append(tensor)
-        if left := [*given]:  # a module has changed the list since they were counted
-            raise self._another_number(len(extra_inputs) - len(left), len(extra_inputs))
+        if unread := [*extras]:  # a module has changed the list since they were counted
+            raise self._another_number(len(extra_inputs) - len(unread), len(extra_inputs))
         return (x, *outputs) if outputs else x
 
     def _warn_unquantized(self) -> None:

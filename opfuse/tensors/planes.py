@@ -91,7 +91,7 @@ def _parts(plane: Plane) -> Iterable[tuple[int | str, Plane]]:
 
 
 def structure(storage: QuantizedStorage) -> tuple[Any, ...]:
-    """All of ``storage`` but its tensors and its shape, as a comparable value. QuantizedTensorError as :func:`check_describable`."""
+    """All of ``storage`` but its tensors and its shape, to compare. QuantizedTensorError as :func:`check_describable`."""
     check_describable(storage)
     planes = [storage.plane(usage) for usage in storage.usages]
     sizes = tuple(plane.sizes if isinstance(plane, GroupedPlane) else None for plane in planes)

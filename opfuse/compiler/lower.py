@@ -29,7 +29,7 @@ from opfuse.compiler.graph import (
     Node,
     ProductFormats,
 )
-from opfuse.compiler.products import Formats, in_read_order, products_of, stored_formats
+from opfuse.compiler.products import in_read_order, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
@@ -101,25 +101,24 @@ def lower(
         b.grads.add(0)
     extras, signatures = iter(inputs.extras), iter(inputs.params)
     for index, op in enumerate(ops):
-        params = {name: next(signatures) for name in op.parameter_names}
-        extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
-        _lower_op(b, index, params, extra_values)
+        params = dict(zip(op.parameter_names, signatures))  # names first: zip takes no signature beyond them
+        _add_op(b, index, params, tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels))
     graph = Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
     return replace(graph, collective_casts=tuple(b.collective_casts))
 
 
-def _lower_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | None], extra_values: tuple[int, ...]) -> None:
-    """Add the nodes of one op: casts of its operands, the op, the cast of its gradient. extra_values: its extra inputs."""
+def _add_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | None], extra_values: tuple[int, ...]) -> None:
+    """The nodes of one op: the casts of its operands, the op, the cast of the gradient that comes back to it."""
     op, known = b.ops[index], b.known[index]
     needs = _needs(b, params, extra_values)
     casts = _casts(b, index, op, params, needs)
+    inside, around = (tuple(casts.values()), {}) if known.casts_itself else ((), casts)
     grouping = op.grouping(needs) if GROUPED in known.traits else None
-    nodes = {} if known.casts_itself else casts
-    if "input" in nodes:
-        _cast_input(b, index, nodes["input"], () if grouping is None else (extra_values[grouping.splits],))
-    operands = tuple(_cast_parameter(b, index, spec) for role, spec in nodes.items() if role in params)
+    if "input" in around:
+        _cast_input(b, index, around["input"], () if grouping is None else (extra_values[grouping.splits],))
+    operands = tuple(_cast_parameter(b, index, spec) for role, spec in around.items() if role in params)
     # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
-    if not known.is_cast or (GRADIENT in nodes and b.current == 0):
+    if not known.is_cast or (GRADIENT in around and b.current == 0):
         node = b.add(
             kind="identity" if known.is_cast else known.word,
             op=index,
@@ -132,14 +131,14 @@ def _lower_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | Non
             directions=BOTH if needs else frozenset((FORWARD,)),
             needs=needs,
             grouping=grouping,
-            casts=tuple(casts.values()) if known.casts_itself else (),
+            casts=inside,
             takes_quantized=known.accepts_quantized,
         )
         _publish(b, op, node)
         b.rows = rows_behind(op, b.rows)
         _move_gradient_cast(b, node)
-    if GRADIENT in nodes:
-        _cast_gradient(b, _caster(b, index, GRADIENT), nodes[GRADIENT])
+    if GRADIENT in around:
+        _cast_gradient(b, _caster(b, index, GRADIENT), around[GRADIENT])
 
 
 def _extra_input(b: _GraphBuilder, name: str | None, extras: Iterator[TensorSig]) -> int:
@@ -159,33 +158,28 @@ def _needs(b: _GraphBuilder, params: Mapping[str, TensorSig | None], extra_value
     return frozenset(wanted | ({"input"} if b.current in b.grads else set()))
 
 
-class _CastRequest(NamedTuple):
-    """What decides the casts of one op.
-
-    position: of the op. params: signatures of its parameters. backward: products of its backward pass. quantized: products whose
-    operands are quantized.
-    """
-
-    position: int
-    op: BasicOperation
-    recipe: Recipe
-    params: Mapping[str, TensorSig | None]
-    backward: tuple[str, ...]
-    quantized: Sequence[str]
-
-
 def _casts(
     b: _GraphBuilder, index: int, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]
 ) -> dict[str, CastSpec]:
-    """The casts of one op, by role. GemmError if formats do not meet in one of its products, and must."""
+    """The quantize nodes of one op, by role. GemmError if the formats of one of its products clash, and may not be mixed."""
     recipe = b.env.recipe
     if recipe is None:
         return {}
     multiplied = params.keys() & set(op.quantized_roles()) or params.keys()
     backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & multiplied else ())
-    request = _CastRequest(index, op, recipe, params, backward, quantized_products(recipe.backward_override, backward))
-    casts, stored = _operands(b, request)
-    for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=request.quantized):
+    products = quantized_products(recipe.backward_override, backward)
+    left_out = {"input"} if _leaves_cast(b, index) else set()
+    casts, stored = {}, {}
+    for role in op.quantized_roles():
+        if role in left_out:
+            continue
+        signature = params.get(role)
+        is_stored = signature is not None and signature.quantized is not None
+        if is_stored and (formats := stored_formats(op, role, recipe, products)) is not None:
+            stored[role] = formats
+        elif (spec := _cast_of_operand(b, index, role, recipe, backward)) is not None:
+            casts[role] = spec
+    for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
         if product.clash is not None and not recipe.allow_mixed_emulation:
             if product.name in backward:
                 recipe.check_trainable()  # a recipe that never trains says so by the name of its field
@@ -197,29 +191,14 @@ def _casts(
     return casts
 
 
-def _operands(b: _GraphBuilder, request: _CastRequest) -> tuple[dict[str, CastSpec], dict[str, Formats]]:
-    """By role: the casts of operands, and the formats of parameters that are stored quantized and multiplied as they are.
-
-    A cast is by the recipe's quantizer, narrowed to the planes that products read.
-    """
-    op, recipe, casts, stored = request.op, request.recipe, {}, {}
-    postponed = {"input"} if _leaves_cast(b, request.position) else ()
-    for role in op.quantized_roles():
-        if role in postponed:
-            continue
-        signature = request.params.get(role)
-        if signature is not None and signature.quantized is not None:
-            formats = stored_formats(op, role, recipe, request.quantized)
-            if formats is not None:
-                stored[role] = formats
-                continue
-        quantizer, state = b.ops[_caster(b, request.position, role)].make_quantizer(role, recipe)
-        if recipe.batch_invariant and op.quantizer_role(role).tensor_type == "input":
-            recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
-        narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, request.backward)
-        if narrowed is not None:
-            casts[role] = CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
-    return casts, stored
+def _cast_of_operand(b: _GraphBuilder, index: int, role: str, recipe: Recipe, backward: tuple[str, ...]) -> CastSpec | None:
+    """The cast of an operand with the planes that its products read; None if all of them read high precision."""
+    op = b.ops[index]
+    quantizer, state = b.ops[_caster(b, index, role)].make_quantizer(role, recipe)
+    if recipe.batch_invariant and op.quantizer_role(role).tensor_type == "input":
+        recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
+    narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
+    return None if narrowed is None else CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
 
 
 def _caster(b: _GraphBuilder, index: int, role: str) -> int:

@@ -119,7 +119,7 @@ def test_guards_that_cannot_be(written, code, under):
 @pytest.mark.parametrize("word", [test for test, word in TESTS.items() if word.end])
 def test_a_word_that_bounds_a_range_is_asked_of_values_in_order_alone(word):
     """Whatever words there are: the table says which need an order."""
-    written = TESTS[word].told.format("cuda").replace("'", "")
+    written = TESTS[word].text.format("cuda").replace("'", "")
     assert finding(f"{{use: epilogue, when: {{env.device: '{written}'}}}}") == ("bad-value", f"'{written}'")
 
 

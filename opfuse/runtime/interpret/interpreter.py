@@ -157,7 +157,7 @@ class Interpreter:
             for each in self._rematerialized(reader):
                 if each.anew is not None and each.anew.is_delayed:
                     context = self.contexts.setdefault(each.source, Context(each.forward, self.plan.key.env, frozenset()))
-                    context._keep({"scale": each.anew.scale_of_call()})
+                    context._store({"scale": each.anew.scale_of_call()})
 
     def _make_anew(self, group: Group, contexts: Mapping[int, Context]) -> None:
         """Put into the contexts of products what the forward pass has not saved."""

@@ -92,7 +92,7 @@ _SAVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def _saved_table(found: Sequence[Mapping[str, Any]]) -> PageTable:
-    rows = [tuple(cell(each) for cell in _SAVED.values()) for each in found]
+    rows = [tuple(cell(row) for cell in _SAVED.values()) for row in found]
     return PageTable("Saved for the backward pass", tuple(_SAVED), rows, filters=True)
 
 
@@ -117,8 +117,8 @@ def _environment() -> PageTable:
 def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
     first = traces[0].process
     plans = [(trace, plan) for trace in traces for plan in trace.plans]
-    told = {plan.key: plan for _, plan in plans if plan.plan is not None}
-    pipelines = [{**(plan.plan or {}), "name": f"{plan.pipeline}, plan {key}"} for key, plan in told.items()]
+    by_key = {plan.key: plan for _, plan in plans if plan.plan is not None}
+    pipelines = [{**(plan.plan or {}), "name": f"{plan.pipeline}, plan {key}"} for key, plan in by_key.items()]
     timeline = [
         (f"{plan.seconds:.2f}", trace.process.rank, plan.pipeline, plan.call, f"{plan.ms:.1f}", plan.key, plan.why)
         for trace, plan in plans
@@ -136,7 +136,7 @@ def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
     }
     settings = [*first.versions.items(), *first.environment.items(), *first.settings.items()]
     tables = [
-        outcome_table(each for plan in told.values() for each in plan.outcomes),
+        outcome_table(outcome for plan in by_key.values() for outcome in plan.outcomes),
         product_table(pipelines),
         PageTable("Plans over time", ("s", "rank", "pipeline", "call", "ms", "key", "why"), timeline, filters=True),
         PageTable("Cache", ("rank", "pipeline", "plans", "hits", "misses"), counts),

@@ -74,17 +74,23 @@ def rematerialized(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each operand that the backward pass makes anew: from what, and in which format (None: high precision)."""
     nodes = plan.graph.nodes
     for reader, operands in plan.rematerialized.items():
-        for each in operands:
-            chain = [nodes[i].name for i in each.chain] or ["the parameter"]
-            fmt = None if each.anew is None else str(each.anew.quantizer.formats[not each.anew.quantizer.rowwise])
-            yield {"op": nodes[reader].name, "operand": each.role, "from": chain, "format": fmt}
+        for operand in operands:
+            chain = [nodes[i].name for i in operand.chain] or ["the parameter"]
+            fmt = None if operand.anew is None else str(operand.anew.quantizer.formats[not operand.anew.quantizer.rowwise])
+            yield {"op": nodes[reader].name, "operand": operand.role, "from": chain, "format": fmt}
 
 
 def collective_casts(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each collective beside a cast: the operand, the format in which rows travel (None: high precision), and why that."""
-    for each in plan.graph.collective_casts:
-        fmt = None if each.format is None else str(each.format)
-        yield {"op": plan.ops[each.op], "product": plan.ops[each.product], "operand": each.role, "format": fmt, "why": each.why}
+    for collective in plan.graph.collective_casts:
+        fmt = None if collective.format is None else str(collective.format)
+        yield {
+            "op": plan.ops[collective.op],
+            "product": plan.ops[collective.product],
+            "operand": collective.role,
+            "format": fmt,
+            "why": collective.why,
+        }
 
 
 def pipeline(plan: Plan) -> dict[str, Any]:

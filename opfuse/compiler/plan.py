@@ -129,14 +129,14 @@ class Plan:
     @cached_property
     def cast_once(self) -> dict[int, Cast]:
         """By node, the casts for the forward product alone of operands that the backward pass makes anew."""
-        return {each.source: each.forward for operands in self.rematerialized.values() for each in operands}
+        return {operand.source: operand.forward for operands in self.rematerialized.values() for operand in operands}
 
     @cached_property
     def postponed(self) -> frozenset[int]:
         """The nodes of collectives of which a plane travels in the backward pass only."""
         nodes = self.graph.nodes
-        rematerialized = (each for operands in self.rematerialized.values() for each in operands)
-        return frozenset(i for each in rematerialized for i in each.chain if nodes[i].transfer is not None)
+        rematerialized = (operand for operands in self.rematerialized.values() for operand in operands)
+        return frozenset(i for operand in rematerialized for i in operand.chain if nodes[i].transfer is not None)
 
     @property
     def fusions(self) -> tuple[str, ...]:
@@ -184,7 +184,7 @@ def _outcomes_without_override(
     An override leaves casts out, so what a pattern wants may be there without it alone. That is found by lowering the ops again.
     """
     recipe, outcomes = key.env.recipe, tuple(claims.outcomes)
-    absent = {each.rule for each in outcomes if each.status == ABSENT_STATUS}
+    absent = {outcome.rule for outcome in outcomes if outcome.status == ABSENT_STATUS}
     asked = [rule for rule in rules.rules if rule.name in absent and refused_everywhere(rule, claims.graph, key.env, ())]
     if recipe is None or recipe.backward_override is None or not asked:
         return outcomes
@@ -196,7 +196,7 @@ def _outcomes_without_override(
     for direction in PASSES:
         free.claim_rules(rules.of(direction), direction)
     found = {rule.name: _outcome_of_override(rule, claims, free) for rule in asked}
-    return tuple((found.get(each.rule) or each) if each.status == ABSENT_STATUS else each for each in outcomes)
+    return tuple((found.get(outcome.rule) or outcome) if outcome.status == ABSENT_STATUS else outcome for outcome in outcomes)
 
 
 def _outcome_of_override(rule: Fusion, claims: Claims, free: Claims) -> Outcome | None:

@@ -82,7 +82,9 @@ class RuleSet:
     @cached_property
     def digest(self) -> Digest:
         """Value identity, for keys; its parts are the rules and functions by name."""
-        sources = {rule.name: rule.source for rule in self.rules} | {each.name: each.source for each in self.functions}
+        sources = {rule.name: rule.source for rule in self.rules} | {
+            function.name: function.source for function in self.functions
+        }
         return Digest(digest((self.rules, self.functions, self.level)), self._parts, f"({', '.join(self.names)})", sources)
 
     @cached_property

@@ -63,13 +63,15 @@ def rematerialized_operands(
     if not env.grad or (env.keep is None and not waits):
         return {}
     foreign = {i for group in groups if not _saves_like_its_ops(group) for i in group.nodes}
-    found = {}
+    by_reader = {}
     for node in graph.nodes:
         if GEMM in node.traits and not node.is_cast and node.index not in foreign:
-            each_of = [*_postponed(graph, ops, casts, node)]
-            each_of += _of_reader(graph, ops, env, casts, node) if env.keep is not None else ()
-            found[node.index] = tuple(each for each in each_of if foreign.isdisjoint((each.source, *each.chain)))
-    return {reader: operands for reader, operands in found.items() if operands}
+            candidates = [*_postponed(graph, ops, casts, node)]
+            candidates += _of_reader(graph, ops, env, casts, node) if env.keep is not None else ()
+            by_reader[node.index] = tuple(
+                operand for operand in candidates if foreign.isdisjoint((operand.source, *operand.chain))
+            )
+    return {reader: operands for reader, operands in by_reader.items() if operands}
 
 
 def _saves_like_its_ops(group: Group) -> bool:

@@ -331,5 +331,5 @@ def fusion(name: str, pattern: object, **fields: Any) -> Fusion:
         got = f"{unknown[0]!r}{nearest(unknown[0], known)}"
         raise FusionError(describe(f"fusion {name!r}", wanted=f"fields of {sorted(known)}", got=got, cure="mend the name"))
     implementation = next((each for name in ("forward", "backward") if (each := fields.get(name)) is not None), None)
-    told = (implementation.__doc__ or "") if inspect.isfunction(implementation) else ""
-    return Fusion(name, terms_of(pattern, f"fusion {name!r}"), **{"doc": told, **fields})
+    doc = (implementation.__doc__ or "") if inspect.isfunction(implementation) else ""
+    return Fusion(name, terms_of(pattern, f"fusion {name!r}"), **{"doc": doc, **fields})

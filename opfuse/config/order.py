@@ -85,7 +85,7 @@ def _twice(changes: Sequence[RuleChange], index: int) -> Problem | None:
     if change.new and change.name in default_rules().names:
         help = f"choose another name, or write `use: {change.name}`"
         return Problem("duplicate-rule", f"there is a rule {change.name!r} already", help, (index, "name"))
-    first = next(i for i, each in enumerate(changes) if each.name == change.name)
+    first = next(i for i, other in enumerate(changes) if other.name == change.name)
     if first == index:
         return None
     message = f"rule {change.name!r} has an entry already, number {first + 1}"
@@ -97,7 +97,7 @@ def _astray(changes: Sequence[RuleChange], index: int) -> Problem | None:
     if change.anchor is None or change.rule is None:
         return None
     key, anchor = change.anchor
-    known = {rule.name: rule for rule in default_rules().rules} | {each.name: each.rule for each in changes}
+    known = {rule.name: rule for rule in default_rules().rules} | {other.name: other.rule for other in changes}
     others = {name: rule for name, rule in known.items() if rule is not None and name != change.name}
     if anchor not in others:
         message = f"there is no other rule {shown(anchor)} to claim {key}"

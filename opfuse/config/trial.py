@@ -87,7 +87,7 @@ def _shape(
 
 def _unequal(entry: PipelineEntry, inputs: Sequence[Tensor]) -> tuple[str, str] | None:
     """What is wrong with a sum of tensors of two widths, and what to do; None for anything else."""
-    widths = [each.shape[-1] for each in inputs if each.shape]
+    widths = [tensor.shape[-1] for tensor in inputs if tensor.shape]
     if entry.op != "add_extra_input" or len(widths) < 2 or widths[0] == widths[1]:
         return None
     what = "what goes into the block" if entry.extra_input[0].startswith(f"{RESIDUAL} ") else repr(entry.extra_input[0])

@@ -229,22 +229,22 @@ class _LiveTogether:
     """The live tensors of several casts of a pass, in their order."""
 
     def __init__(self, casts: Sequence[_Live]) -> None:
-        self._casts, self._states = casts, [each.state for each in casts]
+        self._casts, self._states = casts, [live.state for live in casts]
         uses: dict[Callable[[UsesByState], None], dict[DelayedScalingState, LastUse]] = {}
-        for each in casts:
-            if each.use is not None:
-                uses.setdefault(each.count, {})[each.state] = each.use
+        for live in casts:
+            if live.use is not None:
+                uses.setdefault(live.count, {})[live.state] = live.use
         self._uses = tuple(uses.items())
         self._snapshot()
 
     def _snapshot(self) -> None:
-        tensors = [tensor for each in self._casts for tensor in each.tensors]
-        self._known = [each.seen for each in self._casts], tensors  # at once, for other threads
+        tensors = [tensor for live in self._casts for tensor in live.tensors]
+        self._known = [live.seen for live in self._casts], tensors  # at once, for other threads
 
     def __call__(self) -> Sequence[torch.Tensor]:
         seen, known = self._known
         if [state.tensors_id for state in self._states] != seen or current_pass() is not None:
-            tensors = [tensor for each in self._casts for tensor in each()]
+            tensors = [tensor for live in self._casts for tensor in live()]
             self._snapshot()
             return tensors
         for count, uses in self._uses:

@@ -317,7 +317,7 @@ def fingerprint_of(contexts: Iterable[Context]) -> tuple[Any, ...] | None:
         if before is not None and before not in read:
             read[before] = None
             waiting.append(before)
-    fingerprints = [Context.fingerprint(each) for each in read]  # an op may have left something of its own under that name
+    fingerprints = [Context.fingerprint(context) for context in read]  # an op may have left something of its own under that name
     return None if None in fingerprints else tuple(fingerprints)
 
 

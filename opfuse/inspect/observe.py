@@ -87,7 +87,7 @@ class CallInputs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(each for each in (*self.inputs, *self.named.values()) if isinstance(each, torch.Tensor))
+        return tuple(value for value in (*self.inputs, *self.named.values()) if isinstance(value, torch.Tensor))
 
     @property
     def on_cuda(self) -> bool:
@@ -100,7 +100,7 @@ class CallInputs(NamedTuple):
 
     def copied(self) -> CallInputs:
         """The same call on copies of its tensors."""
-        inputs, named = ([_copied(each) for each in values] for values in (self.inputs, self.named.values()))
+        inputs, named = ([_copied(value) for value in values] for values in (self.inputs, self.named.values()))
         return CallInputs(tuple(inputs), dict(zip(self.named, named)))
 
 

@@ -44,13 +44,13 @@ def compare_ranks(group: dist.ProcessGroup | None = None) -> ComparedRanks:
     checked_group("compare_ranks(group=)", group, PipelineError)
     gc.collect()  # what nobody holds lives until the collector runs, on each rank at another time
     plans = trace.in_order(trace.traced())
-    own = [(each.where, trace.key_id(leaves(found.key))) for each, found in plans]
-    told = _gathered((digest(tuple(own)), len(own)), group)
-    if len({digits for digits, _ in told}) == 1:
-        return ComparedRanks(tuple(number for _, number in told), ())
-    ranks = _gathered((trace.process(), [trace.plan_record(each, found, None) for each, found in plans]), group)
-    traces = [_trace(*each) for each in ranks]
-    return ComparedRanks(tuple(number for _, number in told), tuple(odd_ranks(traces)))
+    own = [(pipeline.where, trace.key_id(leaves(found.key))) for pipeline, found in plans]
+    digests = _gathered((digest(tuple(own)), len(own)), group)
+    if len({digits for digits, _ in digests}) == 1:
+        return ComparedRanks(tuple(number for _, number in digests), ())
+    ranks = _gathered((trace.process(), [trace.plan_record(pipeline, found, None) for pipeline, found in plans]), group)
+    traces = [_trace(*rank) for rank in ranks]
+    return ComparedRanks(tuple(number for _, number in digests), tuple(odd_ranks(traces)))
 
 
 def _gathered(what: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -109,7 +109,7 @@ class Explanation:
             "saved": [asdict(value) for value in self.saved],
             "saved_bytes": self.saved_bytes,
             "kept_bytes": self.kept[1],
-            "chains": [{"shape": list(each.shape), "ops": list(each.ops), "why_apart": each.apart} for each in self.chains],
+            "chains": [{"shape": list(chain.shape), "ops": list(chain.ops), "why_apart": chain.apart} for chain in self.chains],
             "saved_bytes_by_override": {
                 name: {"refused": saved.reason} if isinstance(saved, RefusedSetting) else saved
                 for name, saved in self.saved_by_override.items()
@@ -154,7 +154,9 @@ def _head(e: Explanation) -> Iterator[str]:
 
 def _derives(plan: Plan) -> bool:
     """Whether a backward pass goes from a product of quantized operands to an activation before it."""
-    quantized = {each.op for each in plan.graph.products if each.name == "dgrad" and None not in (each.left, each.right)}
+    quantized = {
+        product.op for product in plan.graph.products if product.name == "dgrad" and None not in (product.left, product.right)
+    }
     nodes = [node for node in plan.graph.view(BACKWARD) if not node.is_cast]
     nodes = [node for node in nodes if "activation" in node.traits or "elementwise" not in node.traits]
     return any("activation" in one.traits and two.op in quantized for one, two in itertools.pairwise(nodes))
@@ -184,7 +186,7 @@ def _brief(plan: Plan) -> Iterator[str]:
     if plan.rematerialized:
         yield f"  made anew in the backward pass: {len(list(rematerialized(plan)))} operands of products"
     yield from _in_steps(plan, MOST)
-    shown = [each for each in plan.outcomes if each.status not in ROUTINE]
+    shown = [outcome for outcome in plan.outcomes if outcome.status not in ROUTINE]
     yield from ("  rules", *_alike(shown)) if shown else ("  rules: none fused",)
 
 
@@ -209,7 +211,7 @@ def _of_rule(plan: Plan) -> Iterator[str]:
     """What became of one rule, and what would make it fire."""
     yield from _before_and_after(plan)
     yield "  rules"
-    yield from (f"    {each}" for each in plan.outcomes)
+    yield from (f"    {outcome}" for outcome in plan.outcomes)
     yield from (f"  to fire  {cure}" for cure in dict.fromkeys(map(to_fire, plan.outcomes)) if cure)
 
 
@@ -217,9 +219,9 @@ def _collective_casts(plan: Plan) -> Iterator[str]:
     """How rows of other ranks come."""
     if plan.graph.collective_casts:
         yield "  rows of other ranks"
-    for each in collective_casts(plan):
-        how = each["format"] or f"values, cast anew: {each['why']}"
-        yield f"    {each['op']} {each['product']} {each['operand']}: {how}"
+    for collective in collective_casts(plan):
+        how = collective["format"] or f"values, cast anew: {collective['why']}"
+        yield f"    {collective['op']} {collective['product']} {collective['operand']}: {how}"
 
 
 def _sizes(plan: Plan) -> Iterator[str]:

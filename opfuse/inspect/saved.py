@@ -81,7 +81,7 @@ def saved(model: nn.Module, *inputs: Any, errors: bool = False, **named: Any) ->
     which has no values; DtypeError if the first input is no tensor.
     """
     given = CallInputs(inputs, named)
-    if errors and any(each.is_meta for each in given.tensors):
+    if errors and any(tensor.is_meta for tensor in given.tensors):
         cure = "leave errors out, or give the model memory (to_empty) and values, and pass inputs with values"
         raise PipelineError(
             describe("saved(errors=True)", wanted="tensors with values", got="some on the meta device", cure=cure)

@@ -157,8 +157,8 @@ def _file(path: Path) -> Trace:
     if not found or not isinstance(found[0], Process):
         got, cure = "another first line" if found else "an empty file", "write it anew: OPFUSE_TRACE=DIR, opfuse.dump()"
         raise TraceError(describe(str(path), wanted="a process in the first line", got=got, cure=cure))
-    plans = tuple(each for each in found if isinstance(each, PlanLine))
-    return Trace(path, found[0], plans, next((each for each in reversed(found) if isinstance(each, Counts)), None))
+    plans = tuple(record for record in found if isinstance(record, PlanLine))
+    return Trace(path, found[0], plans, next((record for record in reversed(found) if isinstance(record, Counts)), None))
 
 
 def _is_whole(line: str) -> bool:

@@ -346,10 +346,12 @@ class Sequential(Enrolled):
         if not op_kwargs:
             return {}
         runs = [run for run in self.runs() if isinstance(run, OperationFuser)]
-        found: dict[int, list[Mapping[str, Any]]] = {id(run): [{}] * len(run.ops) for run in runs}
+        by_run: dict[int, list[Mapping[str, Any]]] = {id(run): [{}] * len(run.ops) for run in runs}
         for key, value in op_kwargs.items():
             op = self[key] if isinstance(key, int) else key
-            places = [(run, i) for run in runs for i, each in enumerate(run.ops) if each is op and isinstance(op, BasicOperation)]
+            places = [
+                (run, i) for run in runs for i, basic in enumerate(run.ops) if basic is op and isinstance(op, BasicOperation)
+            ]
             if not places:
                 wanted, cure = "a BasicOperation of this Sequential, or its index", "pass keyword arguments to basic ops only"
                 raise PipelineError(
@@ -359,8 +361,8 @@ class Sequential(Enrolled):
                 name = self._name(key)
                 places = [(run, i) for run, i in places if run.starts.get(name) == i]
             for run, i in places:
-                found[id(run)][i] = value
-        return found
+                by_run[id(run)][i] = value
+        return by_run
 
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits and misses of its pipelines and of every Sequential inside, and why the latest miss was one.

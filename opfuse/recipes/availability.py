@@ -122,7 +122,7 @@ def _parts(quantizer: object) -> list[RuledQuantizer]:
     return [quantizer for quantizer in subs if isinstance(quantizer, RuledQuantizer)]
 
 
-class _Product(NamedTuple):
+class _ProductSupport(NamedTuple):
     """How a product of a linear layer runs.
 
     status: ``unknown`` (the recipe says nothing of an operand), ``dequantized`` (it reads values of the quantizers of ``roles``),
@@ -135,7 +135,7 @@ class _Product(NamedTuple):
     roles: tuple[str, ...] = ()
 
 
-def _products(recipe: Recipe, casts: Mapping[str, OperandCast], arch: Arch) -> Iterator[_Product]:
+def _products(recipe: Recipe, casts: Mapping[str, OperandCast], arch: Arch) -> Iterator[_ProductSupport]:
     """The products of a linear layer on ``arch``: all three, or fprop alone if the recipe does not train so."""
     formats = {role: _formats(role, operand) for role, operand in casts.items()}
     trains = recipe.backward_override is None and recipe.training_refusal() is None
@@ -143,25 +143,25 @@ def _products(recipe: Recipe, casts: Mapping[str, OperandCast], arch: Arch) -> I
         one, other = formats[product.left], formats[product.right]
         if one is None or other is None:
             who = "factory" if isinstance(recipe, CustomRecipe) else "recipe"
-            yield _Product(name, "unknown", f"the {who} refuses a linear layer without a name")
+            yield _ProductSupport(name, "unknown", f"the {who} refuses a linear layer without a name")
             continue
         left, right = one[product.left_plane], other[product.right_plane]
         if IDENTITY in (left, right):
-            yield _Product(name, "plain")
+            yield _ProductSupport(name, "plain")
             continue
         pair = layout_of(left, product.left_plane, _USUAL), layout_of(right, product.right_plane, _USUAL)
         if DEQUANTIZED in (left, right):
             sides = (product.left, left), (product.right, right)
-            yield _Product(name, "dequantized", roles=tuple(role for role, fmt in sides if fmt == DEQUANTIZED))
+            yield _ProductSupport(name, "dequantized", roles=tuple(role for role, fmt in sides if fmt == DEQUANTIZED))
         elif misfit := clash(name, pair[0].format, pair[1].format):
-            yield _Product(name, "clash", misfit)
+            yield _ProductSupport(name, "clash", misfit)
         elif miss := _miss(pair, arch):
-            yield _Product(name, "emulated", miss)
+            yield _ProductSupport(name, "emulated", miss)
         else:
-            yield _Product(name, "native", native_name(pair[0].format, pair[1].format, _machine(arch)))
+            yield _ProductSupport(name, "native", native_name(pair[0].format, pair[1].format, _machine(arch)))
 
 
-def _summary(recipe: Recipe, products: Sequence[_Product]) -> Support:
+def _summary(recipe: Recipe, products: Sequence[_ProductSupport]) -> Support:
     """Native if every product is that reads two quantized planes; else why the first is not, or why calls are refused."""
     first = {product.status: product for product in reversed(products)}
     if unknown := first.get("unknown"):

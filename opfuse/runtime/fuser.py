@@ -360,17 +360,17 @@ class OperationFuser:
         found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(run)
         return found
 
-    def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]:
-        """Stand-ins of the outputs for ``given``, which may have no values. Recipes, fusions and gradients change no shapes."""
-        x, *extras = given
+    def outline(self, tensors: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]:
+        """Stand-ins of the outputs for ``tensors``, which may have no values. Recipes, fusions and gradients change no shapes."""
+        x, *extras = tensors
         check_count(self, extras)
         rules = replace(self.rules or active_rules(), level=0)
         device, arch, _ = _device(x.device)
         env = Env(None, None, False, autocast, device, arch, ROWS, True, rules.level)
-        sigs = [TensorSig(each.dtype, None, False, each.device, None) for each in given]
+        sigs = [TensorSig(tensor.dtype, None, False, tensor.device, None) for tensor in tensors]
         inputs = sigs[0], tuple(sigs[1:]), parameter_signatures(self.slots), tuple([op.training for op in self._modal])
         plan = self._compiled(self.named((self.structure, env, inputs, rules.digest)), rules)
-        return outlined(plan, self.ops, given)
+        return outlined(plan, self.ops, tensors)
 
     reach = staticmethod(lambda *_: ())  # gradients come to all that ops read
 
@@ -382,9 +382,9 @@ class OperationFuser:
 def infos_of(pipelines: Iterable[OperationFuser]) -> CacheInfo:
     """The counts of several pipelines together, and why the latest miss of all was one."""
     pipelines = [*pipelines]
-    latest = max(pipelines, key=lambda each: each.last_missed, default=None)
+    latest = max(pipelines, key=lambda pipeline: pipeline.last_missed, default=None)
     last: Miss | None = None if latest is None else latest.cache.last_miss
-    return info_of([each.cache for each in pipelines], None if last is None else str(last))
+    return info_of([pipeline.cache for pipeline in pipelines], None if last is None else str(last))
 
 
 def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, rules: RuleSet) -> Plan:

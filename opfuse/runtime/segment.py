@@ -113,7 +113,7 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
 
 def _check_inference(plan: Plan, *given: Sequence[torch.Tensor | None]) -> None:
     """UnsupportedError where autograd would have to save a tensor of inference mode, which counts no writes."""
-    for tensor in (each for tensors in given for each in tensors):
+    for tensor in (tensor for tensors in given for tensor in tensors):
         if tensor is not None and tensor.is_inference():
             cure = "clone it outside of torch.inference_mode(), or compute under torch.no_grad()"
             wanted, got = "tensors that autograd can save", f"one of shape {tuple(tensor.shape)} made in torch.inference_mode()"

@@ -56,7 +56,7 @@ def _values(x: Any) -> Any:
 
 def broadcast(func: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
     """The bytes of one rank on all. They are there when it returns."""
-    if not all(isinstance(each, Quantized) for each in tensors):
+    if not all(isinstance(tensor, Quantized) for tensor in tensors):
         return NotImplemented
     work = None
     for target in cast(Sequence[Quantized], tensors):

@@ -239,7 +239,10 @@ def _stacked(weights: Sequence[Operand], usage: str, dtype: torch.dtype) -> torc
     """The values of weights in one tensor (G, N, K): of a quantized one those of its plane ``usage``, or of the only one."""
     if _plain(weights):
         return torch.stack(list(weights))
-    planes = [each.plane(usage if usage in each.usages else each.usages[0]) for each in cast(Sequence[QuantizedStorage], weights)]
+    planes = [
+        weight.plane(usage if usage in weight.usages else weight.usages[0])
+        for weight in cast(Sequence[QuantizedStorage], weights)
+    ]
     stored = [(plane.data, cast(torch.Tensor, plane.scale), plane.amax, plane.layout) for plane in planes]
     return dequantize_groups(stored, dtype=dtype).view(-1, *weights[0].shape)
 

@@ -30,7 +30,7 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
     """
     alone = isinstance(parameters, (torch.Tensor, torch.nn.Module)) or not isinstance(parameters, Iterable)
     given: list[Any] = [parameters] if alone else [*parameters]
-    wrong = next((each for each in given if not isinstance(each, torch.Tensor)), None)
+    wrong = next((parameter for parameter in given if not isinstance(parameter, torch.Tensor)), None)
     if wrong is not None:
         got = f"an element of type {type(wrong).__name__}"
         raise DtypeError(describe("master_weights", wanted="parameters", got=got, cure="pass model.parameters()"))

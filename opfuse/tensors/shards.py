@@ -46,7 +46,7 @@ class Ranks(NamedTuple):
 def join(parameter: torch.Tensor) -> None:
     """Tell the shard of a quantized DTensor parameter which ranks hold the others."""
     shard: Any = local_tensor(parameter, None)
-    over = [dimension for dimension, each in enumerate(getattr(parameter, "placements", ())) if each.is_shard()]
+    over = [dimension for dimension, placement in enumerate(getattr(parameter, "placements", ())) if placement.is_shard()]
     for dimension in over if hasattr(shard, "record") else ():
         _share(shard, parameter.device_mesh, dimension)  # type: ignore[attr-defined]
 

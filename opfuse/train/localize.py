@@ -102,9 +102,9 @@ def first_difference(old: Path, new: Path, step: int, bound: float = 0.0) -> Val
 
 def _check(a: SeenValue, b: SeenValue) -> None:
     if (a.side, a.name, a.value.shape) != (b.side, b.name, b.value.shape):
-        told = [f"{each.side} {each.name} {tuple(each.value.shape)}" for each in (a, b)]
+        shapes = [f"{tensor.side} {tensor.name} {tuple(tensor.value.shape)}" for tensor in (a, b)]
         cure = "compare runs of one pipeline; `opfuse diff` without --localize tells what differs"
-        raise TraceError(describe("opfuse diff --localize", wanted=told[0], got=told[1], cure=cure))
+        raise TraceError(describe("opfuse diff --localize", wanted=shapes[0], got=shapes[1], cure=cure))
 
 
 def _difference(step: int, a: SeenValue, b: SeenValue) -> ValueDifference | None:

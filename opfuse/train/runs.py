@@ -43,9 +43,11 @@ class FactDifference:
     new: Fact
 
     def __str__(self) -> str:
-        told = [f"{each.source}" for each in (self.old, self.new) if each.source]
+        sources = [f"{fact.source}" for fact in (self.old, self.new) if fact.source]
         same = self.old.source == self.new.source
-        return f"{self.name}: {self.old.value!r} -> {self.new.value!r}" + ("" if same or not told else f" ({' -> '.join(told)})")
+        return f"{self.name}: {self.old.value!r} -> {self.new.value!r}" + (
+            "" if same or not sources else f" ({' -> '.join(sources)})"
+        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def _of_trace(trace: Trace) -> Iterator[tuple[str, Fact]]:
     for section in ("versions", "environment", "settings"):
         yield from ((f"{section}.{key}", Fact(value)) for key, value in getattr(process, section).items())
     for number, plan in enumerate(trace.plans, 1):
-        fused = [each["rule"] for each in plan.outcomes if each["status"] == "fused"]
+        fused = [outcome["rule"] for outcome in plan.outcomes if outcome["status"] == "fused"]
         yield f"plan {number}.fusions", Fact(fused)
         yield from ((f"plan {number}.{leaf.path}", Fact(leaf.value, leaf.source)) for leaf in plan.leaves)
 

@@ -63,8 +63,8 @@ class BackwardTape:
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # until the call is over, so that no other tensor has the id of one
         self._copies = Copies(given)
-        for each in arguments:
-            self._enter(each)
+        for argument in arguments:
+            self._enter(argument)
 
     def _enter(self, tensor: torch.Tensor) -> None:
         self._numbers.setdefault(id(tensor), len(self._alive))
@@ -75,9 +75,9 @@ class BackwardTape:
         """Write a step down: what it read and made, and its backward pass. ``makes`` are new tensors, known by identity."""
         numbers, start = self._numbers, len(self._alive)
         steps = [] if self._steps is None else self._steps
-        steps.append(_TapeStep([numbers.get(id(each)) for each in reads], range(start, start + len(makes)), backward))
-        for each in makes:
-            self._enter(each)
+        steps.append(_TapeStep([numbers.get(id(tensor)) for tensor in reads], range(start, start + len(makes)), backward))
+        for tensor in makes:
+            self._enter(tensor)
 
     def save(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
         """Save tensors for the backward pass; a copy of those that share memory with ``given``."""
@@ -91,7 +91,7 @@ class BackwardTape:
 
     def close(self, results: Sequence[torch.Tensor]) -> None:
         """The call is over; ``results`` are its outputs."""
-        self._ends = [self._numbers.get(id(each)) for each in results]
+        self._ends = [self._numbers.get(id(result)) for result in results]
         self._numbers, self._alive, self._copies, self.saved = {}, [], Copies(()), []
 
     def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:

@@ -138,7 +138,7 @@ class CallInside:
 
     def recorded_on_tape(self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any]) -> tuple[torch.Tensor, ...]:
         """The outputs of ``run(inputs, tape)``, which records on the tape every step that gradients pass."""
-        entries = [each.detach().resolve_neg() for each in self.given]
+        entries = [tensor.detach().resolve_neg() for tensor in self.given]
         for entry, want in zip(entries, self.wanted):
             if want:
                 entry.requires_grad_()
@@ -160,7 +160,7 @@ class CallInside:
         with seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
             root = torch.empty((), requires_grad=self.trains)
             arguments = [*self.given, *self.parameters]
-            entries = [_enter(root, each) if want else each.detach() for each, want in zip(arguments, self.wanted)]
+            entries = [_enter(root, argument) if want else argument.detach() for argument, want in zip(arguments, self.wanted)]
             instead: dict[int, torch.Tensor] = {}
             for parameter, entry in zip(self.parameters, entries[count:]):
                 instead.setdefault(id(parameter), entry)

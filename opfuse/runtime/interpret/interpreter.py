@@ -101,7 +101,7 @@ class Interpreter:
         op: Any = self._cast_of(node) if node.is_cast else self.ops[node.op]
         context = Context(op, self.plan.key.env, node.needs)
         if node.index in self.plan.rematerialized:
-            context.rematerialized = frozenset(each.role for each in self._rematerialized(node.index))
+            context.rematerialized = frozenset(operand.role for operand in self._rematerialized(node.index))
         if node.transfer is not None:
             context.transfer = node.transfer if node.index in self.plan.postponed else node.transfer.at_once()
         if node.inputs and node.inputs[0] in values:
@@ -149,29 +149,29 @@ class Interpreter:
 
     def _rematerialized(self, reader: int) -> Iterator[RematerializedOperand]:
         """The operands of a product that this call does not save: all that the plan rematerializes but precomputed casts."""
-        return (each for each in self.plan.rematerialized.get(reader, ()) if each.source not in self.precomputed)
+        return (operand for operand in self.plan.rematerialized.get(reader, ()) if operand.source not in self.precomputed)
 
     def _save_scales(self) -> None:
         """Save the scales of casts that the backward pass makes anew: by then they may have been updated."""
         for reader in self.segment.nodes:
-            for each in self._rematerialized(reader):
-                if each.anew is not None and each.anew.is_delayed:
-                    context = self.contexts.setdefault(each.source, Context(each.forward, self.plan.key.env, frozenset()))
-                    context._store({"scale": each.anew.scale_of_call()})
+            for operand in self._rematerialized(reader):
+                if operand.anew is not None and operand.anew.is_delayed:
+                    context = self.contexts.setdefault(operand.source, Context(operand.forward, self.plan.key.env, frozenset()))
+                    context._store({"scale": operand.anew.scale_of_call()})
 
     def _make_anew(self, group: Group, contexts: Mapping[int, Context]) -> None:
         """Put into the contexts of products what the forward pass has not saved."""
-        for each in (each for reader in group.nodes for each in self.plan.rematerialized.get(reader, ())):
-            context = contexts.get(each.reader)
-            if context is None or each.role not in context.rematerialized:
+        for operand in (operand for reader in group.nodes for operand in self.plan.rematerialized.get(reader, ())):
+            context = contexts.get(operand.reader)
+            if context is None or operand.role not in context.rematerialized:
                 continue
-            anew = each.anew
+            anew = operand.anew
             if anew is not None and anew.is_delayed:
-                anew = anew.under(contexts[each.source].saved.scale)
-            if isinstance(anew, GroupedCast) and each.chain:
+                anew = anew.under(contexts[operand.source].saved.scale)
+            if isinstance(anew, GroupedCast) and operand.chain:
                 anew = replace(anew, splits=vars(context).get("sizes") or context.saved.splits)
-            chain, parameter = [contexts[i] for i in each.chain], cast(torch.Tensor, context._saved[each.name])
-            context._saved[each.name] = chain[0].op.remake(chain, anew) if chain else cast(Cast, anew)(parameter)
+            chain, parameter = [contexts[i] for i in operand.chain], cast(torch.Tensor, context._saved[operand.name])
+            context._saved[operand.name] = chain[0].op.remake(chain, anew) if chain else cast(Cast, anew)(parameter)
 
     def _forward_op(self, node: Node, values: dict[int, Value]) -> None:
         op = self.ops[node.op]

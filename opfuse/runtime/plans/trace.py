@@ -156,12 +156,12 @@ def _side(value: object) -> Any:
 def counts(pipelines: list[TracedPipeline]) -> dict[str, Any]:
     """How often each pipeline found a plan."""
     rows = [(each, each.cache) for each in pipelines]
-    told = [
+    rows_out = [
         {"pipeline": each.where, "handle": each.handle, "plans": len(own), "hits": own.hits, "misses": own.misses}
         for each, own in rows
         if own.misses
     ]
-    return {"record": "counts", "seconds": round(time.time() - _START, 3), "pipelines": told}
+    return {"record": "counts", "seconds": round(time.time() - _START, 3), "pipelines": rows_out}
 
 
 def records(pipelines: list[TracedPipeline]) -> Iterator[dict[str, Any]]:
@@ -179,7 +179,7 @@ def traced() -> list[TracedPipeline]:
 
 def in_order(pipelines: list[TracedPipeline]) -> list[tuple[TracedPipeline, PlanRecord]]:
     """The plans that the pipelines remember, in the order in which they were made."""
-    found = [(each, one) for each in pipelines for one in list(each.history)]  # another thread may plan
+    found = [(pipeline, one) for pipeline in pipelines for one in list(pipeline.history)]  # another thread may plan
     return sorted(found, key=lambda pair: pair[1].number)
 
 

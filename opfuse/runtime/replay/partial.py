@@ -86,7 +86,9 @@ def context_fingerprints(stretches: Sequence[Stretch], contexts: dict[int, Conte
     """What the contexts that each stretch reads hold beside tensors; None for more than plain values, and for the user's code."""
     read = [(*stretch.nodes, *stretch.beside) for stretch in stretches]
     pairs = zip(stretches, read)
-    return [fingerprint_of([contexts[i] for i in nodes if i in contexts]) if each.repeats else None for each, nodes in pairs]
+    return [
+        fingerprint_of([contexts[i] for i in nodes if i in contexts]) if stretch.repeats else None for stretch, nodes in pairs
+    ]
 
 
 def repeat(
@@ -96,12 +98,12 @@ def repeat(
 
     fingerprints: as of :func:`context_fingerprints`. grads: the gradients so far, to which this function adds.
     """
-    for at, (stretch, each) in enumerate(zip(plan.user_code[segment.nodes.start].backward, fingerprints)):
-        if each is None:
+    for at, (stretch, fingerprint) in enumerate(zip(plan.user_code[segment.nodes.start].backward, fingerprints)):
+        if fingerprint is None:
             interpret(stretch.groups, grads)
         else:
             nodes = range(min(stretch.nodes), max(stretch.nodes) + 1)
-            _repeat(stretch, each, grads, interpret, Replayable.of(plan, (segment.nodes.start, BACKWARD, at), nodes))
+            _repeat(stretch, fingerprint, grads, interpret, Replayable.of(plan, (segment.nodes.start, BACKWARD, at), nodes))
 
 
 def _repeat(
@@ -139,7 +141,7 @@ def _comes_in(
     if layout is None:
         return None, []
     try:
-        structures = [identity(each) for each in grads.values.values() if isinstance(each, QuantizedStorage)]
+        structures = [identity(value) for value in grads.values.values() if isinstance(value, QuantizedStorage)]
     except KeyError:  # a record of another class
         return None, []
     return (*fingerprint, *grads.values, *map(type, grads.values.values()), *structures, *layout), tensors_and_planes(tensors)

@@ -48,8 +48,8 @@ class Recording:
     @classmethod
     def of(cls, recorder: Recorder, results: Sequence[int]) -> Recording:
         """The recorded steps without those that nobody needs, with launches joined, and products by cuBLASLt where possible."""
-        told = _without_same_views(recorder, _joined(recorder.steps), results)
-        steps = _needed([each for step in told for each in _by_address(recorder, step)], results)
+        joined = _without_same_views(recorder, _joined(recorder.steps), results)
+        steps = _needed([substep for step in joined for substep in _by_address(recorder, step)], results)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
         parameters = frozenset(i for i, t in enumerate(recorder.given) if isinstance(t, torch.nn.Parameter))
         made = cls(tuple(steps), tuple(range(len(recorder.given))), tuple(results), device, {}, parameters)

@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
         kind = type(value)
         if kind is tuple or kind is list:
             return kind(map(self._filled, value))
-        return {name: self._filled(each) for name, each in value.items()} if kind is dict else value
+        return {name: self._filled(part) for name, part in value.items()} if kind is dict else value
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of the op. If memory runs out, the recording is given up with the tensors it keeps, and the op rerun."""

@@ -60,7 +60,9 @@ class Recorded:
     def programs(self) -> Iterator[Program]:
         """All that are kept for this key."""
         yield self.program
-        yield from (program for each in self.behind for _, recorded in each.recorded() for program in recorded.programs())
+        yield from (
+            program for replayable in self.behind for _, recorded in replayable.recorded() for program in recorded.programs()
+        )
 
     def repeat(self, device: str, given: list[torch.Tensor]) -> Sequence[Value | None]:
         """The values for other tensors, without torch.autocast: that has acted on the ops when they were recorded."""

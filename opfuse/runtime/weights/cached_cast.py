@@ -56,11 +56,11 @@ class Unchanged:
     def together(cls, many: Sequence[Unchanged]) -> Unchanged:
         """Whether all of ``many`` are."""
         whole = cls.__new__(cls)
-        whole._weights = tuple([weight for each in many for weight in each._weights])
-        whole._memory = [memory for each in many for memory in each._memory]
-        whole._lying = [[value for part in parts for value in part] for parts in zip(*(each._lying for each in many))]
-        whole._made = {key: made for each in many for key, made in each._made.items()}
-        whole._states = [state for each in many for state in each._states]
+        whole._weights = tuple([weight for unchanged in many for weight in unchanged._weights])
+        whole._memory = [memory for unchanged in many for memory in unchanged._memory]
+        whole._lying = [[value for part in parts for value in part] for parts in zip(*(unchanged._lying for unchanged in many))]
+        whole._made = {key: made for unchanged in many for key, made in unchanged._made.items()}
+        whole._states = [state for unchanged in many for state in unchanged._states]
         return whole
 
     @property
@@ -124,15 +124,15 @@ class CachedCast:
 
 def settle(casts: Sequence[CachedCast]) -> None:
     """Lay ``casts``, which were just made, one for each weight of an op, together in a block for each direction."""
-    blocks, weights = list[torch.Tensor](), [each.parameter for each in casts]
+    blocks, weights = list[torch.Tensor](), [cast.parameter for cast in casts]
     for usage in USAGES:
         with _plainly():
-            storages, made = pack([each.storage for each in casts], usage, weights)
+            storages, made = pack([cast.storage for cast in casts], usage, weights)
         blocks += made
-        for each, storage in zip(casts, storages):
-            each.storage = storage
-    for each in casts:
-        each._settle(blocks)
+        for cast, storage in zip(casts, storages):
+            cast.storage = storage
+    for cast in casts:
+        cast._settle(blocks)
 
 
 class CachedLayout:

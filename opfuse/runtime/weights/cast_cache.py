@@ -124,7 +124,7 @@ class KeptWeights:
         """Forget all casts: the next call of each makes it anew. For writes that autograd does not count."""
         with self._lock:
             entries, self._entries, self._vain = self._entries, {}, {}
-            _end(entry for each in entries.values() for entry in each)
+            _end(entry for casts in entries.values() for entry in casts)
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer steps, or has stepped: a fused one writes its parameters without a count."""
@@ -150,7 +150,7 @@ class KeptWeights:
         lie in the same blocks.
         """
         with self._lock:
-            there = {id(each.parameter): self._entries.get(id(each.parameter), []) for each in wanted}
+            there = {id(request.parameter): self._entries.get(id(request.parameter), []) for request in wanted}
             served = {key: [entry.served for entry in entries] for key, entries in there.items()}
             stale = [entry for entries in there.values() for entry in entries if not entry.unchanged]
             there = {key: [entry for entry in entries if entry not in stale] for key, entries in there.items()}
@@ -159,7 +159,7 @@ class KeptWeights:
                 stale.clear()
                 self._entries |= there
                 there = self._with_missing(wanted, there, served)
-            return [_serving(there[id(each.parameter)], each) for each in wanted]
+            return [_serving(there[id(request.parameter)], request) for request in wanted]
 
     def _with_missing(
         self, wanted: Sequence[_CastRequest], there: Mapping[int, list[CachedCast]], served: Mapping[int, list[bool]]
@@ -167,14 +167,14 @@ class KeptWeights:
         """The casts ``there``, and new ones. served: of each cast of a parameter before this call, whether one has found it."""
         every = {key: [*entries] for key, entries in there.items()}
         new: dict[tuple[int, torch.device], list[CachedCast]] = {}
-        for each in wanted:
-            key = id(each.parameter)
-            if (found := _serving(every[key], each)) is not None:
+        for request in wanted:
+            key = id(request.parameter)
+            if (found := _serving(every[key], request)) is not None:
                 found.served = True
             elif not self._is_vain(key, served[key]):
-                entry = CachedCast(each.cast, each.parameter, each.stream)
+                entry = CachedCast(request.cast, request.parameter, request.stream)
                 every[key].append(entry)
-                new.setdefault((each.node.op, each.parameter.device), []).append(entry)
+                new.setdefault((request.node.op, request.parameter.device), []).append(entry)
         for made in new.values():
             settle(made)
         if self._open:
@@ -346,9 +346,9 @@ def _looked_up_casts(
         if (stream := streams[parameter.device]) is not None and not (run is not None and cast.live_states):
             wanted.setdefault(owner, []).append(_CastRequest(node, cast, parameter, stream))
     found: dict[int, CachedCast] = {}
-    for owner, each in wanted.items():
-        casts = owner.find(each, make=run is not Pass.DRY_RUN)
-        found |= {one.node.index: cast for one, cast in zip(each, casts) if cast is not None}
+    for owner, requests in wanted.items():
+        casts = owner.find(requests, make=run is not Pass.DRY_RUN)
+        found |= {one.node.index: cast for one, cast in zip(requests, casts) if cast is not None}
     if len(found) == len(keepable.casts) and len(wanted) == len(streams) == 1:
         ((scope, _),), ((_, stream),) = wanted.items(), streams.items()
         if bound := scope.bound(owners, found):

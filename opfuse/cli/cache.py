@@ -167,11 +167,11 @@ def _kernel_row(kept: KeptCubin) -> tuple[str, ...]:
 
 
 def _kernel(key: str) -> KeptCubin:
-    kept = {each.key: each for each in inventory(location())}
-    found = [each for name, each in kept.items() if name.startswith(key)]
-    if len(found) != 1:
-        got = f"{key!r}, with which {len(found) or 'none'} begin{'s' if not found else ''}{nearest(key, kept)}"
+    kernels = {each.key: each for each in inventory(location())}
+    matching = [each for name, each in kernels.items() if name.startswith(key)]
+    if len(matching) != 1:
+        got = f"{key!r}, with which {len(matching) or 'none'} begin{'s' if not matching else ''}{nearest(key, kernels)}"
         raise TraceError(
             describe("key", wanted="the first digits of one key", got=got, cure="see `opfuse cache ls`, or name a --trace")
         )
-    return found[0]
+    return matching[0]

@@ -53,29 +53,29 @@ def _no_subject(directory: Path) -> OutputError:
 
 
 def _of_config(config: Config, run: Path | None) -> Page:
-    found = explained(config).to_dict()
+    explanation = explained(config).to_dict()
     facts: dict[str, Any] = {
         "configuration": config.path,
-        "recipe": found["recipe"],
-        "runs": f"{found['backend']}: {found['reason']}",
+        "recipe": explanation["recipe"],
+        "runs": f"{explanation['backend']}: {explanation['reason']}",
     }
-    facts["saved for backward"] = f"{found['saved_bytes']} bytes"
-    outcomes = [*found["forward"], *(each for each in found["backward"] if each["direction"] != "joint")]
+    facts["saved for backward"] = f"{explanation['saved_bytes']} bytes"
+    outcomes = [*explanation["forward"], *(outcome for outcome in explanation["backward"] if outcome["direction"] != "joint")]
     tables = [
         outcome_table(outcomes),
-        product_table(found["pipelines"]),
-        _override_table(found["saved_bytes_by_override"]),
-        _saved_table(found["saved"]),
+        product_table(explanation["pipelines"]),
+        _override_table(explanation["saved_bytes_by_override"]),
+        _saved_table(explanation["saved"]),
         *(_run_tables(run) if run is not None else ()),
         _environment(),
     ]
     name = config.name if run is None else run.resolve().name
-    return Page(f"opfuse {opfuse.__version__}: {name}", facts, found["pipelines"], tables)
+    return Page(f"opfuse {opfuse.__version__}: {name}", facts, explanation["pipelines"], tables)
 
 
-def _override_table(found: Mapping[str, Any]) -> PageTable:
+def _override_table(by_override: Mapping[str, Any]) -> PageTable:
     """Bytes, or why an override was refused, by its name."""
-    rows = [(name, each if isinstance(each, int) else f"refused: {each['refused']}") for name, each in found.items()]
+    rows = [(name, cell if isinstance(cell, int) else f"refused: {cell['refused']}") for name, cell in by_override.items()]
     return PageTable("Bytes saved, by backward override", ("override", "bytes"), rows)
 
 

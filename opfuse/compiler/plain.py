@@ -120,8 +120,8 @@ def stepped(plan: Plan) -> dict[str, str]:
     A reason that is only one pass's says which.
     """
     nodes = plan.graph.nodes
-    found = ((segment, plan.user_code.get(segment.nodes.start)) for segment in plan.segments)
-    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(own.why) for segment, own in found if own and own.why}
+    steps = ((segment, plan.user_code.get(segment.nodes.start)) for segment in plan.segments)
+    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(code.why) for segment, code in steps if code and code.why}
 
 
 def _of_passes(why: Mapping[str, str]) -> str:

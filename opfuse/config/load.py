@@ -165,10 +165,10 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
 
 def _places(root: Root, document: Document) -> dict[str, str]:
     """Where the settings stand that have no sources of their own."""
-    own = [("recipe",), *((name, key) for name in ("pipeline", "data", "train", "watch") for key in _keys(document, name))]
+    locations = [("recipe",), *((name, key) for name in ("pipeline", "data", "train", "watch") for key in _keys(document, name))]
     disabled = {f"disabled.{change.name}": i for i, change in enumerate(root.fusions.rules) if change.rule is None}
-    found = {name: document.source(("fusions", "rules", i)) for name, i in disabled.items()}
-    return {".".join(loc): document.source(loc) for loc in own} | found
+    places = {name: document.source(("fusions", "rules", i)) for name, i in disabled.items()}
+    return {".".join(loc): document.source(loc) for loc in locations} | places
 
 
 def _keys(document: Document, section: str) -> tuple[str, ...]:

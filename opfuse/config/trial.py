@@ -131,7 +131,7 @@ def _rehearse(
     op = entry.build(dtype=dtype, device="meta")
     if op.num_extra_inputs >= len(given):
         return None
-    inputs = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in given]
+    inputs = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in given]
     inputs = [x.requires_grad_() * 1 if x.is_floating_point() else x for x in inputs]
     with under(recipe):
         result = op(*inputs)

@@ -62,7 +62,7 @@ def _gathered(what: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return found
 
 
-def _trace(told: dict[str, Any], plans: list[dict[str, Any]]) -> Trace:
+def _trace(fields: dict[str, Any], plans: list[dict[str, Any]]) -> Trace:
     """What a rank sent, as a trace of it would be read."""
-    found = Process(**told)
-    return Trace(Path(f"rank {found.rank}"), found, tuple(PlanLine(**plan) for plan in plans), None)
+    process = Process(**fields)
+    return Trace(Path(f"rank {process.rank}"), process, tuple(PlanLine(**plan) for plan in plans), None)

@@ -250,8 +250,8 @@ def odd_ranks(traces: Sequence[Trace]) -> list[Odd]:
         for rank, plan in plans.items():
             key = None if plan is None else plan.key
             if key != most:
-                told = () if plan is None else plan.differences if other is None else differences(other, plan)
-                found.append(Odd(rank, *place, key, most, tuple(told)))
+                apart = () if plan is None else plan.differences if other is None else differences(other, plan)
+                found.append(Odd(rank, *place, key, most, tuple(apart)))
     return found
 
 

@@ -145,7 +145,7 @@ class Watch:
             return
         place = {"step": step, "op": self._names.get(id(run.ops[0]), run.ops[0].label), "tensor": run.role}
         with torch.no_grad():
-            self._found += ((place, found) for found in figures(run.source, made))
+            self._found += ((place, figure) for figure in figures(run.source, made))
         if made.device.type != "cuda":
             self._read()
 

@@ -22,8 +22,8 @@ Biases = torch.Tensor | Sequence[torch.Tensor]
 
 def biases_of(names: Sequence[str], held: Callable[[str], torch.Tensor]) -> Biases:
     """Those of parameters of these names, as ``held`` finds each: of one that holds all, ``bias``, or of one for each group."""
-    found = [held(name) for name in names]
-    return found[0] if names == ("bias",) else found
+    biases = [held(name) for name in names]
+    return biases[0] if names == ("bias",) else biases
 
 
 def add_biases(y: torch.Tensor, biases: Biases, scales: torch.Tensor | None, groups: Groups) -> None:

@@ -297,8 +297,14 @@ class GroupedLinear(BasicOperation):
         return None if known is None else check_sizes(known, rows, where=self.label)
 
     def _save(self, ctx: Context, x: Value, held: dict[str, Value], splits: torch.Tensor, scales: torch.Tensor | None) -> None:
-        made = {"x": x, "splits": splits, "scales": scales, **held, **{name: self.parameter(name) for name in self.bias_names}}
-        read = {name: saved_operand(ctx, made[name], "input" if name == "x" else name) for name in self.reads_saved(ctx)}
+        operands = {
+            "x": x,
+            "splits": splits,
+            "scales": scales,
+            **held,
+            **{name: self.parameter(name) for name in self.bias_names},
+        }
+        read = {name: saved_operand(ctx, operands[name], "input" if name == "x" else name) for name in self.reads_saved(ctx)}
         ctx.save(**(dict.fromkeys(self.saves) | read))
 
     def sums_biases(self, needs: Collection[str]) -> bool:

@@ -138,19 +138,19 @@ class DelayedScalingState:
 
     def _save_scale(self, rule: UpdateRule | None, scale: torch.Tensor) -> None:
         """Keep the scale of a cast, and a spare amax, for a recomputation, which must run no other operations than this run."""
-        kept, key = scales_of_region(), (self, rule and rule[:2])
-        if kept is not None and key not in kept:
+        scales, key = scales_of_region(), (self, rule and rule[:2])
+        if scales is not None and key not in scales:
             with torch.inference_mode(mode=False):
-                kept[key] = scale.clone(), torch.zeros_like(scale)
+                scales[key] = scale.clone(), torch.zeros_like(scale)
 
     def _saved_scale(self, rule: UpdateRule | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale that the first run cast with, and a spare amax."""
-        kept = scales_of_region()
-        found = None if kept is None else kept.get((self, rule and rule[:2]))
-        if found is None:
+        scales = scales_of_region()
+        entry = None if scales is None else scales.get((self, rule and rule[:2]))
+        if entry is None:
             wanted, cure = "the casts of the first run", "checkpoint a function that does the same whenever it is called"
             raise RecipeError(describe("recomputation", wanted=wanted, got="a cast that it did not make", cure=cure))
-        scale, amax = found
+        scale, amax = entry
         return scale, amax
 
     def updated(self, rule: UpdateRule) -> None:

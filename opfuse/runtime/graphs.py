@@ -97,8 +97,8 @@ class _Graphed(_Call):
 
     def _record_written(self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
         """Note where the backward pass wrote what becomes the ``grad`` of leaves."""
-        found = zip(leaves, gradients)
-        self._written = [(ref(leaf), each.data_ptr()) for leaf, each in found if leaf is not None and each is not None]
+        pairs = zip(leaves, gradients)
+        self._written = [(ref(leaf), grad.data_ptr()) for leaf, grad in pairs if leaf is not None and grad is not None]
 
     def _copy_gradients(self) -> None:
         """Copy each ``grad`` that lies in memory of the graphs: autograd copies no first gradient, and either pass writes there,

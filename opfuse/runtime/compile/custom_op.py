@@ -208,9 +208,9 @@ class _PipelineNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        made = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.signatures, ctx.device)
-        found = dict(zip(ctx.places, made))
-        return (None, None, *[found.get(i) for i in range(ctx.count)])
+        gradients = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.signatures, ctx.device)
+        by_place = dict(zip(ctx.places, gradients))
+        return (None, None, *[by_place.get(i) for i in range(ctx.count)])
 
 
 def _seen_pipeline(

@@ -99,14 +99,14 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
 
     Several may be parts of one block of memory, if each begins at an address from which kernels of a compiler can load vectors.
     """
-    taken, made = [*others], list[torch.Tensor]()
+    occupied, separate = [*others], list[torch.Tensor]()
     for result in results:
         whole = result.detach().contiguous()
-        if whole.data_ptr() % VECTOR or _overlaps(whole, taken):
+        if whole.data_ptr() % VECTOR or _overlaps(whole, occupied):
             whole = whole.clone()
-        taken.append(whole)
-        made.append(whole)
-    return made
+        occupied.append(whole)
+        separate.append(whole)
+    return separate
 
 
 # -- a call inside of the op ---------------------------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ def _by_autograd(
     pairs = [(end, grad) for end, grad in zip(ends, grads) if end is not None and grad is not None]
     if not pairs:
         return [None] * len(begins)
-    found, given = zip(*pairs)
+    outputs, gradients = zip(*pairs)
     outer = running_pass()
-    for end in found:
+    for end in outputs:
         end.grad_fn.outer = outer
-    return torch.autograd.grad(found, begins, given, retain_graph=keep, allow_unused=True)
+    return torch.autograd.grad(outputs, begins, gradients, retain_graph=keep, allow_unused=True)
 
 
 class _ArgumentNode(torch.autograd.Function):

@@ -260,9 +260,9 @@ class Interpreter:
     def _absorbed(self, group: Group, op: int) -> Mapping[str, Callable[..., Value]]:
         """The casts of one op that a user's fused op took over, or that the op makes by itself, by role."""
         nodes = [node for i in group.nodes if (node := self.plan.graph.nodes[i]).op == op]
-        own = [self.plan.own_casts.get(node.index, {}) for node in nodes]
-        taken = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
-        return {role: self._caster(group.nodes[0], cast) for casts in (*own, taken) for role, cast in casts.items()}
+        inside = [self.plan.own_casts.get(node.index, {}) for node in nodes]
+        around = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
+        return {role: self._caster(group.nodes[0], cast) for casts in (*inside, around) for role, cast in casts.items()}
 
     def released(self) -> list[torch.Tensor]:
         """The saved tensors of the segment; whatever else its contexts hold of this call is let go."""

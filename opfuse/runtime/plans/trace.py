@@ -118,31 +118,33 @@ def process() -> dict[str, Any]:
     }
 
 
-def key_id(found: Iterator[Leaf]) -> str:
+def key_id(values_of_key: Iterator[Leaf]) -> str:
     """16 digits that are equal for equal keys in every process; sources and the number of the device do not count."""
-    told = [(leaf.path, _INDEX.sub(r"\1", value) if isinstance(value := plain(leaf.value), str) else value) for leaf in found]
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
+    rows = [
+        (leaf.path, _INDEX.sub(r"\1", value) if isinstance(value := plain(leaf.value), str) else value) for leaf in values_of_key
+    ]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
 
 
-def plan_record(pipeline: TracedPipeline, found: PlanRecord, plan: Plan | None) -> dict[str, Any]:
+def plan_record(pipeline: TracedPipeline, record: PlanRecord, plan: Plan | None) -> dict[str, Any]:
     """A plan and why it was made. plan: None if the cache has dropped it."""
-    own = list(leaves(found.key))
-    nearest = found.miss.nearest
-    differences = [{**vars(each), "old": _side(each.old), "new": _side(each.new)} for each in found.miss.differences]
+    key_leaves = list(leaves(record.key))
+    nearest = record.miss.nearest
+    differences = [{**vars(each), "old": _side(each.old), "new": _side(each.new)} for each in record.miss.differences]
     return {
         "record": "plan",
-        "number": found.number,
-        "call": found.call,
-        "seconds": round(found.seconds, 3),
+        "number": record.number,
+        "call": record.call,
+        "seconds": round(record.seconds, 3),
         "pipeline": pipeline.where,
         "handle": pipeline.handle,
-        "ms": round(found.ms, 3),
-        "key": key_id(iter(own)),
+        "ms": round(record.ms, 3),
+        "key": key_id(iter(key_leaves)),
         "nearest": None if nearest is None else key_id(leaves(nearest)),
-        "again": found.miss.again,
+        "again": record.miss.again,
         "differences": differences,
-        "thrash": found.thrash,
-        "leaves": [{"path": leaf.path, "value": plain(leaf.value), "source": leaf.source} for leaf in own],
+        "thrash": record.thrash,
+        "leaves": [{"path": leaf.path, "value": plain(leaf.value), "source": leaf.source} for leaf in key_leaves],
         "plan": None if plan is None else plans.pipeline(plan),
         "outcomes": [] if plan is None else [plans.outcome(each) for each in plan.outcomes],
     }
@@ -156,12 +158,12 @@ def _side(value: object) -> Any:
 def counts(pipelines: list[TracedPipeline]) -> dict[str, Any]:
     """How often each pipeline found a plan."""
     rows = [(each, each.cache) for each in pipelines]
-    rows_out = [
+    written = [
         {"pipeline": each.where, "handle": each.handle, "plans": len(own), "hits": own.hits, "misses": own.misses}
         for each, own in rows
         if own.misses
     ]
-    return {"record": "counts", "seconds": round(time.time() - _START, 3), "pipelines": rows_out}
+    return {"record": "counts", "seconds": round(time.time() - _START, 3), "pipelines": written}
 
 
 def records(pipelines: list[TracedPipeline]) -> Iterator[dict[str, Any]]:

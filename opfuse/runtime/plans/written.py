@@ -51,8 +51,10 @@ def _check_depth(record: Any) -> None:
     """ValueError for lists and objects within each other beyond :data:`_DEPTH`."""
     level = [record]
     for _ in range(_DEPTH):
-        held = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
-        level = [inner for each in held for inner in each]
+        branches = [
+            branch.values() if isinstance(branch, dict) else branch for branch in level if isinstance(branch, (dict, list))
+        ]
+        level = [inner for branch in branches for inner in branch]
     if level:
         raise ValueError(_DEEP)
 

@@ -63,24 +63,24 @@ def runner_of(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
 ) -> Interpreter | ReplayedSegment:
     """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
-    kept = cached_casts(plan, segment, ops)
+    cached = cached_casts(plan, segment, ops)
     if heard := listeners():
         if GroupRan in heard:
-            return Interpreter(plan, segment, ops, kwargs, kept.casts, events=GroupEvents(plan, ops, heard))
+            return Interpreter(plan, segment, ops, kwargs, cached.casts, events=GroupEvents(plan, ops, heard))
         if not INTERPRETED.isdisjoint(heard):
             tensors = None
-    own = plan.user_code.get(segment.nodes.start) or _user_code(plan, segment, ops)
-    before = precomputed_casts(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
-    precomputed = (*before, *kept.casts) if before else kept.casts
+    code = plan.user_code.get(segment.nodes.start) or _user_code(plan, segment, ops)
+    before = precomputed_casts(plan, segment, ops, code.before, tensors) if code.before and tensors is not None else ()
+    precomputed = (*before, *cached.casts) if before else cached.casts
     if tensors is None or not _enabled.get() or active_modes():
         return Interpreter(plan, segment, ops, kwargs, precomputed)
-    key = None if FORWARD in own.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, kept=kept)
+    key = None if FORWARD in code.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, cached=cached)
     if key is None:
-        return Interpreter(plan, segment, ops, kwargs, precomputed, in_parts=bool(own.why))
+        return Interpreter(plan, segment, ops, kwargs, precomputed, in_parts=bool(code.why))
     if segment.requires_grad and saving_hooks(True) is not None:  # which may count what is saved, or compare it
         key = *key, HOOKED
     if precomputed:
-        tensors = [*tensors, *[tensor for cast in before for tensor in cast.tensors], *kept.tensors]
+        tensors = [*tensors, *[tensor for cast in before for tensor in cast.tensors], *cached.tensors]
     return ReplayedSegment(plan, segment, ops, precomputed, key=key, tensors=tensors_and_planes(tensors))
 
 
@@ -91,11 +91,11 @@ def _key(
     tensors: Sequence[torch.Tensor | None],
     *,
     before: Sequence[PrecomputedCast],
-    kept: CachedCasts,
+    cached: CachedCasts,
 ) -> tuple[Any, ...] | None:
     """What a program of this call depends on beside the key of its plan; None if no program may run.
 
-    before, kept: the casts that are made already; those of an earlier call have their layout.
+    before, cached: the casts that are made already; those of an earlier call have their layout.
     """
     if before and any(cast.layout is None for cast in before):
         return None
@@ -104,16 +104,16 @@ def _key(
         return None
     if before:
         layout += tuple([(cast.node, cast.layout) for cast in before])
-        ids = [id(each.storage) for each in before]
+        ids = [id(cast.storage) for cast in before]
         if len(set(ids)) < len(ids):  # one weight of several ops
             layout += tuple(firsts(ids))
-    if kept.casts:
-        layout = *layout, kept.layout
+    if cached.casts:
+        layout = *layout, cached.layout
     return (*layout, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else layout
 
 
 def _user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
-    """What of the user's own runs in the segment, which is told once."""
+    """What of the user's own runs in the segment, which is logged once."""
     found = plan.user_code[segment.nodes.start] = user_code(plan, segment, ops)
     for side, why in found.why.items():
         _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
@@ -163,13 +163,13 @@ _KEEP_ROWS = frozenset(("elementwise", GROUPED))
 
 def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Sequence[tuple[Node, Grouping, Sequence[Cast]]]:
     """The segment's ops with groups of rows, and their casts; looked for once, since experts have many nodes."""
-    found = plan.grouped.get(segment.nodes.start)
-    if found is None:
+    groups = plan.grouped.get(segment.nodes.start)
+    if groups is None:
         nodes = [plan.graph.nodes[i] for i in segment.nodes]
         grouped = [(node, node.grouping) for node in nodes if node.grouping is not None]
         casts = {node.op: [cast for cast in plan.casts.values() if cast.op is ops[node.op]] for node, _ in grouped}
-        found = plan.grouped[segment.nodes.start] = tuple((*each, casts[each[0].op]) for each in grouped)
-    return found
+        groups = plan.grouped[segment.nodes.start] = tuple((*group, casts[group[0].op]) for group in grouped)
+    return groups
 
 
 # -- repeating -------------------------------------------------------------------------------------------------------------------

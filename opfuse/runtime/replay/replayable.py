@@ -246,14 +246,14 @@ def _make_room(new: Recorded) -> None:
     if _spare.takes(host_bytes(new.programs()), most):
         return
     while True:
-        known = [each for ref in _ALL.valuerefs() if (each := ref()) is not None]
-        found = [(replayable, key, what) for replayable in known for key, what in replayable.recorded()]
-        total = host_bytes(program for _, _, what in found for program in what.programs())
-        old = [each for each in found if new.program not in each[2].programs()] if total > most else []
+        known = [recording for ref in _ALL.valuerefs() if (recording := ref()) is not None]
+        recordings = [(replayable, key, what) for replayable in known for key, what in replayable.recorded()]
+        total = host_bytes(program for _, _, what in recordings for program in what.programs())
+        old = [recording for recording in recordings if new.program not in recording[2].programs()] if total > most else []
         if not old:
             _spare.counted(total, most)
             return
-        replayable, key, _ = min(old, key=lambda each: max(program.used for program in each[2].programs()))
+        replayable, key, _ = min(old, key=lambda recording: max(program.used for program in recording[2].programs()))
         if replayable.pop(key, None) is not None:
             replayable.dropped += 1
             _log.info("dropped a program, the least recently used: all may take %d bytes (OPFUSE_PROGRAM_BYTES)", most)

@@ -72,8 +72,8 @@ class _Harmless(TorchDispatchMode):
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an op writes to, as its schema says."""
     declared = arguments_of(func)
-    given = {each.name: value for each, value in zip(declared, args)} | dict(kwargs)
-    return [given[each.name] for each in declared if each.is_write and each.name in given]
+    values = {argument.name: value for argument, value in zip(declared, args)} | dict(kwargs)
+    return [values[argument.name] for argument in declared if argument.is_write and argument.name in values]
 
 
 def _memory(values: Any) -> set[int]:

@@ -182,11 +182,11 @@ class KeptWeights:
             self._entries |= {key: entries[-CASTS:] for key, entries in every.items()}
         return every
 
-    def bound(self, owners: Mapping[int, KeptWeights], found: Mapping[int, CachedCast]) -> _Bound | None:
+    def bound(self, owners: Mapping[int, KeptWeights], casts: Mapping[int, CachedCast]) -> _Bound | None:
         """The casts that a segment has found, by node; None if one has gone since."""
         with self._lock:
-            kept = all(cast in self._entries.get(id(cast.parameter), ()) for cast in found.values())
-            return _Bound(owners, found) if kept else None
+            valid = all(cast in self._entries.get(id(cast.parameter), ()) for cast in casts.values())
+            return _Bound(owners, casts) if valid else None
 
     def _is_vain(self, key: int, served: Sequence[bool]) -> bool:
         """Whether the weight changes before every call, so that this call should cast without keeping."""

@@ -88,8 +88,8 @@ class Line:
     ) -> tuple[CompiledText, ProgramFunction]:
         """The text, and the function that it defines over the constants.
 
-        arguments, results: numbers of the inputs and results. slab: its bytes, of which the first ``zeroed`` are set to 0. inside:
-        numbers of tensors that lie there and so have no variable.
+        arguments, results: numbers of the inputs and results. slab: its bytes, of which the first ``zeroed`` are set to 0.
+        inside: numbers of tensors that lie there and so have no variable.
         """
         last, lasting = last_reads(steps), {*inside, *results}
         self._start(arguments, last, lasting)

@@ -316,7 +316,7 @@ class Fusion:
         return FORWARD if self.forward is not None else BACKWARD
 
     def narrowed(self, *guards: Guard) -> Fusion:
-        """The same rule with more guards; guards are only ever added."""
+        """A copy of the rule with more guards; guards are only ever added."""
         return replace(self, when=self.when + guards)
 
 

@@ -177,7 +177,7 @@ def _keys(document: Document, section: str) -> tuple[str, ...]:
 
 
 def _with_places(rules: RuleSet, root: Root, document: Document) -> RuleSet:
-    """The same rules, which now tell where the file speaks of them."""
+    """A copy of the rules that says where the file mentions each."""
     found = {change.name: document.source(("fusions", "rules", i)) for i, change in enumerate(root.fusions.rules)}
     placed = tuple(replace(rule, source=found.get(rule.name, rule.source)) for rule in rules.rules)
     source = document.source(("fusions", "level")) if "level" in _keys(document, "fusions") else DEFAULT

@@ -109,7 +109,7 @@ def _astray(changes: Sequence[RuleChange], index: int) -> Problem | None:
 
 
 def _contrary(change: RuleChange, index: int, order: Sequence[Fusion]) -> Problem | None:
-    """Of an entry whose place in the order the others take away."""
+    """The problem of an entry whose place in the order the other entries rule out."""
     if change.anchor is None:
         return None
     key, anchor = change.anchor
@@ -120,7 +120,7 @@ def _contrary(change: RuleChange, index: int, order: Sequence[Fusion]) -> Proble
 
 
 def _shadowed(change: RuleChange, index: int, order: Sequence[Fusion]) -> Problem | None:
-    """Of a declared rule that one before it leaves nothing to."""
+    """The problem of a declared rule to which an earlier rule leaves nothing."""
     if not change.new:
         return None
     at = _place(order, change.name)

@@ -131,7 +131,7 @@ class Cast:
         return cast(Float8Quantizer, self._delayed(state, state.scale.device)).scale.clone()
 
     def under(self, scale: torch.Tensor) -> Cast:
-        """The same cast with a given scale, fp32 (1,); it counts no amax."""
+        """A copy of the cast with a given scale, fp32 (1,); it counts no amax."""
         return replace(self, quantizer=fixed(cast(Float8Quantizer, self.quantizer), scale), state=None)
 
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -256,7 +256,7 @@ class Context:
 
 
 def _input_dtype(ctx: Context) -> torch.dtype:
-    """Of what came in; inside a fused op, of what the op before makes."""
+    """The dtype of the input; inside a fused op, the dtype that the op before it produces."""
     if ctx._input_dtype is not None:
         return ctx._input_dtype
     before = _known(ctx, "input_dtype", ctx._before)

@@ -75,7 +75,7 @@ class GroupedCast(Cast):
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def by(self, splits: torch.Tensor | Sizes | None = None) -> GroupedCast:
-        """The same cast of groups of ``splits`` rows."""
+        """A copy of the cast for groups of ``splits`` rows."""
         return self if splits is None else replace(self, splits=splits)
 
     def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Fused | None:
@@ -94,7 +94,7 @@ class GroupedCast(Cast):
         return torch.cat(scales)
 
     def under(self, scale: torch.Tensor) -> GroupedCast:
-        """The same cast with given scales, fp32 (G,); it counts no amax."""
+        """A copy of the cast with given scales, fp32 (G,); it counts no amax."""
         each = tuple(fixed(cast(Float8Quantizer, self.quantizer), one) for one in scale.split(1))
         return replace(self, each=each, states=())
 

@@ -282,7 +282,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         return tuple((borrowed | own).items())
 
     def parameter_places(self) -> ParameterPlaces:
-        """The same dictionaries, each with the name of the parameter in it: a form that every call reads fast."""
+        """The dictionaries of the parameters, with the name of each: a form that every call reads fast."""
         places: ParameterPlaces | None = self.__dict__.get("_places")
         if places is None:
             places = tuple((slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots())

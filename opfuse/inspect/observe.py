@@ -99,7 +99,7 @@ class CallInputs(NamedTuple):
         return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
 
     def copied(self) -> CallInputs:
-        """The same call on copies of its tensors."""
+        """The call on copies of its tensors."""
         inputs, named = ([_copied(value) for value in values] for values in (self.inputs, self.named.values()))
         return CallInputs(tuple(inputs), dict(zip(self.named, named)))
 
@@ -225,7 +225,7 @@ def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:
 
 
 class _SavedMemory:
-    """Who holds each block of memory, by its address, and how much of it is saved.
+    """The holder of each block of memory, by its address, and how much of the block is saved.
 
     weights, inputs: what is held anyway, by name. originals: by the address of a copied input, the block of the input itself.
     """

@@ -76,7 +76,7 @@ class Explanation:
         return tuple(o for plan in self.plans for o in plan.outcomes if o.direction in (side, JOINT))
 
     def narrowed(self, rule: str) -> Explanation:
-        """The same explanation with the outcomes of one rule only. FusionError for a rule that was not active."""
+        """The explanation with the outcomes of one rule only. FusionError for a rule that was not active."""
         known = sorted({outcome.rule for plan in self.plans for outcome in plan.outcomes})
         if rule not in known:
             got, cure = f"{rule!r}{nearest(rule, known)}", f"name one of {', '.join(known)}"

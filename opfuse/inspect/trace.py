@@ -29,7 +29,7 @@ class TraceRecord(BaseModel):
 
 
 class Process(TraceRecord):
-    """Who wrote the file. settings: of torch, that may change results. started: in UTC."""
+    """The process that wrote the file. settings: settings of torch that may change results. started: in UTC."""
 
     record: Literal["process"]
     version: Literal[1]

@@ -387,7 +387,10 @@ class GroupedLinear(BasicOperation):
     def _bias_gradients(
         self, ctx: Context, dy: torch.Tensor, groups: Groups
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """Of each bias the sum of its rows, times their scales; of the scales the products of dy and bias. Sums in fp32."""
+        """The gradients of the biases and the scales, summed in fp32.
+
+        A bias gets the sum of its rows times their scales; a scale gets the product of its row of dy and the bias.
+        """
         biases: list[torch.Tensor | None] = [None] * len(self.bias_names)
         if self.sums_biases(ctx.needs):
             held = [self.parameter(name) for name in self.bias_names]

@@ -20,7 +20,7 @@ INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field
 
 
 def map_tensors(storage: QuantizedStorage, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedStorage:
-    """The same storage over changed tensors; a tensor that planes share is changed once and stays shared."""
+    """A copy of the storage over changed tensors; a tensor that planes share is changed once and stays shared."""
     changed: dict[int, torch.Tensor] = {}
     for tensor in storage.tensors():
         if id(tensor) not in changed:
@@ -66,7 +66,7 @@ def tensor_pairs(target: QuantizedStorage, source: QuantizedStorage) -> list[tup
 
 
 def with_shape(storage: QuantizedStorage, shape: Sequence[int]) -> QuantizedStorage:
-    """The same planes under another shape of as many elements."""
+    """A copy of the storage under another shape of as many elements."""
     return replace(storage, shape=torch.Size(shape))
 
 

@@ -137,7 +137,7 @@ def _groups_on(device: torch.device, splits: torch.Tensor, shape: Sequence[int])
 
 
 def _layouts(quantizer: Quantizer, shape: Sequence[int], groups: RowGroups) -> list[Layout]:
-    """Of the planes that a quantizer makes of a tensor (..., K) of this shape."""
+    """The layouts of the planes that a quantizer makes of a tensor (..., K) of this shape."""
     formats = dict(zip(USAGES, quantizer.formats))
     return [layout_in_groups(formats[usage], usage, matrix_shape(shape), groups) for usage in quantizer.usages]
 

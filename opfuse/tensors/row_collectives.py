@@ -29,7 +29,7 @@ class PlaneTransfer(NamedTuple):
     mirror: bool = False
 
     def at_once(self) -> PlaneTransfer:
-        """The same with nothing left for later."""
+        """A copy that transfers all planes now."""
         return PlaneTransfer((*self.now, *self.later), mirror=self.mirror)
 
 

@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     target: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same samples on ``device``."""
+        """A copy of the samples on ``device``."""
         return Batch(self.context.to(device), self.target.to(device))
 
 

@@ -234,7 +234,7 @@ def _run_pipeline(tensors: Sequence[torch.Tensor], *rest: Any) -> list[torch.Ten
 
 
 def _run_backward(token: torch.Tensor, grads: Sequence[torch.Tensor | None], *rest: Any) -> list[torch.Tensor]:
-    """The same for the backward op."""
+    """Run the backward op, or hand it to torch's dispatcher, as :func:`_run_pipeline` does."""
     if _is_run((token, *[grad for grad in grads if grad is not None])):
         return backward_op(token, grads, *rest)
     with below_autograd():

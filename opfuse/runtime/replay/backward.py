@@ -18,7 +18,7 @@ from opfuse.torch_private.dispatch import active_modes
 
 @dataclass(eq=False)
 class BackwardPass:
-    """Of a segment, for all calls that repeat one forward pass.
+    """The backward passes of a segment, for all calls that repeat one forward pass.
 
     interpreter: has the contexts of that pass, as they were when it was recorded. replayable: by what comes in. packs: whether it
     has yet to be decided which saved tensors go in blocks. packing: how they do, if some do. packed: by what comes in blocks.

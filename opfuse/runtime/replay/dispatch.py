@@ -1,4 +1,4 @@
-"""Who runs a segment: the interpreter, or a program that it has recorded.
+"""The choice of what runs a segment: the interpreter, or a program that it has recorded.
 
 Only what the library itself computes is recorded: a user's op, rule or quantizer may do what no recorder sees. A pass
 that has one is repeated in parts (``partial.py``), the other one as a whole.
@@ -62,7 +62,7 @@ def interpreted() -> Iterator[None]:
 def runner_of(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
 ) -> Interpreter | ReplayedSegment:
-    """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
+    """The runner of ``segment`` for this call. tensors: its inputs, then parameters of its ops; None forces the interpreter."""
     cached = cached_casts(plan, segment, ops)
     if heard := listeners():
         if GroupRan in heard:

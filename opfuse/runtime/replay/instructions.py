@@ -64,7 +64,7 @@ class OpStep:
         return {argument.name: given.get(argument.name, argument.default_value) for argument in declared}
 
     def renamed(self, names: Mapping[int, int]) -> OpStep:
-        """The same step with other numbers for the tensors that it reads."""
+        """A copy of the step that reads tensors of other numbers."""
         if names.keys().isdisjoint(self.reads()):
             return self
         args, kwargs = tree_map_only(Ref, lambda ref: Ref(names.get(ref.number, ref.number)), (self.args, self.kwargs), _is_ref)

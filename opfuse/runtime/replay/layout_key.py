@@ -18,7 +18,7 @@ _KNOWN = frozenset((*_PLAIN, QuantizedTensor, type(None)))
 # Mapped over tensors, since every call of a pipeline looks at all that it reads: no function of Python runs for each.
 _ADDRESS, _STRIDES, _SHOWN = torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("shape", "dtype", "device")
 _OFFSET = (VECTOR - 1).__and__
-"""Of an address from the last multiple of VECTOR, a power of two."""
+"""An address modulo VECTOR, a power of two."""
 
 
 def layout_key(tensors: Sequence[Any]) -> tuple[Any, ...] | None:

@@ -112,7 +112,7 @@ def shared_rooms(
 def allocated_together(
     steps: Sequence[Step], made_by: object, ends: Mapping[int, object], lasting: Collection[int]
 ) -> list[list[int]]:
-    """Of the tensors in ``ends`` those that end alike, and between whose making no memory is freed.
+    """The tensors in ``ends``, grouped if they end alike and nothing is freed between their allocations.
 
     lasting: tensors whose memory nobody frees before the end.
     """
@@ -161,7 +161,7 @@ def first_free(numbers: Iterable[int]) -> int:
 
 
 def _moved(step: Step, places: Mapping[int, TensorOffset]) -> Step:
-    """The same for other places of what it reads by address."""
+    """A copy of the step that reads other addresses."""
 
     def there(place: TensorOffset) -> TensorOffset:
         at = places.get(place.number)

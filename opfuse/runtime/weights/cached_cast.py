@@ -23,7 +23,7 @@ _ADDRESS, _STRIDES, _MEMORY = torch.Tensor.data_ptr, torch.Tensor.stride, torch.
 
 
 def _lying(weights: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Of each weight how often it was written, as autograd counts, its address, the number of its memory, its layout."""
+    """For each weight: its version as autograd counts writes, its address, the number of its memory, its layout."""
     memory = map(_MEMORY, weights)
     found: Iterable[Iterable[Any]] = (
         *(map(version_of, weights), map(_ADDRESS, weights), map(number_of, memory)),
@@ -54,7 +54,7 @@ class Unchanged:
 
     @classmethod
     def together(cls, many: Sequence[Unchanged]) -> Unchanged:
-        """Whether all of ``many`` are."""
+        """One check that is true while every cast in ``many`` is valid."""
         whole = cls.__new__(cls)
         whole._weights = tuple([weight for unchanged in many for weight in unchanged._weights])
         whole._memory = [memory for unchanged in many for memory in unchanged._memory]

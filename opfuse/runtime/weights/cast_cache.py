@@ -69,7 +69,7 @@ class CachedCasts(NamedTuple):
 
     @classmethod
     def of(cls, found: Mapping[int, CachedCast]) -> CachedCasts:
-        """Of casts by node."""
+        """The cached casts, from casts by node."""
         tensors = {id(tensor): tensor for cast in found.values() for tensor in cast.tensors}
         at = {key: i for i, key in enumerate(tensors)}
         layout = interned(
@@ -282,7 +282,7 @@ class _Bound:
             entry.users.add(self)
 
     def casts(self, owners: Mapping[int, KeptWeights], weights: Sequence[object], run: Pass | None) -> CachedCasts | None:
-        """They, if a call with these scopes and weights would find them; else None."""
+        """The cached casts; None if scopes or weights have changed."""
         if (what := self._what) is None:
             return None
         mine, numbers, unchanged, casts = what
@@ -336,7 +336,7 @@ def cached_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) ->
 def _looked_up_casts(
     keepable: _Keepable, owners: Mapping[int, KeptWeights], weights: Sequence[torch.Tensor | None], run: Pass | None
 ) -> CachedCasts:
-    """The same, looked for one by one, and bound if all are there."""
+    """Slow path of :func:`cached_casts`: look up each weight; if all hit, remember the set."""
     streams = {device: _stream(device) for device in {weight.device for weight in weights if weight is not None}}
     wanted: dict[KeptWeights, list[_CastRequest]] = {}
     for (node, cast), parameter in zip(keepable.casts, weights):

@@ -6,18 +6,18 @@ from opfuse import ops
 from opfuse.core.spec import hyper_parameters
 
 CODE = r"""
-extern "C" __global__ void soft_threshold(const T* x, T* y, long long rows, long long columns, double bound) {
+extern "C" __global__ void soft_threshold(const scalar_t* x, scalar_t* y, long long rows, long long columns, double bound) {
     long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= rows * columns) return;
-    T b = (T)bound, v = x[at];
-    y[at] = v > b ? v - b : v < -b ? v + b : (T)0;
+    scalar_t b = (scalar_t)bound, v = x[at];
+    y[at] = v > b ? v - b : v < -b ? v + b : (scalar_t)0;
 }
-extern "C" __global__ void soft_threshold_backward(const T* dy, const T* x, T* dx, long long rows, long long columns,
-                                                   double bound) {
+extern "C" __global__ void soft_threshold_backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx,
+                                                   long long rows, long long columns, double bound) {
     long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= rows * columns) return;
-    T b = (T)bound;
-    dx[at] = x[at] > b || x[at] < -b ? dy[at] : (T)0;
+    scalar_t b = (scalar_t)bound;
+    dx[at] = x[at] > b || x[at] < -b ? dy[at] : (scalar_t)0;
 }
 """
 

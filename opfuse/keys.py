@@ -176,8 +176,8 @@ class Difference:
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.old!r} -> {self.new!r}"
-        told = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
-        return text if self.old_source == self.new_source else f"{text} ({', '.join(told)})"
+        sources = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
+        return text if self.old_source == self.new_source else f"{text} ({', '.join(sources)})"
 
 
 def _is_nan(value: object) -> bool:

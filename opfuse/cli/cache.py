@@ -79,12 +79,12 @@ def why(trace: Path, key: str | None, *, as_json: bool) -> None:
     odd = odd_ranks(found)
     thrash = [plan.thrash for plan in plans if plan.thrash]
     if as_json:
-        told = [
+        rows = [
             {"key": plan.key, "pipeline": plan.pipeline, "ms": plan.ms, "nearest": plan.nearest, "why": plan.why}
             for plan in plans
         ]
         echo_json(
-            {"plans": told, "thrash": thrash, "odd_ranks": [{**asdict(odd_one), "differences": str(odd_one)} for odd_one in odd]}
+            {"plans": rows, "thrash": thrash, "odd_ranks": [{**asdict(odd_one), "differences": str(odd_one)} for odd_one in odd]}
         )
     else:
         for plan in plans:

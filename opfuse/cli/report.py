@@ -98,11 +98,11 @@ def _saved_table(found: Sequence[Mapping[str, Any]]) -> PageTable:
 
 def _run_tables(run: Path) -> list[PageTable]:
     try:
-        told = unsealed((run / REPORT).read_text(encoding="utf-8"))
+        report = unsealed((run / REPORT).read_text(encoding="utf-8"))
         lines = (run / VALUES).read_text(encoding="utf-8").splitlines() if (run / VALUES).exists() else []
         records = [unsealed(line) for line in lines]
         names = ("loss_first", "loss_last", "validation_loss", "baseline_loss_last", "run_seconds", "plan_cache")
-        figures = [(name, told.get(name)) for name in names]
+        figures = [(name, report.get(name)) for name in names]
         return [PageTable("The run", ("figure", "value"), figures), value_table(records)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cure = "write it anew: opfuse run CONFIG"

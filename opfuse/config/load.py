@@ -143,15 +143,15 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
     content = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
     document = read(content, path)
     refuse(document.findings)
-    written, told = expand(document), len(document.findings)
+    written, before = expand(document), len(document.findings)
     if written == "not":
         refuse(document.findings)
     try:
         root = Root.model_validate(document.root.plain(), context=document)
     except ValidationError as error:
         report(document, error, SECTIONS, skip=OF_ALL_OPS if written == "in part" else ())
-        known = {finding.span for finding in document.findings[:told]}
-        document.findings[told:] = [finding for finding in document.findings[told:] if finding.span not in known]
+        known = {finding.span for finding in document.findings[:before]}
+        document.findings[before:] = [finding for finding in document.findings[before:] if finding.span not in known]
         refuse(document.findings)
         raise
     refuse(document.findings)

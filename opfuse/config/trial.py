@@ -73,8 +73,8 @@ def _shape(
             inputs = Tensor(shape, dtype), *(channels[name] for name in entry.extra_input)
             outputs = _rehearse(alone, inputs, recipe, dtype)
         except (OpfuseError, RuntimeError) as error:
-            told = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
-            return Problem("does-not-fit", *(_unequal(entry, inputs) or told), ("pipeline", "ops", i))
+            reason = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
+            return Problem("does-not-fit", *(_unequal(entry, inputs) or reason), ("pipeline", "ops", i))
         if outputs is None:
             return None
         for output in outputs:

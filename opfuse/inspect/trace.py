@@ -65,9 +65,9 @@ class KeyDifference(TraceRecord):
     new_source: str | None
 
     def __str__(self) -> str:
-        told = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
+        sources = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
         same = self.old_source == self.new_source
-        return f"{self.path}: {self.old!r} -> {self.new!r}" + ("" if same else f" ({', '.join(told)})")
+        return f"{self.path}: {self.old!r} -> {self.new!r}" + ("" if same else f" ({', '.join(sources)})")
 
 
 class PlanLine(TraceRecord):

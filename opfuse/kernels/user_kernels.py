@@ -19,8 +19,8 @@ from opfuse.torch_private.devices import raw_stream
 class KernelText:
     """CUDA text with a forward and a backward kernel, and how they are launched.
 
-    forward, backward: names of ``extern "C" __global__`` functions. dtypes: the C type that the macro ``T`` stands for, by the
-    dtype that the op computes in. grid: ``"elements"``, a thread for each element; ``"rows"``, a block for each row. block:
+    forward, backward: names of ``extern "C" __global__`` functions. dtypes: the C type that the macro ``scalar_t`` stands for, by
+    the dtype that the op computes in. grid: ``"elements"``, a thread for each element; ``"rows"``, a block for each row. block:
     threads of a block. options: further options of the compiler, such as ``-I``.
     """
 
@@ -43,7 +43,7 @@ class KernelText:
         rows = x.numel() // columns
         blocks = rows if self.grid == "rows" else -(-x.numel() // self.block)
         with on_device(device):
-            kernel = _kernel(self.code, entry, (f"-DT={self.dtypes[x.dtype]}", *self.options), device)
+            kernel = _kernel(self.code, entry, (f"-Dscalar_t={self.dtypes[x.dtype]}", *self.options), device)
             with cupy().cuda.Device(device), cupy().cuda.Stream.from_external(_CurrentStream(device)):
                 kernel((blocks,), (self.block,), (*(t.data_ptr() for t in tensors), rows, columns, *constants))
 

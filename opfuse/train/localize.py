@@ -78,9 +78,9 @@ def _asked(path: Path) -> tuple[Config, int | None, int | None, str, str | None]
     if not path.is_dir():
         return load(path), None, None, "cpu", None
     try:
-        told = unsealed((path / REPORT).read_text(encoding="utf-8"))
-        config = replace(configuration_of(path), path=told["config"])  # from whose folder its text counts
-        return config, told["steps"], told["seed"], told["device"], told["data"]["sha256"]
+        report = unsealed((path / REPORT).read_text(encoding="utf-8"))
+        config = replace(configuration_of(path), path=report["config"])  # from whose folder its text counts
+        return config, report["steps"], report["seed"], report["device"], report["data"]["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         cure = "name directories of `opfuse run`, or configurations"
         raise TraceError(describe(str(path), wanted="a run that can be made again", got=str(error), cure=cure)) from None

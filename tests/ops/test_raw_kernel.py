@@ -32,7 +32,7 @@ def test_every_call_of_a_pipeline_has_the_same_gradients():
 
 @pytest.mark.parametrize("c_type", SoftThreshold.kernels.dtypes.values())
 def test_the_text_of_the_example_compiles(c_type):
-    compiled = compile_text(f"#define T {c_type}\n{CODE}", "sm_90a")
+    compiled = compile_text(f"#define scalar_t {c_type}\n{CODE}", "sm_90a")
     assert compiled.entries.keys() == {SoftThreshold.kernels.forward, SoftThreshold.kernels.backward}
 
 

@@ -41,8 +41,8 @@ def unsealed(text: str) -> Any:
         _check_depth(record)
     except RecursionError:
         raise ValueError(_DEEP) from None
-    told = record.pop(_CHECKSUM, None) if isinstance(record, dict) else None
-    if told is not None and told != _checksum(record):
+    checksum = record.pop(_CHECKSUM, None) if isinstance(record, dict) else None
+    if checksum is not None and checksum != _checksum(record):
         raise ValueError("damaged data: the CRC-32 is not that of what was written")
     return record
 

@@ -238,8 +238,8 @@ class Quantizer(ABC):
         if misfit is not None:
             size, axis = misfit.lines[1], "last dimension" if misfit.usage == ROWWISE else "product of the leading dimensions"
             wanted = f"a {axis} divisible by {misfit.format.multiple} for {misfit.usage} {misfit.format} data"
-            got, told = f"{size} of shape {tuple(shape)}", (cure or _padding)(misfit)
-            raise ShapeError(describe(where or type(self).__name__, wanted=wanted, got=got, cure=told))
+            got, remedy = f"{size} of shape {tuple(shape)}", (cure or _padding)(misfit)
+            raise ShapeError(describe(where or type(self).__name__, wanted=wanted, got=got, cure=remedy))
 
     def _check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         if not self.usages:

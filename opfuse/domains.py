@@ -183,7 +183,7 @@ def optional(domain: Domain) -> Domain:
     return replace(domain, wanted=f"None or {domain.wanted}", read=lambda v: None if v is None else domain.read(v), schema=schema)
 
 
-def _each(domain: Domain, value: Any) -> tuple[Any, ...]:
+def _as_tuple(domain: Domain, value: Any) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes, Mapping, Set)):
         raise ValueError
     try:
@@ -194,14 +194,14 @@ def _each(domain: Domain, value: Any) -> tuple[Any, ...]:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    found = (SIZE.read(value),) if value in SIZE else _each(SIZE, value)
+    found = (SIZE.read(value),) if value in SIZE else _as_tuple(SIZE, value)
     if not found:
         raise ValueError
     return found
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    found = _each(_DIMENSION, value)
+    found = _as_tuple(_DIMENSION, value)
     if found.count(-1) > 1:
         raise ValueError
     return found

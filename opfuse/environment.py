@@ -62,9 +62,9 @@ def number(name: str) -> int:
 
 
 class MisreadVariable(NamedTuple):
-    """What is wrong with a variable that is set. told: in a few words."""
+    """What is wrong with a variable that is set. problem: in a few words."""
 
-    told: str
+    problem: str
     cure: str
 
 
@@ -87,5 +87,5 @@ def faults() -> dict[str, MisreadVariable]:
 @functools.cache
 def _warn_of_faults() -> None:
     for name, fault in faults().items():
-        text = describe("environment", wanted="variables that opfuse reads", got=f"{name}: {fault.told}", cure=fault.cure)
+        text = describe("environment", wanted="variables that opfuse reads", got=f"{name}: {fault.problem}", cure=fault.cure)
         warnings.warn(text, OpfuseWarning, stacklevel=3)

@@ -175,7 +175,7 @@ def problem_of(error: OpfuseError) -> str:
     return str(error)
 
 
-def told_of(error: OSError) -> str:
+def os_error_text(error: OSError) -> str:
     """What the system says of an error: ``OSError: No space left on device``."""
     return f"{type(error).__name__}: {error.strerror}"
 

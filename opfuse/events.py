@@ -40,7 +40,7 @@ class PlanUsed:
 class PlanMissed:
     """A call found no plan, so ``plan`` was made and is kept.
 
-    pipeline: a :class:`~opfuse.runtime.fuser.OperationFuser`. record: the :class:`~opfuse.runtime.plans.trace.Made` of its
+    pipeline: a :class:`~opfuse.runtime.fuser.OperationFuser`. record: the :class:`~opfuse.runtime.plans.trace.PlanRecord` of its
     history.
     """
 

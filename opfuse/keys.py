@@ -28,30 +28,30 @@ _CALLABLES = (type, types.FunctionType, types.BuiltinFunctionType)
 class Digest(str):
     """A digest that can say what it was made of, so that two of them can be told apart.
 
-    parts: what it was made of, by name, asked for when two differ. told: how it is shown; None: as its digits. sources: where
+    parts: what it was made of, by name, asked for when two differ. shown_as: how it is shown; None: as its digits. sources: where
     parts came from, by name.
     """
 
     parts: Callable[[], Mapping[str, Any]]
-    told: str | None
+    shown_as: str | None
     sources: Mapping[str, str]
 
     def __new__(
         cls,
         digits: str,
         parts: Callable[[], Mapping[str, Any]],
-        told: str | None = None,
+        shown_as: str | None = None,
         sources: Mapping[str, str] = types.MappingProxyType({}),
     ) -> Digest:
         made = super().__new__(cls, digits)
-        made.parts, made.told, made.sources = parts, told, sources
+        made.parts, made.shown_as, made.sources = parts, shown_as, sources
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (str(self),)
 
     def __repr__(self) -> str:
-        return super().__repr__() if self.told is None else self.told
+        return super().__repr__() if self.shown_as is None else self.shown_as
 
 
 class Record(tuple[Any, ...]):
@@ -176,8 +176,8 @@ class Difference:
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.old!r} -> {self.new!r}"
-        told = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
-        return text if self.old_source == self.new_source else f"{text} ({', '.join(told)})"
+        sources = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
+        return text if self.old_source == self.new_source else f"{text} ({', '.join(sources)})"
 
 
 def _is_nan(value: object) -> bool:
@@ -241,7 +241,7 @@ class Leaf(NamedTuple):
 def leaves(value: object, path: str = "", source: str | None = None) -> Iterator[Leaf]:
     """Every leaf of a key, in order; a frozen dataclass is one itself, by its class, and has its fields behind it."""
     parts = _parts(value)
-    if parts is None or (isinstance(value, Digest) and value.told == REGISTERED):
+    if parts is None or (isinstance(value, Digest) and value.shown_as == REGISTERED):
         yield Leaf(path, value, source)
         return
     if is_dataclass(value):

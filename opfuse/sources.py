@@ -49,10 +49,10 @@ _passes = _PassedFiles()
 
 
 site: Callable[[], Site] = functools.partial(place_around, _passes.__getitem__)
-"""The innermost line around a call that is neither of opfuse nor of torch; :func:`told` says how it is written."""
+"""The innermost line around a call that is neither of opfuse nor of torch; :func:`site_text` says how it is written."""
 
 
-def told(place: Site) -> str:
+def site_text(place: Site) -> str:
     """``train.py:88``, from the working directory if it is below.
 
     ``default`` for what opfuse makes when it is imported, ``command line`` for what a command of it makes, ``argument`` where no
@@ -83,5 +83,5 @@ def class_code(kinds: Iterable[type]) -> int:
 
 
 def caller() -> str:
-    """The :func:`site` of this call, as :func:`told` writes it."""
-    return told(site())
+    """The :func:`site` of this call, as :func:`site_text` writes it."""
+    return site_text(site())

@@ -23,7 +23,7 @@ from opfuse.tensors import QuantizedTensor
 
 replayable.INTERPRETED_FIRST = False
 _make = Program.__init__
-_note = replayable.Replayable.note
+_add = replayable.Replayable.add
 
 
 def _repeats(program: Program) -> bool:
@@ -46,8 +46,8 @@ def _made_and_checked(program: Program, recorder: Recorder, results: Sequence[in
         assert torch.equal(_bits(one), _bits(other)), f"tensor {number} has other bits"
 
 
-def _noted(programs: replayable.Replayable, look: Any, what: Any) -> None:
-    _note(programs, look, replayable.SEEN if what is replayable.REFUSED and look not in programs else what)
+def _added(programs: replayable.Replayable, look: Any, what: Any) -> None:
+    _add(programs, look, replayable.SEEN if what is replayable.REFUSED and look not in programs else what)
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -56,12 +56,12 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 
 Program.__init__ = _made_and_checked  # type: ignore[method-assign]
-replayable.Replayable.note = _noted  # type: ignore[method-assign]
+replayable.Replayable.add = _added  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
 def _unrun(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("unrun"):
         monkeypatch.setattr(Program, "__init__", _make)
-        monkeypatch.setattr(replayable.Replayable, "note", _note)
+        monkeypatch.setattr(replayable.Replayable, "add", _add)
         monkeypatch.setattr(replayable, "INTERPRETED_FIRST", True)

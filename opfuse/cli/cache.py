@@ -27,18 +27,18 @@ def ls(trace: Path | None, *, as_json: bool) -> None:
     if trace is not None:
         found = read(trace)
         if as_json:
-            echo_json({"plans": [_plan_row(each, plan) for each in found for plan in each.plans], "counts": _counts(found)})
+            echo_json({"plans": [_plan_row(entry, plan) for entry in found for plan in entry.plans], "counts": _counts(found)})
             return
-        show_rows(PLANS, [_plan_cells(each, plan) for each in found for plan in each.plans])
+        show_rows(PLANS, [_plan_cells(entry, plan) for entry in found for plan in entry.plans])
         for line in _summary(found):
             echo(line)
         return
     kept = inventory(location())
     if as_json:
-        echo_json({"directory": str(location()), "kernels": [each.record() for each in kept]})
+        echo_json({"directory": str(location()), "kernels": [entry.record() for entry in kept]})
         return
-    show_rows(KERNELS, [_kernel_row(each) for each in kept])
-    echo(f"{len(kept)} keys, {sum(each.bytes for each in kept) / 2**20:.1f} MiB in {location()}")
+    show_rows(KERNELS, [_kernel_row(entry) for entry in kept])
+    echo(f"{len(kept)} keys, {sum(entry.bytes for entry in kept) / 2**20:.1f} MiB in {location()}")
 
 
 def show(key: str, trace: Path | None, *, only: str, as_json: bool) -> None:
@@ -63,13 +63,13 @@ def diff(old: str, new: str, trace: Path, *, as_json: bool) -> None:
     """The leaves in which two keys of a trace differ."""
     found = read(trace)
     before, after = find(found, old), find(found, new)
-    told = differences(before, after)
+    changed = differences(before, after)
     if as_json:
-        echo_json({"old": before.key, "new": after.key, "differences": [each.model_dump() for each in told]})
+        echo_json({"old": before.key, "new": after.key, "differences": [difference.model_dump() for difference in changed]})
         return
-    echo(f"{before.key} -> {after.key}: {len(told)} of {len(after.leaves)} values differ")
-    for each in told:
-        echo(f"  {each}")
+    echo(f"{before.key} -> {after.key}: {len(changed)} of {len(after.leaves)} values differ")
+    for difference in changed:
+        echo(f"  {difference}")
 
 
 def why(trace: Path, key: str | None, *, as_json: bool) -> None:
@@ -79,18 +79,20 @@ def why(trace: Path, key: str | None, *, as_json: bool) -> None:
     odd = odd_ranks(found)
     thrash = [plan.thrash for plan in plans if plan.thrash]
     if as_json:
-        told = [
+        rows = [
             {"key": plan.key, "pipeline": plan.pipeline, "ms": plan.ms, "nearest": plan.nearest, "why": plan.why}
             for plan in plans
         ]
-        echo_json({"plans": told, "thrash": thrash, "odd_ranks": [{**asdict(each), "differences": str(each)} for each in odd]})
+        echo_json(
+            {"plans": rows, "thrash": thrash, "odd_ranks": [{**asdict(odd_one), "differences": str(odd_one)} for odd_one in odd]}
+        )
     else:
         for plan in plans:
             near = f", nearest {plan.nearest}" if plan.nearest else ""
             echo(f"{plan.pipeline}: plan {plan.key} at call {plan.call}, +{plan.ms:.1f} ms{near}\n  {plan.why}")
         for line in (*thrash, *map(str, odd)):
             echo(line)
-        if len({each.process.rank for each in found}) > 1 and not odd:
+        if len({odd_one.process.rank for odd_one in found}) > 1 and not odd:
             echo(f"all {len(found)} ranks made the same plans")
     raise typer.Exit(1 if thrash or odd else 0)
 
@@ -101,16 +103,16 @@ def verify(*, compiling: bool, as_json: bool) -> None:
     compiling: compile each anew, and compare.
     """
     kept = inventory(location())
-    faults = {each.key: list(each.faults) for each in kept if each.faults}
+    faults = {entry.key: list(entry.faults) for entry in kept if entry.faults}
     if compiling:
-        faults |= {each.key: [fault] for each in kept if (fault := recompiled(each)) is not None}
-    old = [each.key for each in kept if each.source and not each.current]
+        faults |= {entry.key: [fault] for entry in kept if (fault := recompiled(entry)) is not None}
+    old = [entry.key for entry in kept if entry.source and not entry.current]
     if as_json:
         echo_json({"keys": len(kept), "faults": faults, "unreachable": old})
     else:
         for key, texts in faults.items():
             echo(f"{key[:_KEY]}: {'; '.join(texts)}")
-        anew = f"; {sum(bool(each.source) for each in kept)} compiled anew" * compiling
+        anew = f"; {sum(bool(entry.source) for entry in kept)} compiled anew" * compiling
         echo(f"{len(kept)} keys: {len(faults)} not intact, {len(old)} made from other sources, which nothing asks for{anew}")
         echo("A key holds the whole text that was compiled, the compiler and its flags, so no entry can be stale.")
     raise typer.Exit(1 if faults else 0)
@@ -124,9 +126,9 @@ def prune(*, days: float | None, everything: bool, as_json: bool) -> None:
         return everything or old or bool(kept.faults) or (bool(kept.source) and not kept.current)
 
     gone = prune_files(location(), unwanted)
-    freed = sum(each.bytes for each in gone)
+    freed = sum(entry.bytes for entry in gone)
     if as_json:
-        echo_json({"removed": [each.key for each in gone], "bytes": freed})
+        echo_json({"removed": [entry.key for entry in gone], "bytes": freed})
     else:
         echo(f"removed {len(gone)} keys, {freed / 2**20:.1f} MiB, from {location()}")
 
@@ -144,15 +146,17 @@ def _plan_cells(trace: Trace, plan: Any) -> tuple[str, ...]:
 
 
 def _counts(traces: tuple[Trace, ...]) -> list[dict[str, Any]]:
-    return [{"rank": each.process.rank, **row.model_dump()} for each in traces if each.counts for row in each.counts.pipelines]
+    return [
+        {"rank": trace.process.rank, **row.model_dump()} for trace in traces if trace.counts for row in trace.counts.pipelines
+    ]
 
 
 def _summary(traces: tuple[Trace, ...]) -> Iterator[str]:
     for row in _counts(traces):
         yield f"rank {row['rank']} {row['pipeline']}: {row['plans']} plans alive, {row['hits']} hits, {row['misses']} misses"
-    for each in traces:
-        if each.counts is None:
-            yield f"rank {each.process.rank}: {each.path.name} ends without counts: the process runs still, or was killed"
+    for trace in traces:
+        if trace.counts is None:
+            yield f"rank {trace.process.rank}: {trace.path.name} ends without counts: the process runs still, or was killed"
 
 
 def _kernel_row(kept: KeptCubin) -> tuple[str, ...]:
@@ -163,11 +167,11 @@ def _kernel_row(kept: KeptCubin) -> tuple[str, ...]:
 
 
 def _kernel(key: str) -> KeptCubin:
-    kept = {each.key: each for each in inventory(location())}
-    found = [each for name, each in kept.items() if name.startswith(key)]
-    if len(found) != 1:
-        got = f"{key!r}, with which {len(found) or 'none'} begin{'s' if not found else ''}{nearest(key, kept)}"
+    kernels = {each.key: each for each in inventory(location())}
+    matching = [each for name, each in kernels.items() if name.startswith(key)]
+    if len(matching) != 1:
+        got = f"{key!r}, with which {len(matching) or 'none'} begin{'s' if not matching else ''}{nearest(key, kernels)}"
         raise TraceError(
             describe("key", wanted="the first digits of one key", got=got, cure="see `opfuse cache ls`, or name a --trace")
         )
-    return found[0]
+    return matching[0]

@@ -94,7 +94,7 @@ _FORMATS = {
     "mx": (mxfp8(E4M3), mxfp8(E4M3)),
     "nv": (NVFP4, NVFP4),
 }
-"""Of the products that are timed."""
+"""The formats of the left and right operand of each product that is timed."""
 
 
 def _products() -> Iterator[dict[str, Any]]:

@@ -16,22 +16,22 @@ from opfuse.train.runs import differences, divergence, known_run
 def diff(old: Path, new: Path, *, localize: bool, bound: float, as_json: bool) -> None:
     """Print what differs; localize: also the first op whose values do, by more than ``bound``. Ends with 1 if anything does."""
     runs = [known_run(path) for path in (old, new)]
-    told, parted = differences(*runs), divergence(*runs)
+    changed, parted = differences(*runs), divergence(*runs)
     place = first_difference(old, new, 1 if parted is None else parted.step, bound) if localize else None
     compared = min(len(run.losses) for run in runs)
     if as_json:
-        found: dict[str, Any] = {"differences": [asdict(each) for each in told], "steps_compared": compared}
+        found: dict[str, Any] = {"differences": [asdict(difference) for difference in changed], "steps_compared": compared}
         found["divergence"] = None if parted is None else asdict(parted)
         found["first_value"] = None if place is None else asdict(place)
         echo_json(found)
     else:
-        for each in told:
-            echo(str(each))
+        for difference in changed:
+            echo(str(difference))
         if parted is not None:
             echo(str(parted))
         elif compared:
             echo(f"{compared} losses are equal bit for bit")
         if localize:
             echo("no value differs in the step that was run again" if place is None else str(place))
-        echo(counted(told, "difference"))
-    raise typer.Exit(1 if told or parted or place else 0)
+        echo(counted(changed, "difference"))
+    raise typer.Exit(1 if changed or parted or place else 0)

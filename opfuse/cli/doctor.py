@@ -31,31 +31,31 @@ def doctor(*, only: str | None, as_json: bool) -> None:
     if as_json:
         echo_json({name: found() for name, (found, _) in chosen.items()})
         return
-    for found, tell in chosen.values():
-        tell(found())
+    for found, show in chosen.values():
+        show(found())
 
 
-def _tell_machine(found: Any) -> None:
+def _print_machine(found: Any) -> None:
     echo("\n".join(f"{name:<14}{value}" for name, value in found.items()))
 
 
-def _tell_environment(found: Any) -> None:
+def _print_environment(found: Any) -> None:
     for name, meaning in found.items():
         echo(f"{name}={os.environ[name]}: {meaning}")
     echo("")
 
 
-def _tell_torch(found: Any) -> None:
+def _print_torch(found: Any) -> None:
     if found["faults"]:
         echo(f"torch {found['installed']} differs from those that opfuse was tried with ({', '.join(found['tried'])}):")
         echo("\n".join(f"- {fault}" for fault in found["faults"]) + "\n")
 
 
-def _tell_recipes(found: Any) -> None:
+def _print_recipes(found: Any) -> None:
     show_rows(("recipe", "status", "reason"), [(kind, *row.values()) for kind, row in found.items()], title="here")
 
 
-def _tell_matrix(found: Any) -> None:
+def _print_matrix(found: Any) -> None:
     archs = list(dict.fromkeys(row["arch"] for row in found))
     cells = {kind: [row["status"] for row in found if row["kind"] == kind] for kind in RECIPES}
     rows = [(kind, *row) for kind, row in cells.items()]
@@ -90,7 +90,7 @@ def environment() -> dict[str, str]:
         for field, (_, rule) in settings_of(cls).items():
             for name in rule.environment if rule is not None else ():
                 fields[name] = f"the {field} of recipes that are given none" + ("" if name in fields else f", such as {kind}")
-    mistyped = {name: f"{fault.told}; {fault.cure}" for name, fault in faults().items()}
+    mistyped = {name: f"{fault.problem}; {fault.cure}" for name, fault in faults().items()}
     return {name: text for name, text in {**fields, **VARIABLES, **mistyped}.items() if os.environ.get(name)}
 
 
@@ -113,10 +113,10 @@ def matrix() -> list[dict[str, str]]:
 
 
 SECTIONS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "machine": (machine, _tell_machine),
-    "torch": (installed_torch, _tell_torch),
-    "environment": (environment, _tell_environment),
-    "recipes": (recipes, _tell_recipes),
-    "matrix": (matrix, _tell_matrix),
+    "machine": (machine, _print_machine),
+    "torch": (installed_torch, _print_torch),
+    "environment": (environment, _print_environment),
+    "recipes": (recipes, _print_recipes),
+    "matrix": (matrix, _print_matrix),
 }
 """What is found, and what tells of it."""

@@ -41,14 +41,14 @@ def kernels(*, digest: bool, as_json: bool) -> None:
 
 def _compiled() -> dict[str, list[KeptCubin]]:
     """By source, the variants that the cache has; none, and stderr says why, if others may write there."""
-    found: dict[str, list[KeptCubin]] = {}
+    by_source: dict[str, list[KeptCubin]] = {}
     try:
-        for kept in inventory(location()):
-            if kept.current and not kept.faults:
-                found.setdefault(kept.source, []).append(kept)
+        for kernel in inventory(location()):
+            if kernel.current and not kernel.faults:
+                by_source.setdefault(kernel.source, []).append(kernel)
     except UnsupportedError as refused:
         error(str(refused))
-    return found
+    return by_source
 
 
 def _most(variants: Sequence[KeptCubin]) -> dict[str, int | None]:

@@ -53,29 +53,29 @@ def _no_subject(directory: Path) -> OutputError:
 
 
 def _of_config(config: Config, run: Path | None) -> Page:
-    found = explained(config).to_dict()
+    explanation = explained(config).to_dict()
     facts: dict[str, Any] = {
         "configuration": config.path,
-        "recipe": found["recipe"],
-        "runs": f"{found['backend']}: {found['reason']}",
+        "recipe": explanation["recipe"],
+        "runs": f"{explanation['backend']}: {explanation['reason']}",
     }
-    facts["saved for backward"] = f"{found['saved_bytes']} bytes"
-    outcomes = [*found["forward"], *(each for each in found["backward"] if each["direction"] != "joint")]
+    facts["saved for backward"] = f"{explanation['saved_bytes']} bytes"
+    outcomes = [*explanation["forward"], *(outcome for outcome in explanation["backward"] if outcome["direction"] != "joint")]
     tables = [
         outcome_table(outcomes),
-        product_table(found["pipelines"]),
-        _override_table(found["saved_bytes_by_override"]),
-        _saved_table(found["saved"]),
+        product_table(explanation["pipelines"]),
+        _override_table(explanation["saved_bytes_by_override"]),
+        _saved_table(explanation["saved"]),
         *(_run_tables(run) if run is not None else ()),
         _environment(),
     ]
     name = config.name if run is None else run.resolve().name
-    return Page(f"opfuse {opfuse.__version__}: {name}", facts, found["pipelines"], tables)
+    return Page(f"opfuse {opfuse.__version__}: {name}", facts, explanation["pipelines"], tables)
 
 
-def _override_table(found: Mapping[str, Any]) -> PageTable:
+def _override_table(by_override: Mapping[str, Any]) -> PageTable:
     """Bytes, or why an override was refused, by its name."""
-    rows = [(name, each if isinstance(each, int) else f"refused: {each['refused']}") for name, each in found.items()]
+    rows = [(name, cell if isinstance(cell, int) else f"refused: {cell['refused']}") for name, cell in by_override.items()]
     return PageTable("Bytes saved, by backward override", ("override", "bytes"), rows)
 
 
@@ -92,17 +92,17 @@ _SAVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 
 
 def _saved_table(found: Sequence[Mapping[str, Any]]) -> PageTable:
-    rows = [tuple(cell(each) for cell in _SAVED.values()) for each in found]
+    rows = [tuple(cell(row) for cell in _SAVED.values()) for row in found]
     return PageTable("Saved for the backward pass", tuple(_SAVED), rows, filters=True)
 
 
 def _run_tables(run: Path) -> list[PageTable]:
     try:
-        told = unsealed((run / REPORT).read_text(encoding="utf-8"))
+        report = unsealed((run / REPORT).read_text(encoding="utf-8"))
         lines = (run / VALUES).read_text(encoding="utf-8").splitlines() if (run / VALUES).exists() else []
         records = [unsealed(line) for line in lines]
         names = ("loss_first", "loss_last", "validation_loss", "baseline_loss_last", "run_seconds", "plan_cache")
-        figures = [(name, told.get(name)) for name in names]
+        figures = [(name, report.get(name)) for name in names]
         return [PageTable("The run", ("figure", "value"), figures), value_table(records)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cure = "write it anew: opfuse run CONFIG"
@@ -117,8 +117,8 @@ def _environment() -> PageTable:
 def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
     first = traces[0].process
     plans = [(trace, plan) for trace in traces for plan in trace.plans]
-    told = {plan.key: plan for _, plan in plans if plan.plan is not None}
-    pipelines = [{**(plan.plan or {}), "name": f"{plan.pipeline}, plan {key}"} for key, plan in told.items()]
+    by_key = {plan.key: plan for _, plan in plans if plan.plan is not None}
+    pipelines = [{**(plan.plan or {}), "name": f"{plan.pipeline}, plan {key}"} for key, plan in by_key.items()]
     timeline = [
         (f"{plan.seconds:.2f}", trace.process.rank, plan.pipeline, plan.call, f"{plan.ms:.1f}", plan.key, plan.why)
         for trace, plan in plans
@@ -136,7 +136,7 @@ def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
     }
     settings = [*first.versions.items(), *first.environment.items(), *first.settings.items()]
     tables = [
-        outcome_table(each for plan in told.values() for each in plan.outcomes),
+        outcome_table(outcome for plan in by_key.values() for outcome in plan.outcomes),
         product_table(pipelines),
         PageTable("Plans over time", ("s", "rank", "pipeline", "call", "ms", "key", "why"), timeline, filters=True),
         PageTable("Cache", ("rank", "pipeline", "plans", "hits", "misses"), counts),

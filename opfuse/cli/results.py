@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from opfuse.cli.output import echo, error
 from opfuse.config import Config
-from opfuse.errors import OutputError, describe, told_of
+from opfuse.errors import OutputError, describe, os_error_text
 from opfuse.runtime.plans.written import OWNER_ONLY
 from opfuse.train import usable
 from opfuse.train.files import writable, write
@@ -46,7 +46,7 @@ def written(path: Path, content: bytes, cure: str, *, mode: int = OWNER_ONLY) ->
     try:
         write(path, content, mode=mode)
     except OSError as failed:
-        raise OutputError(describe(str(path), wanted="a file to write", got=told_of(failed), cure=cure)) from None
+        raise OutputError(describe(str(path), wanted="a file to write", got=os_error_text(failed), cure=cure)) from None
 
 
 def device_for(device: str) -> torch.device:
@@ -61,7 +61,7 @@ def directory_for(config: Config, out: Path | None) -> Path:
     return writable(out or Path("runs") / config.name)
 
 
-def tell_files(paths: Sequence[Path], *, as_json: bool) -> None:
+def print_files(paths: Sequence[Path], *, as_json: bool) -> None:
     """Say which files were written, and why no plot is among them."""
     if not any(path.suffix == ".png" for path in paths):
         error("no plot: matplotlib is not installed (pip install matplotlib)")
@@ -69,14 +69,14 @@ def tell_files(paths: Sequence[Path], *, as_json: bool) -> None:
         echo(f"wrote    {', '.join(map(str, paths))}")
 
 
-def keep(write: Callable[[Path], list[Path]], directory: Path, text: Callable[[], str]) -> list[Path]:
+def write_or_salvage(write: Callable[[Path], list[Path]], directory: Path, text: Callable[[], str]) -> list[Path]:
     """What ``write`` wrote into ``directory``. If it cannot, the results go to a new directory, else ``text`` to stdout, and
     OutputError says so: nothing that was computed is lost.
     """
     try:
         return write(directory)
     except OSError as failed:
-        got = told_of(failed)
+        got = os_error_text(failed)
     try:
         written = write(Path(tempfile.mkdtemp(prefix="opfuse-")))
         place = f"what was computed is in {written[0].parent}"

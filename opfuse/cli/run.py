@@ -16,7 +16,7 @@ from rich.table import Table
 
 from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import reporter
-from opfuse.cli.results import device_for, directory_for, keep, show, tell_files
+from opfuse.cli.results import device_for, directory_for, print_files, show, write_or_salvage
 from opfuse.config import load
 from opfuse.train import Checkpoints, Comparison, Interrupted, compare, to_dict, write_plot, write_report, write_values
 from opfuse.train.comparison import data_of, labels, overridden
@@ -38,7 +38,7 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     text = Path(chosen.path).read_text(encoding="utf-8")
     settings = overridden(chosen.train, steps=steps, seed=seed)
     same = {"configuration": text, "steps": str(settings.steps), "seed": str(settings.seed), "device": place.type}
-    checkpoints = Checkpoints(directory, same, resume, told=error)
+    checkpoints = Checkpoints(directory, same, resume, report=error)
     with sole_writer(directory / REPORT):
         if not resume and any(checkpoints.path(label).exists() for label in labels(chosen)):
             error(f"{checkpoints.path('*').parent} is of an earlier run and will be replaced; --resume would go on with it")
@@ -54,8 +54,8 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
         if as_json:
             echo_json(to_dict(result))
         else:
-            tell(result)
-        tell_files(keep(partial(write, result), directory, partial(report_text, result)), as_json=as_json)
+            print_comparison(result)
+        print_files(write_or_salvage(partial(write, result), directory, partial(report_text, result)), as_json=as_json)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def write(result: Comparison, directory: Path) -> list[Path]:
     return [path for make in (write_report, write_values, write_plot) if (path := make(result, directory)) is not None]
 
 
-def tell(result: Comparison) -> None:
+def print_comparison(result: Comparison) -> None:
     """The table of losses, and what they stand beside."""
     echo(f"{result.name}: {result.settings.steps} steps of {result.settings.batch_size} samples on {result.device}")
     show(table(result))

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.progress import reporter
-from opfuse.cli.results import device_for, directory_for, keep, show, tell_files
+from opfuse.cli.results import device_for, directory_for, print_files, show, write_or_salvage
 from opfuse.config import load
 from opfuse.train.files import sole_writer
 from opfuse.train.study import Study, study_overrides
@@ -31,11 +31,11 @@ def study(
         if as_json:
             echo_json(to_dict(found))
         else:
-            tell(found, points)
-        tell_files(keep(partial(write_study, found), directory, partial(study_text, found)), as_json=as_json)
+            print_study(found, points)
+        print_files(write_or_salvage(partial(write_study, found), directory, partial(study_text, found)), as_json=as_json)
 
 
-def tell(found: Study, points: int) -> None:
+def print_study(found: Study, points: int) -> None:
     """The table, and what could not be measured."""
     took = f"{found.settings.steps} steps on {found.device} in {found.seconds:.0f} s"
     echo(f"{found.name}: {took}; SQNR in dB, means over {points} points")

@@ -45,7 +45,7 @@ class Claims:
                     self._claim(fused, start, direction, name=function.name)
                 if not found:
                     self.outcomes.append(Outcome(function.name, direction, ABSENT_STATUS))
-                _tell_idle(function, ops, worked=bool(found))
+                _warn_idle(function, ops, worked=bool(found))
 
     def claim_rules(self, rules: Sequence[Fusion], direction: str) -> None:
         """Rules of one direction take what is left of it."""
@@ -89,7 +89,7 @@ _known: WeakSet[Callable[..., Any]] = WeakSet()
 """Functions that have replaced ops once, or that were warned of."""
 
 
-def _tell_idle(function: FusionFunction, ops: Sequence[BasicOperation], *, worked: bool) -> None:
+def _warn_idle(function: FusionFunction, ops: Sequence[BasicOperation], *, worked: bool) -> None:
     """One OpfuseWarning for a registered function that leaves the first pipeline that it sees as it is."""
     if not worked and function.func not in _known:
         code = getattr(function.func, "__code__", None)

@@ -315,7 +315,7 @@ def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> Outcome:
 
 
 def _missed(rule: Fusion, ops: tuple[str, ...], guard: Guard, got: Any) -> Outcome:
-    return Outcome(rule.name, rule.direction, MISSED, ops, guard=guard.reads, wanted=guard.wants, got=repr(got))
+    return Outcome(rule.name, rule.direction, MISSED, ops, guard=guard.reads, wanted=guard.wanted_text, got=repr(got))
 
 
 def refused_everywhere(rule: Fusion, graph: Graph, env: Env, ops: tuple[str, ...]) -> Outcome | None:

@@ -17,8 +17,8 @@ from opfuse.core.signature import TensorSig
 from opfuse.errors import Described
 from opfuse.formats import NumberFormat
 from opfuse.tensors.gemm import clash
-from opfuse.tensors.meeting import Travel
 from opfuse.tensors.quantizers.provenance import casts_itself
+from opfuse.tensors.row_collectives import PlaneTransfer
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -91,7 +91,7 @@ class ProductFormats:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class CollectiveCast:
     """A collective beside the cast of an operand. format: in which rows travel; None: in high precision, and why.
 
     op: the index of the collective. product, role: the index of the op that reads the operand, and the operand.
@@ -108,11 +108,11 @@ class Meeting:
 class Node:
     """One step of the lowered pipeline.
 
-    kind: what patterns call it. op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds
-    an operand, such as a weight, and is not on the main chain. casts: what the op's own methods have cast, by ``ctx.cast``.
-    takes_quantized: its methods take quantized values. travel: for a collective, which planes of a cast travel when. directions:
-    the passes in which it does anything. needs: what wants a gradient: "input", parameter names, "extra0" …. grouping: how the
-    rows of an op are in groups, or None.
+    kind: what patterns call it. op: index of the basic op it came from. operands: values of side nodes by name. side: it feeds an
+    operand, such as a weight, and is not on the main chain. casts: what the op's own methods have cast, by ``ctx.cast``.
+    takes_quantized: its methods take quantized values. transfer: for a collective, which planes of a cast travel when.
+    directions: the passes in which it does anything. needs: what wants a gradient: "input", parameter names, "extra0" ….
+    grouping: how the rows of an op are in groups, or None.
     """
 
     index: int
@@ -130,7 +130,7 @@ class Node:
     side: bool = False
     casts: tuple[CastSpec, ...] = ()
     takes_quantized: bool = False
-    travel: Travel | None = None
+    transfer: PlaneTransfer | None = None
 
     @property
     def name(self) -> str:
@@ -158,10 +158,9 @@ class Node:
 class Graph:
     """Lowered nodes and their wiring.
 
-    root: value that a quantized copy is a copy of; their gradients are one.
-    extra_inputs: value number of each extra input the caller gives. outputs: value numbers the pipeline returns, main first.
-    products: matrix products of ops with quantized operands, and the formats that meet in them. meetings: collectives beside
-    casts.
+    root: value that a quantized copy is a copy of; their gradients are one. extra_inputs: value number of each extra input the
+    caller gives. outputs: value numbers the pipeline returns, main first. products: matrix products of ops with quantized
+    operands, and the formats that meet in them. collective_casts: collectives beside casts.
     """
 
     nodes: tuple[Node, ...]
@@ -172,7 +171,7 @@ class Graph:
     consumers: dict[int, tuple[int, ...]] = field(compare=False)
     root: dict[int, int] = field(compare=False)
     products: tuple[ProductFormats, ...] = ()
-    meetings: tuple[Meeting, ...] = ()
+    collective_casts: tuple[CollectiveCast, ...] = ()
 
     @classmethod
     def of(

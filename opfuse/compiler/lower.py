@@ -3,7 +3,7 @@
 Around an op with quantized operands stand ``quantize`` nodes, in this order: the input, parameters (aside), the op, and the
 output gradient, which acts in the backward pass only. Which planes each of them makes follows from the policy tables and
 from what needs a gradient. Where a collective stands between a cast and the rank's own rows, the cast changes places with it if
-that changes no bit (:mod:`opfuse.compiler.meetings`).
+that changes no bit (:mod:`opfuse.compiler.collectives`).
 
 The quantize node of an output gradient keeps the value's number. So patterns of forward rules never meet it, and
 ``[basic_linear, bias, gelu, quantize]`` matches whether or not a gradient is quantized in between.
@@ -16,8 +16,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from opfuse.compiler.graph import BACKWARD, BOTH, FORWARD, GROUPED, TRANSPARENT, CastSpec, Graph, Meeting, Node, ProductFormats
-from opfuse.compiler.meetings import Beside, Carried, carried, carrier, rows_behind
+from opfuse.compiler.collectives import Beside, Carried, carried, carrier, rows_behind
+from opfuse.compiler.graph import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    GROUPED,
+    TRANSPARENT,
+    CastSpec,
+    CollectiveCast,
+    Graph,
+    Node,
+    ProductFormats,
+)
 from opfuse.compiler.products import in_read_order, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
@@ -42,8 +53,8 @@ class _GraphBuilder:
 
     ops, known: the basic ops, and what is known of their methods. casts: quantized values and the nodes that made them. copies:
     values that are a copy of another, quantized or not, and share its gradient. cast_gradients: values whose gradient is
-    quantized. products: of ops with quantized operands. meetings: collectives beside casts. moves: whether casts may change
-    places with collectives. rows: a number that divides the number of rows of the current value.
+    quantized. products: of ops with quantized operands. collective_casts: collectives beside casts. moves: whether casts may
+    change places with collectives. rows: a number that divides the number of rows of the current value.
     """
 
     env: Env
@@ -61,7 +72,7 @@ class _GraphBuilder:
     extra_inputs: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
     products: list[ProductFormats] = field(default_factory=list)
-    meetings: list[Meeting] = field(default_factory=list)
+    collective_casts: list[CollectiveCast] = field(default_factory=list)
     moves: bool = True
     rows: int = 1
 
@@ -93,7 +104,7 @@ def lower(
         params = dict(zip(op.parameter_names, signatures))  # names first: zip takes no signature beyond them
         _add_op(b, index, params, tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels))
     graph = Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
-    return replace(graph, meetings=tuple(b.meetings))
+    return replace(graph, collective_casts=tuple(b.collective_casts))
 
 
 def _add_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | None], extra_values: tuple[int, ...]) -> None:
@@ -236,19 +247,19 @@ def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, splits: Sequence[int]
     if earlier is not None:
         b.nodes[earlier] = replace(b.nodes[earlier], spec=spec)
         return
-    # The cast of an explicit Quantize stays where it is: the product after it replaces the spec, and would lose the travel.
+    # The cast of an explicit Quantize stays where it is: the product after it replaces the spec, and would lose the transfer.
     collective = None if b.known[op].is_cast else _collective_before(b, spec)
     if collective is None:
         _add_cast(b, op, spec, splits)
         return
     found = _moved(b, op, spec, collective, FORWARD)
-    if found.travel is None:
+    if found.transfer is None:
         _add_cast(b, op, spec, splits)
         return
     b.nodes.pop()
     b.current = collective.inputs[0]
     _add_cast(b, op, found.spec, ())
-    b.nodes.append(replace(collective, index=len(b.nodes), inputs=(b.current,), travel=found.travel))
+    b.nodes.append(replace(collective, index=len(b.nodes), inputs=(b.current,), transfer=found.transfer))
     (b.current,) = collective.outputs
     b.casts[b.current] = len(b.nodes) - 2
 
@@ -269,8 +280,8 @@ def _moved(b: _GraphBuilder, op: int, spec: CastSpec, collective: Node, directio
     rows = b.rows // b.ops[collective.op].process_group_size if joins and direction == FORWARD else b.rows
     found = carried(spec, Beside(b.ops[op], b.ops[collective.op], b.env, rows, width, direction))
     if joins:
-        fmt = None if found.travel is None else spec.quantizer.formats[not spec.quantizer.rowwise]
-        b.meetings.append(Meeting(collective.op, op, spec.role, fmt, found.why))
+        fmt = None if found.transfer is None else spec.quantizer.formats[not spec.quantizer.rowwise]
+        b.collective_casts.append(CollectiveCast(collective.op, op, spec.role, fmt, found.why))
     return found
 
 
@@ -301,8 +312,8 @@ def _move_gradient_cast(b: _GraphBuilder, collective: Node) -> None:
     if carrier(b.ops[collective.op], BACKWARD) is None or (out := collective.outputs[0]) not in b.grads:
         return
     found = _moved(b, cast.op, cast.spec, collective, BACKWARD)
-    if found.travel is not None:
-        b.nodes[-2] = replace(collective, index=cast.index, travel=found.travel)
+    if found.transfer is not None:
+        b.nodes[-2] = replace(collective, index=cast.index, transfer=found.transfer)
         b.nodes[-1] = replace(cast, index=collective.index, spec=found.spec, inputs=(out,), outputs=(out,))
         b.cast_gradients.add(out)
 

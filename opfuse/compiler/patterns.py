@@ -154,9 +154,9 @@ def named(terms: Iterable[Term]) -> tuple[Term, ...]:
     result: list[Term] = []
     taken: list[str] = []
     for term in terms:
-        own = default_name(term.words, taken)
+        default = default_name(term.words, taken)
         taken.append(_stem(term.words))
-        result.append(term if term.name else replace(term, name=own))
+        result.append(term if term.name else replace(term, name=default))
     return tuple(result)
 
 
@@ -187,7 +187,7 @@ def printed(pattern: Sequence[Term]) -> str:
     taken: list[str] = []
     places: list[str] = []
     for term in pattern:
-        own = default_name(term.words, taken)
+        default = default_name(term.words, taken)
         taken.append(_stem(term.words))
-        places.append(str(term) if term.name in ("", own) else f"{term.name}={term}")
+        places.append(str(term) if term.name in ("", default) else f"{term.name}={term}")
     return " ".join(places)

@@ -70,21 +70,27 @@ def _why_read(grouping: Grouping, casts: Sequence[CastSpec]) -> str:
     return "weights have several formats" if apart else ""
 
 
-def remade(plan: Plan) -> Iterator[dict[str, Any]]:
+def rematerialized(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each operand that the backward pass makes anew: from what, and in which format (None: high precision)."""
     nodes = plan.graph.nodes
-    for reader, operands in plan.remade.items():
-        for each in operands:
-            chain = [nodes[i].name for i in each.chain] or ["the parameter"]
-            fmt = None if each.anew is None else str(each.anew.quantizer.formats[not each.anew.quantizer.rowwise])
-            yield {"op": nodes[reader].name, "operand": each.role, "from": chain, "format": fmt}
+    for reader, operands in plan.rematerialized.items():
+        for operand in operands:
+            chain = [nodes[i].name for i in operand.chain] or ["the parameter"]
+            fmt = None if operand.anew is None else str(operand.anew.quantizer.formats[not operand.anew.quantizer.rowwise])
+            yield {"op": nodes[reader].name, "operand": operand.role, "from": chain, "format": fmt}
 
 
-def meetings(plan: Plan) -> Iterator[dict[str, Any]]:
+def collective_casts(plan: Plan) -> Iterator[dict[str, Any]]:
     """Each collective beside a cast: the operand, the format in which rows travel (None: high precision), and why that."""
-    for each in plan.graph.meetings:
-        fmt = None if each.format is None else str(each.format)
-        yield {"op": plan.ops[each.op], "product": plan.ops[each.product], "operand": each.role, "format": fmt, "why": each.why}
+    for collective in plan.graph.collective_casts:
+        fmt = None if collective.format is None else str(collective.format)
+        yield {
+            "op": plan.ops[collective.op],
+            "product": plan.ops[collective.product],
+            "operand": collective.role,
+            "format": fmt,
+            "why": collective.why,
+        }
 
 
 def pipeline(plan: Plan) -> dict[str, Any]:
@@ -95,8 +101,8 @@ def pipeline(plan: Plan) -> dict[str, Any]:
         "before": list(plan.ops),
         "nodes": [node.name for node in plan.graph.nodes],
         "products": list(products(plan)),
-        "remade": list(remade(plan)),
-        "meetings": list(meetings(plan)),
+        "remade": list(rematerialized(plan)),
+        "meetings": list(collective_casts(plan)),
         "sizes_read": sizes_read(plan),
         "edges": [[source, target] for source, target in plan.graph.digraph.edges()],
         "runs_at_every_call": stepped(plan),
@@ -114,8 +120,8 @@ def stepped(plan: Plan) -> dict[str, str]:
     A reason that is only one pass's says which.
     """
     nodes = plan.graph.nodes
-    found = ((segment, plan.user_code.get(segment.nodes.start)) for segment in plan.segments)
-    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(own.why) for segment, own in found if own and own.why}
+    steps = ((segment, plan.user_code.get(segment.nodes.start)) for segment in plan.segments)
+    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(code.why) for segment, code in steps if code and code.why}
 
 
 def _of_passes(why: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from opfuse.compiler.cover import ABSENT_STATUS, FUSED, Group, Outcome, refused_
 from opfuse.compiler.graph import BACKWARD, FORWARD, TRANSPARENT, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet
-from opfuse.compiler.remade import Remade, remade_operands
+from opfuse.compiler.rematerialize import Rematerialized, rematerialized_operands
 from opfuse.compiler.rules import PASSES, Fusion
 from opfuse.core.cast import GRADIENT, Cast
 from opfuse.core.fused import FusedOperation
@@ -87,8 +87,8 @@ class Plan:
     """Graph, groups, segments, and what became of every rule.
 
     opaque: some groups come from functions, not from rules. casts: what quantize nodes run. own_casts: what ``ctx.cast`` runs in
-    methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. remade: operands
-    that the backward pass makes anew, by the node that reads them.
+    methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. rematerialized:
+    operands that the backward pass makes anew, by the node that reads them.
 
     What was found since, by a segment's first node: programs: recordings, those of stretches also by pass and position, those of
     casts by cast. user_code: what of the user's own runs in a segment. keepable: its casts of weights that may be kept from call
@@ -104,7 +104,7 @@ class Plan:
     own_casts: dict[int, dict[str, Cast]] = field(default_factory=dict, compare=False)
     name: str = ""
     ops: tuple[str, ...] = ()
-    remade: Remade = field(default_factory=dict, compare=False)
+    rematerialized: Rematerialized = field(default_factory=dict, compare=False)
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     user_code: dict[int, UserCode] = field(default_factory=dict, compare=False, repr=False)
     keepable: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -129,14 +129,14 @@ class Plan:
     @cached_property
     def cast_once(self) -> dict[int, Cast]:
         """By node, the casts for the forward product alone of operands that the backward pass makes anew."""
-        return {each.source: each.forward for operands in self.remade.values() for each in operands}
+        return {operand.source: operand.forward for operands in self.rematerialized.values() for operand in operands}
 
     @cached_property
     def postponed(self) -> frozenset[int]:
         """The nodes of collectives of which a plane travels in the backward pass only."""
         nodes = self.graph.nodes
-        remade = (each for operands in self.remade.values() for each in operands)
-        return frozenset(i for each in remade for i in each.chain if nodes[i].travel is not None)
+        rematerialized = (operand for operands in self.rematerialized.values() for operand in operands)
+        return frozenset(i for operand in rematerialized for i in operand.chain if nodes[i].transfer is not None)
 
     @property
     def fusions(self) -> tuple[str, ...]:
@@ -170,13 +170,13 @@ def compile_plan(
     verify(graph, backward, BACKWARD)
     labels = tuple(op.label for op in ops)
     casts, own = live_casts(graph, ops, key.env, labels)
-    remade = remade_operands(graph, ops, key.env, casts, (*forward, *backward))
-    segments = partition(graph, forward, backward, remade)
-    outcomes = _told_of_override(claims, ops, key, rules, exports)
-    return Plan(key, graph, segments, outcomes, opaque, casts, own, name, labels, remade)
+    rematerialized = rematerialized_operands(graph, ops, key.env, casts, (*forward, *backward))
+    segments = partition(graph, forward, backward, rematerialized)
+    outcomes = _outcomes_without_override(claims, ops, key, rules, exports)
+    return Plan(key, graph, segments, outcomes, opaque, casts, own, name, labels, rematerialized)
 
 
-def _told_of_override(
+def _outcomes_without_override(
     claims: Claims, ops: Sequence[BasicOperation], key: PlanKey, rules: RuleSet, exports: frozenset[str]
 ) -> tuple[Outcome, ...]:
     """All outcomes, in which a rule that would run without the backward override says so, and not that ops are missing.
@@ -184,7 +184,7 @@ def _told_of_override(
     An override leaves casts out, so what a pattern wants may be there without it alone. That is found by lowering the ops again.
     """
     recipe, outcomes = key.env.recipe, tuple(claims.outcomes)
-    absent = {each.rule for each in outcomes if each.status == ABSENT_STATUS}
+    absent = {outcome.rule for outcome in outcomes if outcome.status == ABSENT_STATUS}
     asked = [rule for rule in rules.rules if rule.name in absent and refused_everywhere(rule, claims.graph, key.env, ())]
     if recipe is None or recipe.backward_override is None or not asked:
         return outcomes
@@ -196,7 +196,7 @@ def _told_of_override(
     for direction in PASSES:
         free.claim_rules(rules.of(direction), direction)
     found = {rule.name: _outcome_of_override(rule, claims, free) for rule in asked}
-    return tuple((found.get(each.rule) or each) if each.status == ABSENT_STATUS else each for each in outcomes)
+    return tuple((found.get(outcome.rule) or outcome) if outcome.status == ABSENT_STATUS else outcome for outcome in outcomes)
 
 
 def _outcome_of_override(rule: Fusion, claims: Claims, free: Claims) -> Outcome | None:
@@ -247,7 +247,7 @@ def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:
 
 
 def partition(
-    graph: Graph, forward: Sequence[Group], backward: Sequence[Group], remade: Remade | None = None
+    graph: Graph, forward: Sequence[Group], backward: Sequence[Group], rematerialized: Rematerialized | None = None
 ) -> tuple[Segment, ...]:
     """The smallest stretches that no group, no quantized value and no state from which an operand is made anew crosses."""
     reach = list(range(len(graph.nodes)))
@@ -257,7 +257,7 @@ def partition(
         if node.is_cast:
             first, last = _quantized_span(graph, node.index)
             reach[first] = max(reach[first], last)
-    for operand in (each for operands in (remade or {}).values() for each in operands):
+    for operand in (each for operands in (rematerialized or {}).values() for each in operands):
         first = min(operand.source, *operand.chain[:1], operand.reader)
         reach[first] = max(reach[first], operand.reader)
     starts = [0] if reach else []
@@ -280,47 +280,46 @@ def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
     node = graph.nodes[index]
     if node.directions == {BACKWARD}:
         first = graph.producer.get(node.outputs[0], index)
-        if graph.nodes[first].travel is not None:  # which hands the quantized gradient on
+        if graph.nodes[first].transfer is not None:  # which hands the quantized gradient on
             first = graph.producer.get(graph.nodes[first].inputs[0], first)
         return first, index
     last, made = index, list(node.outputs)
     for value in made:
         for reader in graph.consumers.get(value, ()):
             last = max(last, reader)
-            if TRANSPARENT in graph.nodes[reader].traits or graph.nodes[reader].travel is not None:
+            if TRANSPARENT in graph.nodes[reader].traits or graph.nodes[reader].transfer is not None:
                 made.append(graph.nodes[reader].outputs[0])
     return index, last
 
 
 def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Sequence[Group]) -> Segment:
     members = [graph.nodes[i] for i in nodes]
-    made = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
-    leaves = [v for v in made if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
-    inputs = _inputs(members, made)
-    # Of inputs only those of channels have several: what is cast, forwards or backwards, is read by one op.
+    produced = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
+    outputs = [v for v in produced if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
+    inputs = _inputs(members, produced)
+    trains = any(node.needs for node in members) or not graph.grads.isdisjoint(outputs)
+    only_views = all(VIEW in node.traits for node in members) and not any(group.claimed for group in (*forward, *backward))
+    # Only inputs of channels have several readers: what is cast, forwards or backwards, is read by one op.
     readers = Counter(value for node in members if not node.is_cast for value in node.inputs)
-    trains = any(node.needs for node in members) or not graph.grads.isdisjoint(leaves)
-    claimed = any(group.claimed for group in (*forward, *backward))
-    viewed = not claimed and all(VIEW in node.traits for node in members)
     return Segment(
         nodes,
         inputs=inputs,
-        outputs=tuple(sorted(leaves)),
+        outputs=tuple(sorted(outputs)),
         forward=tuple(forward),
         backward=tuple(reversed(backward)),
         ops=tuple(dict.fromkeys(node.op for node in members)),
-        requires_grad=trains and not viewed,
+        requires_grad=trains and not only_views,
         again=tuple(value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)),
-        constant=frozenset(leaves) - graph.grads,
+        constant=frozenset(outputs) - graph.grads,
     )
 
 
-def _inputs(members: Sequence[Node], made: Collection[int]) -> tuple[int, ...]:
-    """The values that nodes read and do not make.
+def _inputs(members: Sequence[Node], produced: Collection[int]) -> tuple[int, ...]:
+    """The values that nodes read and do not produce.
 
     A view that an autograd node overwrites must be the node's first input. Of the others those that are read last come first: so
     autograd sums gradients of one tensor in the order in which it gets them from ops that are nodes of their own.
     """
     written = {value for node in members if getattr(node.spec, "in_place", False) for value in node.inputs[1:]}
-    places = {value: (-node.index, i) for node in members for i, value in enumerate(node.inputs) if value not in made}
+    places = {value: (-node.index, i) for node in members for i, value in enumerate(node.inputs) if value not in produced}
     return tuple(sorted(places, key=lambda value: (value not in written, places[value])))

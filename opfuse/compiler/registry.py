@@ -82,19 +82,23 @@ class RuleSet:
     @cached_property
     def digest(self) -> Digest:
         """Value identity, for keys; its parts are the rules and functions by name."""
-        sources = {rule.name: rule.source for rule in self.rules} | {each.name: each.source for each in self.functions}
+        sources = {rule.name: rule.source for rule in self.rules} | {
+            function.name: function.source for function in self.functions
+        }
         return Digest(digest((self.rules, self.functions, self.level)), self._parts, f"({', '.join(self.names)})", sources)
 
     @cached_property
     def unfused(self) -> RuleSet:
-        """The same set at level 0."""
+        """A copy of the set at level 0."""
         return replace(self, level=0)
 
     def _parts(self) -> Mapping[str, Digest]:
-        def told(rule: Fusion | FusionFunction) -> Digest:
+        def rule_digest(rule: Fusion | FusionFunction) -> Digest:
             return Digest(digest(rule), lambda: key_fields(rule) or {}, REGISTERED)
 
-        return {rule.name: told(rule) for rule in self.rules} | {function.name: told(function) for function in self.functions}
+        return {rule.name: rule_digest(rule) for rule in self.rules} | {
+            function.name: rule_digest(function) for function in self.functions
+        }
 
     def of(self, direction: str) -> tuple[Fusion, ...]:
         """The rules of one direction, higher priority first, in order otherwise. The level is checked like a guard."""
@@ -105,7 +109,7 @@ class RuleSet:
         return tuple(f for f in self.functions if f.direction == direction and level > 0)
 
     def without(self, *names: str) -> RuleSet:
-        """The same set without the named rules and functions; FusionError for a name it does not hold."""
+        """A copy of the set without the named rules and functions; FusionError for a name that the set lacks."""
         self._check(names)
         return replace(
             self,
@@ -114,7 +118,7 @@ class RuleSet:
         )
 
     def with_rule(self, rule: Fusion, *, first: bool = False) -> RuleSet:
-        """The same set with one more rule, last or first.
+        """A copy of the set with one more rule, last or first.
 
         FusionError if the name is taken, and for a rule that can never fire: its guards exclude each other, or a rule that it
         extends claims before it and leaves it nothing.
@@ -132,12 +136,12 @@ class RuleSet:
         return made
 
     def with_function(self, function: FusionFunction, *, first: bool = False) -> RuleSet:
-        """The same set with one more function."""
+        """A copy of the set with one more function."""
         self._free(function, FusionFunction)
         return replace(self, functions=(function, *self.functions) if first else (*self.functions, function))
 
     def replaced(self, rule: Fusion) -> RuleSet:
-        """The same set with the rule of that name replaced."""
+        """A copy of the set with the rule of that name replaced."""
         self._check((_typed(rule, Fusion).name,))
         return replace(self, rules=tuple(rule if r.name == rule.name else r for r in self.rules))
 

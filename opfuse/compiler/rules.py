@@ -86,13 +86,13 @@ def _has_identity(want: Any) -> bool:
 
 
 class GuardWord(NamedTuple):
-    """A word of guards. passes: whether a value that was read passes, given the value wanted. told: how files and explanations
+    """A word of guards. passes: whether a value that was read passes, given the value wanted. text: how files and explanations
     write both. takes, wanted: which values can be wanted, and in words. end: which end of a range the value wanted is; a word
     with one needs values that have an order. integers: it is asked of integers alone.
     """
 
     passes: Callable[[Any, Any], bool]
-    told: str
+    text: str
     takes: Callable[[Any], bool] = _has_identity
     wanted: str = "a value with an identity"
     end: Literal["lower", "upper"] | None = None
@@ -148,11 +148,11 @@ class Guard:
             raise FusionError(describe(where, wanted=word.wanted, got=repr(self.want), cure="pass a value that the test can use"))
 
     @property
-    def wants(self) -> str:
+    def wanted_text(self) -> str:
         """What it wants, in words."""
         if self.want is None and self.test == "is_not":
             return "a recipe" if self.reads == "env.recipe" else "a value"
-        return TESTS[self.test].told.format(self.want)
+        return TESTS[self.test].text.format(self.want)
 
     def ok(self, got: Any) -> bool:
         """Whether ``got`` passes. An absent value never does."""
@@ -317,7 +317,7 @@ class Fusion:
         return FORWARD if self.forward is not None else BACKWARD
 
     def narrowed(self, *guards: Guard) -> Fusion:
-        """The same rule with more guards; guards are only ever added."""
+        """A copy of the rule with more guards; guards are only ever added."""
         return replace(self, when=self.when + guards)
 
 
@@ -332,5 +332,5 @@ def fusion(name: str, pattern: object, **fields: Any) -> Fusion:
         got = f"{unknown[0]!r}{nearest(unknown[0], known)}"
         raise FusionError(describe(f"fusion {name!r}", wanted=f"fields of {sorted(known)}", got=got, cure="mend the name"))
     implementation = next((each for name in ("forward", "backward") if (each := fields.get(name)) is not None), None)
-    told = (implementation.__doc__ or "") if inspect.isfunction(implementation) else ""
-    return Fusion(name, terms_of(pattern, f"fusion {name!r}"), **{"doc": told, **fields})
+    doc = (implementation.__doc__ or "") if inspect.isfunction(implementation) else ""
+    return Fusion(name, terms_of(pattern, f"fusion {name!r}"), **{"doc": doc, **fields})

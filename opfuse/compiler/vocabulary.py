@@ -129,7 +129,7 @@ def _of_recipe(step: str) -> Lookup:
 
 
 def _of_node(kinds: Sequence[NodeKind]) -> PathReader:
-    """Of a node: its own fields, those of its spec, its parameters."""
+    """A reader of paths into a node: its fields, the fields of its spec, its parameters."""
     own = {name for kind in kinds for name in (*_names(kind.spec), *kind.parameters)} | {*_names(Node)}
     undeclared = any(kind.spec is NoSpec for kind in kinds)
 

@@ -2,13 +2,12 @@
 
 from opfuse.config.findings import Finding, Span
 from opfuse.config.load import Config, load, load_policy, loads
-from opfuse.config.models import OwnFile, PydocTopics, Text, TextFile, TokenFile, Train, Watching
+from opfuse.config.models import PydocTopics, Text, TextFile, TokenFile, Train, UserFile, Watching
 from opfuse.config.operations import PipelineEntry
 
 __all__ = [
     "Config",
     "Finding",
-    "OwnFile",
     "PipelineEntry",
     "PydocTopics",
     "Span",
@@ -16,6 +15,7 @@ __all__ = [
     "TextFile",
     "TokenFile",
     "Train",
+    "UserFile",
     "Watching",
     "load",
     "load_policy",

@@ -153,19 +153,19 @@ def _op(span: Span, op: str, **channels: str) -> YamlNode:
 
 def _channels(op: YamlNode, side: str) -> tuple[str, ...]:
     node = op.child(side)
-    written = [] if node is None else [each.value for each in node.value] if isinstance(node.value, list) else [node.value]
+    written = [] if node is None else [part.value for part in node.value] if isinstance(node.value, list) else [node.value]
     return tuple(name for name in written if isinstance(name, str))
 
 
 def _renamed(op: YamlNode, names: Mapping[str, str]) -> YamlNode:
     def renamed(node: YamlNode) -> YamlNode:
         if isinstance(node.value, list):
-            return replace(node, value=[renamed(each) for each in node.value])
+            return replace(node, value=[renamed(part) for part in node.value])
         return replace(node, value=names.get(node.value, node.value)) if isinstance(node.value, str) else node
 
     if not isinstance(op.value, dict):
         return op
-    return replace(op, value={key: renamed(each) if key in CHANNELS else each for key, each in op.value.items()})
+    return replace(op, value={key: renamed(value) if key in CHANNELS else value for key, value in op.value.items()})
 
 
 Expanded = Literal["all", "in part", "not"]
@@ -217,7 +217,7 @@ def _section(document: Document, name: str) -> Mapping[str, YamlNode]:
     node = document.root.child(name)
     if node is None:
         return {}
-    values = [each.value for each in node.value.values()] if isinstance(node.value, dict) else [{}]
+    values = [part.value for part in node.value.values()] if isinstance(node.value, dict) else [{}]
     if not any(isinstance(value, dict) or (name == FRAGMENTS and not isinstance(value, list)) for value in values):
         return dict(node.value)
     wanted = "a mapping from names to values" if name == PARAMETERS else "a mapping from names to lists of ops"

@@ -51,7 +51,7 @@ class Finding:
         return f"{head}\n{span.line:>5} | {line}\n      | {' ' * column}{carets}{help}"
 
     def record(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The finding as plain values."""
         flat = asdict(self)
         return {"path": self.path, **flat.pop("span"), **flat}
 

@@ -24,7 +24,7 @@ from opfuse.fusions.declared import KINDS
 from opfuse.recipes import RECIPES
 from opfuse.recipes.settings import settings_of
 
-WORDS = {word.told.removesuffix(" {!r}"): test for test, word in TESTS.items() if test not in ("is", "one_of")}
+WORDS = {word.text.removesuffix(" {!r}"): test for test, word in TESTS.items() if test not in ("is", "one_of")}
 """Words before a value and the guard test each stands for; a value without a word is ``is``, a list ``one_of``."""
 
 _WORD = re.compile(f"({'|'.join(WORDS)}) +(.+)")
@@ -122,7 +122,7 @@ def to_guard(path: str, written: Any, places: Places) -> Guard:
 def _integer(path: str, domain: Domain, test: str, value: Any) -> int:
     asked = TESTS[test]
     if domain.schema.get("type") != "integer" or type(value) is not int or not asked.takes(value):
-        told = asked.told.removesuffix(" {!r}")
+        told = asked.text.removesuffix(" {!r}")
         raise Refused(Problem("bad-value", f"{path} wants {told!r} {asked.wanted}, got {shown(value)}"))
     return value
 

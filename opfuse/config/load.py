@@ -18,7 +18,7 @@ from opfuse.config.examples import examples
 from opfuse.config.expand import expand
 from opfuse.config.expect import PlannedCall, unmet
 from opfuse.config.findings import Finding, Loc, Span, refuse, shown, similar
-from opfuse.config.models import OwnFile, Text, Train, Watching
+from opfuse.config.models import Text, Train, UserFile, Watching
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.policies import Choices, is_policy, loads_policy
 from opfuse.config.report import report
@@ -119,7 +119,7 @@ def checked(data: str | bytes, path: str = "<text>") -> tuple[Finding, ...]:
     """What ``opfuse check`` finds in ``data``. ConfigError with all findings if it cannot be loaded."""
     config, root, document = _validated(data, path)
     call = PlannedCall(config.pipeline, config.rules, config.recipe, config.dtype, config.train.batch_size, config.columns)
-    if isinstance(root.data, OwnFile) and not (config.folder / root.data.path).is_file():
+    if isinstance(root.data, UserFile) and not (config.folder / root.data.path).is_file():
         help = "write the path from the folder of this file, or an absolute one"
         document.report(document.find(("data", "path")), "no-file", f"there is no file {shown(root.data.path)}", help)
     for name in () if root.data is not None else _waiting(document):
@@ -143,15 +143,15 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
     content = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
     document = read(content, path)
     refuse(document.findings)
-    written, told = expand(document), len(document.findings)
+    written, before = expand(document), len(document.findings)
     if written == "not":
         refuse(document.findings)
     try:
         root = Root.model_validate(document.root.plain(), context=document)
     except ValidationError as error:
         report(document, error, SECTIONS, skip=OF_ALL_OPS if written == "in part" else ())
-        known = {finding.span for finding in document.findings[:told]}
-        document.findings[told:] = [finding for finding in document.findings[told:] if finding.span not in known]
+        known = {finding.span for finding in document.findings[:before]}
+        document.findings[before:] = [finding for finding in document.findings[before:] if finding.span not in known]
         refuse(document.findings)
         raise
     refuse(document.findings)
@@ -165,10 +165,10 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
 
 def _places(root: Root, document: Document) -> dict[str, str]:
     """Where the settings stand that have no sources of their own."""
-    own = [("recipe",), *((name, key) for name in ("pipeline", "data", "train", "watch") for key in _keys(document, name))]
+    locations = [("recipe",), *((name, key) for name in ("pipeline", "data", "train", "watch") for key in _keys(document, name))]
     disabled = {f"disabled.{change.name}": i for i, change in enumerate(root.fusions.rules) if change.rule is None}
-    found = {name: document.source(("fusions", "rules", i)) for name, i in disabled.items()}
-    return {".".join(loc): document.source(loc) for loc in own} | found
+    places = {name: document.source(("fusions", "rules", i)) for name, i in disabled.items()}
+    return {".".join(loc): document.source(loc) for loc in locations} | places
 
 
 def _keys(document: Document, section: str) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ def _keys(document: Document, section: str) -> tuple[str, ...]:
 
 
 def _with_places(rules: RuleSet, root: Root, document: Document) -> RuleSet:
-    """The same rules, which now tell where the file speaks of them."""
+    """A copy of the rules that says where the file mentions each."""
     found = {change.name: document.source(("fusions", "rules", i)) for i, change in enumerate(root.fusions.rules)}
     placed = tuple(replace(rule, source=found.get(rule.name, rule.source)) for rule in rules.rules)
     source = document.source(("fusions", "level")) if "level" in _keys(document, "fusions") else DEFAULT

@@ -58,19 +58,19 @@ class PydocTopics(Text):
     kind: Literal["pydoc_topics"]
 
 
-class OwnFile(Text):
+class UserFile(Text):
     """A file of one's own. path: where it is; from the folder of the configuration, if it is not absolute."""
 
     path: Annotated[str, Field(min_length=1)]
 
 
-class TextFile(OwnFile):
+class TextFile(UserFile):
     """A text of one's own, read as bytes."""
 
     kind: Literal["text"]
 
 
-class TokenFile(OwnFile):
+class TokenFile(UserFile):
     """Tokens of one's own: 16-bit numbers, little-endian and without a header, as nanoGPT's ``train.bin`` has them.
 
     vocabulary: how many tokens there are; each number is below. A token stands where otherwise a byte does.

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, cre
 from opfuse.config.fields import field_type
 from opfuse.config.findings import Problem, Refused, sentence, shown, similar
 from opfuse.config.models import FileSection
-from opfuse.config.own import own_ops
+from opfuse.config.plugins import plugin_ops
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.spec import argument, domains, spec_of
 from opfuse.domains import keywords
@@ -84,7 +84,7 @@ def _model(key: str, cls: type[FusibleOperation]) -> type[FileSection]:
     return model
 
 
-OPS: Mapping[str, type[FusibleOperation]] = {**BUILT_IN, **own_ops()}
+OPS: Mapping[str, type[FusibleOperation]] = {**BUILT_IN, **plugin_ops()}
 """Every op that a file may name."""
 
 MODELS: Mapping[str, type[FileSection]] = {key: _model(key, cls) for key, cls in OPS.items()}

@@ -85,7 +85,7 @@ def _twice(changes: Sequence[RuleChange], index: int) -> Problem | None:
     if change.new and change.name in default_rules().names:
         help = f"choose another name, or write `use: {change.name}`"
         return Problem("duplicate-rule", f"there is a rule {change.name!r} already", help, (index, "name"))
-    first = next(i for i, each in enumerate(changes) if each.name == change.name)
+    first = next(i for i, other in enumerate(changes) if other.name == change.name)
     if first == index:
         return None
     message = f"rule {change.name!r} has an entry already, number {first + 1}"
@@ -97,7 +97,7 @@ def _astray(changes: Sequence[RuleChange], index: int) -> Problem | None:
     if change.anchor is None or change.rule is None:
         return None
     key, anchor = change.anchor
-    known = {rule.name: rule for rule in default_rules().rules} | {each.name: each.rule for each in changes}
+    known = {rule.name: rule for rule in default_rules().rules} | {other.name: other.rule for other in changes}
     others = {name: rule for name, rule in known.items() if rule is not None and name != change.name}
     if anchor not in others:
         message = f"there is no other rule {shown(anchor)} to claim {key}"
@@ -109,7 +109,7 @@ def _astray(changes: Sequence[RuleChange], index: int) -> Problem | None:
 
 
 def _contrary(change: RuleChange, index: int, order: Sequence[Fusion]) -> Problem | None:
-    """Of an entry whose place in the order the others take away."""
+    """The problem of an entry whose place in the order the other entries rule out."""
     if change.anchor is None:
         return None
     key, anchor = change.anchor
@@ -120,7 +120,7 @@ def _contrary(change: RuleChange, index: int, order: Sequence[Fusion]) -> Proble
 
 
 def _shadowed(change: RuleChange, index: int, order: Sequence[Fusion]) -> Problem | None:
-    """Of a declared rule that one before it leaves nothing to."""
+    """The problem of a declared rule to which an earlier rule leaves nothing."""
     if not change.new:
         return None
     at = _place(order, change.name)

@@ -41,7 +41,7 @@ def report(document: Document, error: ValidationError, sections: Sections, skip:
         place = address(line["loc"], document, sections)
         make = PROBLEMS.get(line["type"])
         if make is None:
-            wanted.setdefault(place, []).append(_wanted(line))
+            wanted.setdefault(place, []).append(_expected(line))
             continue
         for problem in make(line, sections):
             _add(document, place, problem)
@@ -108,7 +108,7 @@ def _name(place: Loc) -> str:
     return f"{_name(place[:-1])}[{place[-1]}]" if isinstance(place[-1], int) else str(place[-1])
 
 
-def _wanted(line: ReportLine) -> str:
+def _expected(line: ReportLine) -> str:
     return NAMED.get(line["type"]) or re.sub(r"^\w+ should (be|have|match) ", "", line["msg"])
 
 

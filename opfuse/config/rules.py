@@ -18,7 +18,7 @@ from opfuse.config.guards import Places, to_guards
 from opfuse.config.models import FileSection
 from opfuse.config.operations import MAX_OPS
 from opfuse.config.order import RuleChange, changed, check_changes
-from opfuse.config.own import FUNCTIONS, own_functions
+from opfuse.config.plugins import FUNCTION_PLUGINS, plugin_functions
 from opfuse.errors import FusionError
 from opfuse.fusions.declared import EMITTERS, WORDS, declared, extended, learn_function, misfit, unknown_word, unlike
 
@@ -81,9 +81,9 @@ Conditions = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "additi
 RuleName = Annotated[str, AfterValidator(_known_rule)]
 NewName = Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$", max_length=100)]
 _EMIT = {"anyOf": [{"enum": list(EMITTERS)}, {"type": "string", "minLength": 1}]}
-OFFERED = f"write `emit: NAME` of a function that an installed package offers as an entry point of {FUNCTIONS}"
+OFFERED = f"write `emit: NAME` of a function that an installed package offers as an entry point of {FUNCTION_PLUGINS}"
 
-for _name, _function in own_functions().items():
+for _name, _function in plugin_functions().items():
     learn_function(_name, _function)
 
 

@@ -20,7 +20,7 @@ def configuration_schema() -> dict[str, Any]:
     for definition in found["$defs"].values():
         for name, value in definition.get("properties", {}).items():
             if "const" not in value and name not in ("ops", "rules"):
-                definition["properties"][name] = {"anyOf": [_without(value), PARAMETER], **_notes(value)}
+                definition["properties"][name] = {"anyOf": [_without(value), PARAMETER], **_annotations(value)}
     items = found["$defs"]["Pipeline"]["properties"]["ops"]["items"]
     entry = {"anyOf": [items, *({"$ref": f"#/$defs/{name}"} for name in _BLOCKS)]}
     found["$defs"] |= {**_BLOCKS, "Entries": {"type": "array", "items": entry, "minItems": 1}}
@@ -42,7 +42,7 @@ def _without(value: dict[str, Any]) -> dict[str, Any]:
     return {key: each for key, each in value.items() if key not in _NOTES}
 
 
-def _notes(value: dict[str, Any]) -> dict[str, Any]:
+def _annotations(value: dict[str, Any]) -> dict[str, Any]:
     return {key: each for key, each in value.items() if key in _NOTES}
 
 

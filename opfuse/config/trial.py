@@ -73,8 +73,8 @@ def _shape(
             inputs = Tensor(shape, dtype), *(channels[name] for name in entry.extra_input)
             outputs = _rehearse(alone, inputs, recipe, dtype)
         except (OpfuseError, RuntimeError) as error:
-            told = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
-            return Problem("does-not-fit", *(_unequal(entry, inputs) or told), ("pipeline", "ops", i))
+            reason = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
+            return Problem("does-not-fit", *(_unequal(entry, inputs) or reason), ("pipeline", "ops", i))
         if outputs is None:
             return None
         for output in outputs:
@@ -87,7 +87,7 @@ def _shape(
 
 def _unequal(entry: PipelineEntry, inputs: Sequence[Tensor]) -> tuple[str, str] | None:
     """What is wrong with a sum of tensors of two widths, and what to do; None for anything else."""
-    widths = [each.shape[-1] for each in inputs if each.shape]
+    widths = [tensor.shape[-1] for tensor in inputs if tensor.shape]
     if entry.op != "add_extra_input" or len(widths) < 2 or widths[0] == widths[1]:
         return None
     what = "what goes into the block" if entry.extra_input[0].startswith(f"{RESIDUAL} ") else repr(entry.extra_input[0])
@@ -131,7 +131,7 @@ def _rehearse(
     op = entry.build(dtype=dtype, device="meta")
     if op.num_extra_inputs >= len(given):
         return None
-    inputs = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in given]
+    inputs = [torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in given]
     inputs = [x.requires_grad_() * 1 if x.is_floating_point() else x for x in inputs]
     with under(recipe):
         result = op(*inputs)

@@ -62,7 +62,7 @@ def _rules(config: Config) -> Iterator[SettingValue]:
     yield SettingValue("fusions.level", f"O{config.rules.level}", config.rules.source)
     for rule in config.rules.rules:
         if rule.source != DEFAULT:
-            guards = ", ".join(f"{guard.reads} {guard.wants}" for guard in rule.when)
+            guards = ", ".join(f"{guard.reads} {guard.wanted_text}" for guard in rule.when)
             yield SettingValue(f"fusions.rules.{rule.name}", f"{rule.direction}, when {guards or 'always'}", rule.source)
     for name, source in config.places.items():
         if name.startswith("disabled."):

@@ -330,10 +330,10 @@ class InGraph:
             return run() if repeat is None else repeat(run)
 
     def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
-        """A single pipeline notes its backward pass in a ledger; anything else is recorded by autograd."""
+        """A single pipeline records its backward pass on a tape; anything else is recorded by autograd."""
         pipeline = self.run
         if current_recipe() is None or pipeline is None or pipeline.spare_of(call.given[0]):
-            return call.recorded(lambda given, instead: self._over(instead, partial(self._run, given)))
+            return call.recorded_by_autograd(lambda given, instead: self._over(instead, partial(self._run, given)))
         self._check()
 
         def alone(given: Sequence[torch.Tensor], ledger: BackwardTape) -> torch.Tensor:
@@ -341,7 +341,7 @@ class InGraph:
             result: torch.Tensor = self._over(ledger, partial(pipeline, x, arguments))
             return result
 
-        return call.noted(alone)
+        return call.recorded_on_tape(alone)
 
     def _over(self, instead: Mapping[int, torch.Tensor] | BackwardTape, run: Callable[[], Any]) -> Any:
         with taking(instead):

@@ -30,7 +30,7 @@ from opfuse.convert.record import PARTS, SIZES, TRANSPOSES, VIEWS
 from opfuse.convert.weights import MadeParameters, Weight
 from opfuse.core.operation import BasicOperation
 from opfuse.inspect.alike import short
-from opfuse.recipes import note_use
+from opfuse.recipes import mark_region_used
 from opfuse.runtime.compile.custom_op import hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import run_of
@@ -188,7 +188,7 @@ class Sibling(Converted):
         if found is None:
             return super().compute(x, arguments)
         if self.index:
-            note_use()
+            mark_region_used()
         return found
 
     def _trains_apart(self, x: torch.Tensor) -> bool:

@@ -63,8 +63,8 @@ class States:
         """``nn.Module._save_to_state_dict``, with the states of ops that were told of delayed scaling."""
         type(self.module)._save_to_state_dict(self.module, destination, prefix, keep_vars)
         for name, op in self.ops.items():
-            op.quantizer_states.tell(op.label)
-            if op.quantizer_states.told:
+            op.quantizer_states.warn_of_left_out(op.label)
+            if op.quantizer_states.tracked:
                 found = op.saved_states(self.device)
                 start = f"{prefix}{NAMESPACE}.{name}."
                 destination.update({start + key.removeprefix(_named(op)): tensor for key, tensor in found.items()})
@@ -79,7 +79,7 @@ class States:
         type(self.module)._load_from_state_dict(self.module, state_dict, prefix, *args)
         for name, saved in taken.items():
             self.ops[name].load_states(saved, self.device, where=f"{prefix}{NAMESPACE}.{name}")
-            self.ops[name].quantizer_states.told = True
+            self.ops[name].quantizer_states.tracked = True
 
 
 def _named(op: BasicOperation) -> str:

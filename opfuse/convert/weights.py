@@ -138,7 +138,7 @@ def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
         grads = [None] * len(sizes) if received[0] is None else received[0].split(sizes)
         return [grad.t() if turn and grad is not None else grad for grad, turn in zip(grads, turned)]
 
-    ledger.note(values, [whole], backward)
+    ledger.record(values, [whole], backward)
     return whole.requires_grad_(torch.is_grad_enabled() and any(value.requires_grad for value in values))
 
 

@@ -131,7 +131,7 @@ class Cast:
         return cast(Float8Quantizer, self._delayed(state, state.scale.device)).scale.clone()
 
     def under(self, scale: torch.Tensor) -> Cast:
-        """The same cast with a given scale, fp32 (1,); it counts no amax."""
+        """A copy of the cast with a given scale, fp32 (1,); it counts no amax."""
         return replace(self, quantizer=fixed(cast(Float8Quantizer, self.quantizer), scale), state=None)
 
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -217,7 +217,7 @@ class _Live:
         live = self._cast._live(self.state, self._device)
         found = live.scale, live.amax
         if current_pass() is None and live.scale is self.state.scale:
-            self.tensors, self.seen = found, self.state.look
+            self.tensors, self.seen = found, self.state.tensors_id
         return found
 
     def together(self, others: Sequence[_Live]) -> _LiveTogether:
@@ -229,23 +229,23 @@ class _LiveTogether:
     """The live tensors of several casts of a pass, in their order."""
 
     def __init__(self, casts: Sequence[_Live]) -> None:
-        self._casts, self._states = casts, [each.state for each in casts]
+        self._casts, self._states = casts, [live.state for live in casts]
         uses: dict[Callable[[UsesByState], None], dict[DelayedScalingState, LastUse]] = {}
-        for each in casts:
-            if each.use is not None:
-                uses.setdefault(each.count, {})[each.state] = each.use
+        for live in casts:
+            if live.use is not None:
+                uses.setdefault(live.count, {})[live.state] = live.use
         self._uses = tuple(uses.items())
-        self._note()
+        self._snapshot()
 
-    def _note(self) -> None:
-        tensors = [tensor for each in self._casts for tensor in each.tensors]
-        self._known = [each.seen for each in self._casts], tensors  # at once, for other threads
+    def _snapshot(self) -> None:
+        tensors = [tensor for live in self._casts for tensor in live.tensors]
+        self._known = [live.seen for live in self._casts], tensors  # at once, for other threads
 
     def __call__(self) -> Sequence[torch.Tensor]:
         seen, known = self._known
-        if [state.look for state in self._states] != seen or current_pass() is not None:
-            tensors = [tensor for each in self._casts for tensor in each()]
-            self._note()
+        if [state.tensors_id for state in self._states] != seen or current_pass() is not None:
+            tensors = [tensor for live in self._casts for tensor in live()]
+            self._snapshot()
             return tensors
         for count, uses in self._uses:
             count(uses)

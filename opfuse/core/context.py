@@ -10,7 +10,7 @@ import torch
 from opfuse.core.protocol import check_tensor, checked_tensors
 from opfuse.core.signature import Env
 from opfuse.errors import MissingSavedError, SavedTensorError, describe
-from opfuse.tensors.meeting import Travel
+from opfuse.tensors.row_collectives import PlaneTransfer
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.torch_private.tensors import version_of
 
@@ -50,14 +50,14 @@ class SavedValues:
 class Context:
     """Passed to ``op_forward`` and later, with the saved state, to ``op_backward``.
 
-    op: the live op. env: the call's environment. needs: what wants a gradient: ``"input"``, parameter names,
-    ``"extra0"`` …; empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs.
-    remade: operands, by role, that are not saved, since the backward pass makes them anew. travel: for a collective, which planes
-    of a quantized input travel in which pass; None: values travel. dirty: tensors of the caller that the op changed in place.
-    grad_extras: gradients of the op's extra outputs. grad_output: the gradient of its output in high precision, where
-    ``op_backward`` gets a cast of it in groups. reader: of a cast of a gradient in groups, the context of the op that reads it.
-    extra_outputs: the op's extra outputs, if a rule ran it.
-    An op may set further attributes on it; plain Python values only, tensors go through :meth:`save`.
+    op: the live op. env: the call's environment. needs: what wants a gradient: ``"input"``, parameter names, ``"extra0"`` …;
+    empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs. rematerialized: operands,
+    by role, that are not saved, since the backward pass makes them anew. transfer: for a collective, which planes of a quantized
+    input travel in which pass; None: values travel. dirty: tensors of the caller that the op changed in place. grad_extras:
+    gradients of the op's extra outputs. grad_output: the gradient of its output in high precision, where ``op_backward`` gets a
+    cast of it in groups. reader: of a cast of a gradient in groups, the context of the op that reads it. extra_outputs: the op's
+    extra outputs, if a rule ran it. An op may set further attributes on it; plain Python values only, tensors go through
+    :meth:`save`.
 
     Beside the saved values, the backward pass of a built-in op finds here, whether the op itself or a rule ran the forward pass:
     ``input_dtype``, ``input_shape``, ``extra_dtypes``, and ``compute_dtype``, in which the op computes, also under the names
@@ -72,8 +72,8 @@ class Context:
         self.operands: dict[str, Value] = {}
         self.extras: tuple[Any, ...] = ()
         self.casts: Mapping[str, Any] = {}
-        self.remade: frozenset[str] = frozenset()
-        self.travel: Travel | None = None
+        self.rematerialized: frozenset[str] = frozenset()
+        self.transfer: PlaneTransfer | None = None
         self.dirty: list[torch.Tensor] = []
         self.grad_output: torch.Tensor | None = None
         self.reader: Context | None = None
@@ -138,7 +138,7 @@ class Context:
             )
         if self._saved:
             values |= {name: value for name, value in self._saved.items() if name.isdigit()}
-        self._keep(values)
+        self._store(values)
 
     def set_grads(self, *, params: Iterable[torch.Tensor | None] = (), extras: Iterable[torch.Tensor | None] = ()) -> None:
         """Leave the gradients of the op's parameters and of its extra inputs. PipelineError for what is no tuple of tensors."""
@@ -162,7 +162,7 @@ class Context:
         Named values stay, so a subclass can add to what its base has saved.
         """
         named = {name: value for name, value in self._saved.items() if not name.isdigit()}
-        self._keep(named | {str(i): value for i, value in enumerate(values)})
+        self._store(named | {str(i): value for i, value in enumerate(values)})
 
     @property
     def saved_tensors(self) -> tuple[Value | None, ...]:
@@ -186,10 +186,10 @@ class Context:
         if not saved.keys() <= {*op.saves} or any(name not in saved or (op.knows_reads and saved[name] is None) for name in read):
             return False
         parameters = dict(zip(op.parameter_names, op.parameter_values()))
-        self._keep({name: saved.get(name, parameters.get(name)) for name in op.saves})
+        self._store({name: saved.get(name, parameters.get(name)) for name in op.saves})
         return True
 
-    def _keep(self, values: dict[str, Value | None]) -> None:
+    def _store(self, values: dict[str, Value | None]) -> None:
         self._saved = values
         self._versions = self._versions_now()
 
@@ -238,7 +238,7 @@ class Context:
         """The tensors of the saved values, in the order of :meth:`release`."""
         return [part for value in self._saved.values() for part in _tensors(value)]
 
-    def told(self) -> tuple[Any, ...] | None:
+    def fingerprint(self) -> tuple[Any, ...] | None:
         """What a backward pass reads here, once it is released, beside tensors and what the plan says: to be compared.
 
         None where that is more than plain values and tensors in planes.
@@ -248,7 +248,7 @@ class Context:
             left = [(name, identity(vars(self)[name])) for name in sorted(vars(self).keys() - _GIVEN)]
         except KeyError:
             return None
-        return self._input_shape, self._input_dtype, self.remade, *saved, *left
+        return self._input_shape, self._input_dtype, self.rematerialized, *saved, *left
 
     def forget(self) -> None:
         """Let go of the saved values, once the op's backward is over: their memory serves what comes after it."""
@@ -256,7 +256,7 @@ class Context:
 
 
 def _input_dtype(ctx: Context) -> torch.dtype:
-    """Of what came in; inside a fused op, of what the op before makes."""
+    """The dtype of the input; inside a fused op, the dtype that the op before it produces."""
     if ctx._input_dtype is not None:
         return ctx._input_dtype
     before = _known(ctx, "input_dtype", ctx._before)
@@ -308,7 +308,7 @@ def identity(value: Any) -> tuple[type, Any]:
     return type(value), _IDENTITIES[type(value)](value)
 
 
-def told_by(contexts: Iterable[Context]) -> tuple[Any, ...] | None:
+def fingerprint_of(contexts: Iterable[Context]) -> tuple[Any, ...] | None:
     """What ``contexts`` and those before them tell; None if one of them does not."""
     read = dict.fromkeys(contexts)
     waiting = [*read]
@@ -317,8 +317,8 @@ def told_by(contexts: Iterable[Context]) -> tuple[Any, ...] | None:
         if before is not None and before not in read:
             read[before] = None
             waiting.append(before)
-    told = [Context.told(each) for each in read]  # an op may have left something of its own under that name
-    return None if None in told else tuple(told)
+    fingerprints = [Context.fingerprint(context) for context in read]  # an op may have left something of its own under that name
+    return None if None in fingerprints else tuple(fingerprints)
 
 
 _RELEASED = torch.empty(0, device="cpu")

@@ -36,7 +36,7 @@ def place(cls: type, names: Collection[str]) -> int:
     return next((i for i, base in enumerate(cls.__mro__) if not vars(base).keys().isdisjoint(names)), len(cls.__mro__))
 
 
-def holds(cls: type, declared: Collection[str], methods: Collection[str]) -> bool:
+def is_unchanged(cls: type, declared: Collection[str], methods: Collection[str]) -> bool:
     """Whether none of ``methods`` is overridden below the nearest class that has one of ``declared``."""
     return place(cls, declared) <= place(cls, methods)
 

@@ -75,7 +75,7 @@ class GroupedCast(Cast):
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def by(self, splits: torch.Tensor | Sizes | None = None) -> GroupedCast:
-        """The same cast of groups of ``splits`` rows."""
+        """A copy of the cast for groups of ``splits`` rows."""
         return self if splits is None else replace(self, splits=splits)
 
     def fused(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Fused | None:
@@ -94,11 +94,11 @@ class GroupedCast(Cast):
         return torch.cat(scales)
 
     def under(self, scale: torch.Tensor) -> GroupedCast:
-        """The same cast with given scales, fp32 (G,); it counts no amax."""
+        """A copy of the cast with given scales, fp32 (G,); it counts no amax."""
         each = tuple(fixed(cast(Float8Quantizer, self.quantizer), one) for one in scale.split(1))
         return replace(self, each=each, states=())
 
-    def _each(self, device: torch.device) -> tuple[Quantizer, ...]:
+    def _quantizers_of_groups(self, device: torch.device) -> tuple[Quantizer, ...]:
         """The quantizers of the groups, if these have scales of their own."""
         return self.each or tuple(self._delayed(state, device) for state in self.states)
 
@@ -107,7 +107,7 @@ class GroupedCast(Cast):
         if self.ragged is None or not math.prod(shape):
             return False
         weight = self.op.parameter(self.op.parameter_names[0])
-        return self.ragged.are_made_on(weight.device, self.op.compute_dtype(self.env, weight))
+        return self.ragged.supported_on(weight.device, self.op.compute_dtype(self.env, weight))
 
     def _stay(self, splits: torch.Tensor, shape: torch.Size) -> bool:
         """Whether the sizes in ``splits``, which are checked here, stay on the device."""
@@ -122,11 +122,11 @@ class GroupedCast(Cast):
     ) -> QuantizedStorage:
         dtype = self.op.compute_dtype(self.env, x)
         self._check(self.quantizer, shape, dtype)
-        storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=self._each(x.device))
+        storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=self._quantizers_of_groups(x.device))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _grouped(self, sizes: Sizes, device: torch.device) -> Quantizer:
-        each = self._each(device) or (self.quantizer,) * self.groups
+        each = self._quantizers_of_groups(device) or (self.quantizer,) * self.groups
         usages = {"rowwise": self.quantizer.rowwise, "columnwise": self.quantizer.columnwise}
         quantizer = GroupedQuantizer(each, sizes, padded=self.padded, **usages)
         multiple = self.quantizer.formats[1].multiple if self.quantizer.columnwise and not self.padded else 1

@@ -18,7 +18,7 @@ from torch import nn
 
 from opfuse.core.channels import ChannelMixin, cure_of_keywords
 from opfuse.core.context import Context, Value
-from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, holds, kind_of, place, word_of
+from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, is_unchanged, kind_of, place, word_of
 from opfuse.core.numbered import NumberedMixin
 from opfuse.core.protocol import Grouping, check_signatures, refuse_missing
 from opfuse.core.quantizers import QuantizerSlotsMixin
@@ -66,7 +66,7 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.pipelined = cls.pipelined and holds(cls, ("pipelined",), CALLS)
+        cls.pipelined = cls.pipelined and is_unchanged(cls, ("pipelined",), CALLS)
         for method in METHODS:
             if method not in cls.run_by and hasattr(cls, method):
                 run = ", ".join(("forward", *cls.run_by))
@@ -185,13 +185,13 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         named = "kind" in cls.__dict__
         if not named:
             cls.kind = kind_of(cls.__name__)
-        trusted = holds(cls, ("traits",), cls.speaks_for)
+        trusted = is_unchanged(cls, ("traits",), cls.speaks_for)
         for name, value in WITHOUT.items():
-            if not holds(cls, (name,), cls.speaks_for):
+            if not is_unchanged(cls, (name,), cls.speaks_for):
                 setattr(cls, name, value)
-        if not holds(cls, ("forward_kwargs",), ("op_forward", "fuser_forward")):
+        if not is_unchanged(cls, ("forward_kwargs",), ("op_forward", "fuser_forward")):
             cls.forward_kwargs = None
-        cls.casts_itself = cls.asks_casts and not holds(cls, ("roles", "quantized_roles"), cls.speaks_for)
+        cls.casts_itself = cls.asks_casts and not is_unchanged(cls, ("roles", "quantized_roles"), cls.speaks_for)
         if "reads_training" not in cls.__dict__ and adds_code(cls):
             cls.reads_training = True
         cls.word = word_of(cls, cls.kind, declared=named and trusted)
@@ -252,7 +252,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     @property
     def promised(self) -> tuple[str, ...] | None:
         """The names that its forward saves; None if methods were replaced since its class declared them."""
-        return self.saves if not self.patches(METHODS) and holds(type(self), ("saves",), METHODS) else None
+        return self.saves if not self.patches(METHODS) and is_unchanged(type(self), ("saves",), METHODS) else None
 
     def extra_repr(self) -> str:
         given = ((f, getattr(self.spec, f.name)) for f in fields(self.spec))
@@ -282,7 +282,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         return tuple((borrowed | own).items())
 
     def parameter_places(self) -> ParameterPlaces:
-        """The same dictionaries, each with the name of the parameter in it: a form that every call reads fast."""
+        """The dictionaries of the parameters, with the name of each: a form that every call reads fast."""
         places: ParameterPlaces | None = self.__dict__.get("_places")
         if places is None:
             places = tuple((slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots())
@@ -395,7 +395,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
 
     # -- what the backward pass makes anew ---------------------------------------------------------------------------------
 
-    remade_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    rematerialized_as: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """By role: the saved name of an operand that need not be saved, because its cast can be made again."""
 
     def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:

@@ -143,12 +143,12 @@ def checked_tensors(op: Any, what: str, found: Any) -> tuple[torch.Tensor | None
     if not isinstance(found, (tuple, list)) and (not isinstance(found, Iterable) or isinstance(found, torch.Tensor)):
         cure = "return them in a tuple, with None for one that is not there; () if the op has no such tensors"
         raise PipelineError(describe(f"{op.label} {what}", wanted="a tuple of tensors", got=_form(found), cure=cure))
-    given = tuple(found)
-    for each in given:
+    tensors = tuple(found)
+    for each in tensors:
         if each is not None and not isinstance(each, torch.Tensor):
             where, wanted = f"{op.label} {what}", "tensors, or None"
             raise PipelineError(describe(where, wanted=wanted, got=_form(each), cure="return one tensor for each"))
-    return given
+    return tensors
 
 
 def _form(found: object) -> str:

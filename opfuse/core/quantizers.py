@@ -12,7 +12,15 @@ import torch
 
 from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
-from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_amax_group, current_recipe, note_use
+from opfuse.recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    QuantizerRole,
+    Recipe,
+    current_amax_group,
+    current_recipe,
+    mark_region_used,
+)
 from opfuse.recipes.counting import quantizer_of_call
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, LastUse
 from opfuse.recipes.passes import is_trained
@@ -101,7 +109,7 @@ class QuantizerSlotsMixin:
         recipe = current_recipe()
         if recipe is None:
             return None
-        note_use()
+        mark_region_used()
         role, slot = self._slots_of(mode, count)[index]
         quantizer, state = self.quantizer_of(role, recipe, slot=slot)
         if role.tensor_type in _LIKE and isinstance(quantizer, (HybridQuantizer, IdentityQuantizer)):
@@ -120,7 +128,7 @@ class QuantizerSlotsMixin:
         roles = self.get_quantizer_roles(mode) or (None,) * count
         named = [role or self.quantizer_role(SLOTS[mode][i % len(SLOTS[mode])]) for i, role in enumerate(roles)]
         repeated = [i >= len(SLOTS[mode]) or role in roles[:i] for i, role in enumerate(named)]
-        return [(role, own_slot(role, i) if again else role) for i, (role, again) in enumerate(zip(named, repeated))]
+        return [(role, separate_slot(role, i) if again else role) for i, (role, again) in enumerate(zip(named, repeated))]
 
     def quantizer_slots(self) -> tuple[tuple[QuantizerRole, QuantizerRole], ...]:
         """The role of each slot, and the role that its delayed-scaling state is kept under, whether or not it is there yet."""
@@ -173,6 +181,6 @@ class QuantizerSlotsMixin:
         return tuple(sorted(names, key=lambda name: name != "input"))
 
 
-def own_slot(role: QuantizerRole, index: int) -> QuantizerRole:
+def separate_slot(role: QuantizerRole, index: int) -> QuantizerRole:
     """A role of its own for a slot whose role an earlier slot has: two tensors never share a state."""
     return replace(role, name=f"{role.name}[{index}]")

@@ -100,18 +100,18 @@ class StatefulModule(WatchedModule):
     def saved_states(self, device: torch.device | None) -> dict[str, torch.Tensor]:
         """The saved tensors by ``ROLE.FIELD``, for every role; ``device`` is for roles for which nothing was cast yet."""
         states = self._states()
-        named = states.to_dict([slot for _, slot in self._kept_under()], device=device) if states.saved else {}
+        named = states.to_dict([slot for _, slot in self._state_roles()], device=device) if states.saved else {}
         return {_key(*name.rpartition("/")): tensor for name, tensor in named.items()}
 
     def load_states(self, saved: object, device: torch.device | None, *, where: str) -> None:
         """Take over what was saved by ``role/field``; QuantizerError for what is no state of this op."""
-        slots = [slot for _, slot in self._kept_under()]
+        slots = [slot for _, slot in self._state_roles()]
         self._states().load_dict(saved, slots=slots, device=device, where=where)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """OpfuseWarning for amaxes that were not finite: this is where the host reads states."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._states().tell(self.label)
+        self._states().warn_of_left_out(self.label)
         for name, tensor in self._saved().items():
             destination[f"{prefix}{NAMESPACE}.{name}"] = tensor
         own = (destination.get(prefix + name) for name in self._parameters)
@@ -129,13 +129,13 @@ class StatefulModule(WatchedModule):
         self.__dict__.pop("_shown_unused", None)
         put_together(state_dict, prefix)
         self.adapt_state_dict(state_dict, prefix)
-        taken = dict(self._taken(state_dict, prefix))
+        taken = dict(self._extracted(state_dict, prefix))
         if not taken and not self._states().saved and self._filled(state_dict):
             self._states().unread = True
         super()._load_from_state_dict(state_dict, prefix, *args)
         for key, saved in taken.items():
             self.load_states(saved, self._device, where=f"{self.label} {key}")
-            self._states().told |= key == NAMESPACE
+            self._states().tracked |= key == NAMESPACE
 
     def notice_filled(self) -> None:
         """Note, at a call, that a state dict without states was filled in place before the op ever ran.
@@ -155,7 +155,7 @@ class StatefulModule(WatchedModule):
     def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Rename and reshape entries of ``state_dict`` that were saved under other names or in another form; in place."""
 
-    def _taken(self, state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
+    def _extracted(self, state_dict: dict[str, Any], prefix: str) -> Iterator[tuple[str, object]]:
         """The states in ``state_dict``, by their kind of key, taken out of it; keys that the op cannot have are left to torch."""
         old, start = prefix + _OLD, f"{prefix}{NAMESPACE}."
         if old in state_dict and type(self).get_extra_state is nn.Module.get_extra_state:
@@ -163,16 +163,16 @@ class StatefulModule(WatchedModule):
                 if state_dict.pop(old).numel():
                     text = f"{old}: pickled state of another library is not read; delayed scaling starts anew"
                     warnings.warn(text, OpfuseWarning, stacklevel=2)
-            elif self._kept_under():
+            elif self._state_roles():
                 yield _OLD, state_dict.pop(old)
         names = [name for name in state_dict if name.startswith(start)]
-        if names and self._kept_under():
+        if names and self._state_roles():
             yield NAMESPACE, {unquoted(name.removeprefix(start)): state_dict.pop(name) for name in names}
 
     def _states(self) -> DelayedScalingStates:
         return getattr(self, "quantizer_states", _NONE)
 
-    def _kept_under(self) -> list[tuple[QuantizerRole, QuantizerRole]]:
+    def _state_roles(self) -> list[tuple[QuantizerRole, QuantizerRole]]:
         """The role of each operand that may have a state, and the role that the state is kept under."""
         return [pair for op in self.basic_ops for pair in op.quantizer_slots()] if hasattr(self, "quantizer_states") else []
 
@@ -217,9 +217,9 @@ def prepare_delayed(model: nn.Module, recipe: object = None) -> nn.Module:
     the recipe gives no delayed scaling are left alone. Returns the model; RecipeError where there are no others.
     """
     wanted = DelayedScaling() if recipe is None else as_recipe(recipe)
-    delayed = [op for op in _stateful(model) if any(wanted.delayed_scaling(role) for role, _ in op._kept_under())]
+    delayed = [op for op in _stateful(model) if any(wanted.delayed_scaling(role) for role, _ in op._state_roles())]
     for op in delayed:
-        op._states().told = True
+        op._states().tracked = True
     if not delayed:
         cure = "pass a recipe with delayed scaling, and a model that is made of opfuse.ops or that opfuse.fuse_ has converted"
         what = f"ops to which {type(wanted).__name__} gives delayed scaling"

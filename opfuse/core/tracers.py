@@ -34,7 +34,7 @@ def check_followed(label: str, tensors: Iterable[object]) -> None:
     """UnsupportedError in torch.jit.trace, and if a transform of torch.func wraps one of ``tensors`` or it has a tangent."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         _refuse(label, "a call that runs", "torch.jit.trace, which would record one plan as constants", _TORCH)
-    for tensor in (each for each in tensors if isinstance(each, torch.Tensor)):
+    for tensor in (tensor for tensor in tensors if isinstance(tensor, torch.Tensor)):
         if is_transformed(tensor):
             cure = "use torch.autograd.grad or backward(), and a batch dimension in place of vmap"
             _refuse(label, "plain tensors", "one that a torch.func transform (grad, vmap, jvp, ...) wraps", cure)
@@ -45,9 +45,9 @@ def check_followed(label: str, tensors: Iterable[object]) -> None:
 
 def any_transformed(values: Iterable[object]) -> bool:
     """Whether a transform of torch.func wraps one of ``values``, or it has a tangent."""
-    tensors = [each for each in values if isinstance(each, torch.Tensor)] if is_followed() else ()
+    tensors = [value for value in values if isinstance(value, torch.Tensor)] if is_followed() else ()
     dual = in_forward_mode()
-    return any(is_transformed(each) or (dual and forward_ad.unpack_dual(each).tangent is not None) for each in tensors)
+    return any(is_transformed(value) or (dual and forward_ad.unpack_dual(value).tangent is not None) for value in tensors)
 
 
 def check_batched(label: str, grads: Iterable[torch.Tensor | None]) -> None:
@@ -126,7 +126,7 @@ class Enrolled(nn.Module):
     ticket: torch.Tensor
 
     def __new__(cls, *_: object, **__: object) -> Self:
-        check_made_outside(cls.__name__)
+        check_constructed_outside(cls.__name__)
         made = super().__new__(cls)
         made.__dict__["ticket"] = enroll(made)
         return made
@@ -166,7 +166,7 @@ def check_partial(label: str) -> None:
         _refuse(label, "a graph break", "torch.compile(fullgraph=True)", "compile with fullgraph=False")
 
 
-def check_made_outside(label: str) -> None:
+def check_constructed_outside(label: str) -> None:
     """UnsupportedError where code under torch.compile makes an op or a pipeline.
 
     Dynamo breaks its graph there and follows the constructor next, with an object that is yet to be made. One that has an

@@ -163,7 +163,7 @@ class WatchedModule(Enrolled):
 
     # -- hooks -------------------------------------------------------------------------------------------------------------
 
-    def _told(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _register_with_warning(self, register: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._member:
             cure = "register it on the Sequential, or on an nn.Module around the op"
             got = "one registered after the first call"
@@ -172,16 +172,16 @@ class WatchedModule(Enrolled):
         return register(*args, **kwargs)
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._told(super().register_forward_pre_hook, *args, **kwargs)
+        return self._register_with_warning(super().register_forward_pre_hook, *args, **kwargs)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._told(super().register_forward_hook, *args, **kwargs)
+        return self._register_with_warning(super().register_forward_hook, *args, **kwargs)
 
     def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._told(super().register_full_backward_pre_hook, *args, **kwargs)
+        return self._register_with_warning(super().register_full_backward_pre_hook, *args, **kwargs)
 
     def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._told(super().register_full_backward_hook, *args, **kwargs)
+        return self._register_with_warning(super().register_full_backward_hook, *args, **kwargs)
 
     def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        return self._told(super().register_backward_hook, *args, **kwargs)
+        return self._register_with_warning(super().register_backward_hook, *args, **kwargs)

@@ -68,8 +68,8 @@ class Advice:
 
     def __str__(self) -> str:
         total = f"expected of these products: x {self.gain:.2f} of bf16 on an H200 with {self.rows} tokens ({RECORD})"
-        same = alike(self.layers, lambda each: replace(each, path=starred(each.path)))
-        lines = (replace(layers[0], path=counted([each.path for each in layers])) for layers in same)
+        same = alike(self.layers, lambda layer: replace(layer, path=starred(layer.path)))
+        lines = (replace(layers[0], path=counted([layer.path for layer in layers])) for layers in same)
         return "\n".join((*map(str, lines), total))
 
     def to_dict(self) -> dict[str, Any]:

@@ -50,39 +50,39 @@ class CastFigures:
         return asdict(self)
 
 
-class FoundFigures(NamedTuple):
+class DeviceFigures(NamedTuple):
     """Figures of a cast to a plane, still on its device: the sums and counts of :func:`cast_figures`, one after another."""
 
     format: str
     plane: str
-    found: torch.Tensor
+    figures: torch.Tensor
 
     def read(self) -> CastFigures:
         """The figures; waits for the device."""
-        amax, signal, lost, nonfinite, nonzero, flushed, saturated, *exponents = self.found.tolist()
+        amax, signal, lost, nonfinite, nonzero, flushed, saturated, *exponents = self.figures.tolist()
         size = sum(exponents)
         sqnr = 10 * math.log10(signal / lost) if signal and lost else None
         shares = nonfinite / size, saturated / size, flushed / max(nonzero, 1)
         return CastFigures(self.format, self.plane, int(size), amax, *shares, sqnr, _scales(exponents, size))
 
 
-def figures(given: Value, made: QuantizedStorage) -> Iterator[FoundFigures]:
-    """Figures of the cast of ``given`` to ``made``, found on the device of the tensors; none if ``made`` keeps ``given`` itself.
+def figures(given: Value, storage: QuantizedStorage) -> Iterator[DeviceFigures]:
+    """Figures of the cast of ``given`` to ``storage``, on the device of the tensors; none if ``storage`` holds ``given`` itself.
 
     For the rowwise plane, or the columnwise one if it is the only one; also for a rotated columnwise plane, whose values are
     those that the rotation makes of ``given``.
     """
-    planes = [plane for plane in (made.rowwise, made.columnwise) if plane is not None and plane.format.element is not None]
+    planes = [plane for plane in (storage.rowwise, storage.columnwise) if plane is not None and plane.format.element is not None]
     for plane in planes[:1] + [plane for plane in planes[1:] if plane.format.rht]:
-        if made.shape.numel():
-            yield _figures(_plain(given).detach().reshape(made.matrix_shape), plane)
+        if storage.shape.numel():
+            yield _figures(_plain(given).detach().reshape(storage.matrix_shape), plane)
 
 
-def _figures(x: torch.Tensor, plane: Plane) -> FoundFigures:
-    found = [_summed(*part) for part in _parts(x, plane)]
-    sums, counts = (torch.stack(each) for each in zip(*found))
+def _figures(x: torch.Tensor, plane: Plane) -> DeviceFigures:
+    columns = [_summed(*part) for part in _parts(x, plane)]
+    sums, counts = (torch.stack(parts) for parts in zip(*columns))
     whole = torch.cat((sums[:, :1].amax(0), sums[:, 1:].sum(0), counts.sum(0).double()))  # counts below 2^53 are exact
-    return FoundFigures(str(plane.format), plane.usage, whole)
+    return DeviceFigures(str(plane.format), plane.usage, whole)
 
 
 def _parts(x: torch.Tensor, plane: Plane) -> Iterator[tuple[torch.Tensor, Plane]]:

@@ -34,7 +34,7 @@ def explain(model: nn.Module, *inputs: Any, overrides: bool = False, **named: An
     found = observe(model, given)
     for name, module in model.named_modules():
         if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
-            states.tell(name or type(module).__name__)
+            states.warn_of_left_out(name or type(module).__name__)
     recipes = recipes_of(found)
     if not recipes:
         made = "none", "high precision", "no recipe is active", found.plans, found.values, found.totals

@@ -18,11 +18,11 @@ def gradients_of(model: nn.Module, given: CallInputs) -> list[torch.Tensor | Non
     """
     generator = torch.Generator().manual_seed(0)
     with copied_call(model, given) as call:
-        outputs = [each for each in tree_leaves(call()) if isinstance(each, torch.Tensor) and each.requires_grad]
+        outputs = [output for output in tree_leaves(call()) if isinstance(output, torch.Tensor) and output.requires_grad]
         wanted = [p for p in model.parameters() if p.requires_grad]
         if not (outputs and wanted):
             return []
-        drawn = [torch.randn(each.shape, generator=generator).to(each) for each in outputs]
+        drawn = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
         grads = torch.autograd.grad(outputs, wanted, drawn, allow_unused=True)
         return [getattr(p, "main_grad", None) if grad is None else grad for p, grad in zip(wanted, grads)]
 

@@ -79,10 +79,10 @@ def _step(model: nn.Module, given: CallInputs, times: _Times) -> None:
         times.setdefault((run.pipeline, run.side, run.name, run.nodes), []).append(run.seconds)
 
     with copied_call(model, given) as call, observed(listen, fused=True):
-        outputs = [each for each in tree_leaves(call()) if isinstance(each, torch.Tensor) and each.requires_grad]
+        outputs = [output for output in tree_leaves(call()) if isinstance(output, torch.Tensor) and output.requires_grad]
         wanted = [p for p in model.parameters() if p.requires_grad]
         if outputs and wanted:
-            torch.autograd.grad(outputs, wanted, [torch.ones_like(each) for each in outputs], allow_unused=True)
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(output) for output in outputs], allow_unused=True)
 
 
 def _ranked(times: _Times) -> HostTimes:

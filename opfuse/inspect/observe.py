@@ -87,7 +87,7 @@ class CallInputs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return tuple(each for each in (*self.inputs, *self.named.values()) if isinstance(each, torch.Tensor))
+        return tuple(value for value in (*self.inputs, *self.named.values()) if isinstance(value, torch.Tensor))
 
     @property
     def on_cuda(self) -> bool:
@@ -99,8 +99,8 @@ class CallInputs(NamedTuple):
         return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
 
     def copied(self) -> CallInputs:
-        """The same call on copies of its tensors."""
-        inputs, named = ([_copied(each) for each in values] for values in (self.inputs, self.named.values()))
+        """The call on copies of its tensors."""
+        inputs, named = ([_copied(value) for value in values] for values in (self.inputs, self.named.values()))
         return CallInputs(tuple(inputs), dict(zip(self.named, named)))
 
 
@@ -138,7 +138,7 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
     scopes = scopes_of(model)
     originals = dict(pair for tensor, copy in zip(given.tensors, call.tensors) for pair in _blocks(tensor, copy))
     memory = _SavedMemory(weights, inputs, originals)
-    memory.keep(KEPT, (tensor for scope in scopes for tensor in scope.tensors()))
+    memory.exclude(KEPT, (tensor for scope in scopes for tensor in scope.tensors()))
     values = [*_of_pipelines(saves, memory), *_of_modules(saves, tensors, memory)]
     held = sum(scope.casts for scope in scopes), sum(scope.nbytes for scope in scopes)
     plans = tuple(event.plan for event in used)
@@ -225,7 +225,7 @@ def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:
 
 
 class _SavedMemory:
-    """Who holds each block of memory, by its address, and how much of it is saved.
+    """The holder of each block of memory, by its address, and how much of the block is saved.
 
     weights, inputs: what is held anyway, by name. originals: by the address of a copied input, the block of the input itself.
     """
@@ -235,24 +235,24 @@ class _SavedMemory:
         self.holder: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
         for name, value in weights.items():
-            self._hold(name, value)
+            self._add_holder(name, value)
         self.weights = set(self.holder)
         for name, value in inputs.items():
-            self._hold(name, value)
+            self._add_holder(name, value)
         self.held = set(self.holder)
 
     def _block(self, tensor: torch.Tensor) -> _Block:
         own = _Block.of(tensor)
         return self.originals.get(own.address, own)
 
-    def _hold(self, name: str, value: Value) -> None:
+    def _add_holder(self, name: str, value: Value) -> None:
         for tensor in _parts(value):
             self.holder.setdefault(self._block(tensor).address, name)
 
-    def keep(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+    def exclude(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
         """Leave ``tensors`` out, which somebody holds under ``name``."""
         for tensor in tensors:
-            self._hold(name, tensor)
+            self._add_holder(name, tensor)
             self.weights.add(self._block(tensor).address)
             self.held.add(self._block(tensor).address)
 
@@ -262,7 +262,7 @@ class _SavedMemory:
         blocks = [self._block(tensor) for tensor in parts]
         holders = dict.fromkeys(self.holder.get(block.address, OWN) for block in blocks)
         self.sizes.update(blocks)
-        self._hold(f"{op} {name}".strip(), value)
+        self._add_holder(f"{op} {name}".strip(), value)
         return SavedValue(
             op,
             name,
@@ -309,7 +309,7 @@ def _undone(model: nn.Module) -> Iterator[None]:
         stack.enter_context(silenced())
         for state in states:
             if isinstance(state, DelayedScalingStates):
-                stack.enter_context(state.kept())
+                stack.enter_context(state.restored())
         yield
 
 

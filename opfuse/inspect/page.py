@@ -167,21 +167,23 @@ def _box(box: GraphBox, x: float, y: float) -> str:
 def outcome_table(outcomes: Iterable[Mapping[str, Any]]) -> PageTable:
     """What became of every rule at every place."""
 
-    def why(each: Mapping[str, Any]) -> str:
-        if by := each.get("by"):
+    def why(outcome: Mapping[str, Any]) -> str:
+        if by := outcome.get("by"):
             return f"by {by}"
-        return f"{each['guard']}: wants {each['wanted']}, got {each['got']}" if "guard" in each else ""
+        return f"{outcome['guard']}: wants {outcome['wanted']}, got {outcome['got']}" if "guard" in outcome else ""
 
-    rows = [(each["direction"], each["rule"], each["status"], " ".join(each["ops"]), why(each)) for each in outcomes]
+    rows = [
+        (outcome["direction"], outcome["rule"], outcome["status"], " ".join(outcome["ops"]), why(outcome)) for outcome in outcomes
+    ]
     return PageTable("Rules, place by place", ("pass", "rule", "outcome", "nodes", "why"), rows, filters=True)
 
 
 def product_table(pipelines: Iterable[Mapping[str, Any]]) -> PageTable:
     """Which products run natively."""
     rows = [
-        (each["op"], each["product"], each["left"] or "", each["right"] or "", each["status"], each["reason"])
+        (product["op"], product["product"], product["left"] or "", product["right"] or "", product["status"], product["reason"])
         for pipeline in pipelines
-        for each in pipeline["products"]
+        for product in pipeline["products"]
     ]
     return PageTable("Products", ("op", "product", "left", "right", "runs", "why"), rows, filters=True)
 
@@ -189,7 +191,7 @@ def product_table(pipelines: Iterable[Mapping[str, Any]]) -> PageTable:
 def value_table(records: Iterable[Mapping[str, Any]]) -> PageTable:
     """What casts did, in steps that were looked at."""
 
-    def told(value: object) -> object:
+    def cell(value: object) -> object:
         return f"{value:.3g}" if isinstance(value, float) else value
 
-    return PageTable("Values watched", WATCHED, [[told(each[name]) for name in WATCHED] for each in records], filters=True)
+    return PageTable("Values watched", WATCHED, [[cell(record[name]) for name in WATCHED] for record in records], filters=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from opfuse.errors import PipelineError
-from opfuse.inspect.trace import Odd, PlanMade, Process, Trace, odd_ranks
+from opfuse.inspect.trace import Odd, PlanLine, Process, Trace, odd_ranks
 from opfuse.keys import digest, leaves
 from opfuse.runtime.plans import trace
 from opfuse.tensors.quantizers.ranks import checked_group, in_distributed_run
@@ -44,13 +44,13 @@ def compare_ranks(group: dist.ProcessGroup | None = None) -> ComparedRanks:
     checked_group("compare_ranks(group=)", group, PipelineError)
     gc.collect()  # what nobody holds lives until the collector runs, on each rank at another time
     plans = trace.in_order(trace.traced())
-    own = [(each.where, trace.key_id(leaves(found.key))) for each, found in plans]
-    told = _gathered((digest(tuple(own)), len(own)), group)
-    if len({digits for digits, _ in told}) == 1:
-        return ComparedRanks(tuple(number for _, number in told), ())
-    ranks = _gathered((trace.process(), [trace.made(each, found, None) for each, found in plans]), group)
-    traces = [_trace(*each) for each in ranks]
-    return ComparedRanks(tuple(number for _, number in told), tuple(odd_ranks(traces)))
+    own = [(pipeline.where, trace.key_id(leaves(found.key))) for pipeline, found in plans]
+    digests = _gathered((digest(tuple(own)), len(own)), group)
+    if len({digits for digits, _ in digests}) == 1:
+        return ComparedRanks(tuple(number for _, number in digests), ())
+    ranks = _gathered((trace.process(), [trace.plan_record(pipeline, found, None) for pipeline, found in plans]), group)
+    traces = [_trace(*rank) for rank in ranks]
+    return ComparedRanks(tuple(number for _, number in digests), tuple(odd_ranks(traces)))
 
 
 def _gathered(what: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -62,7 +62,7 @@ def _gathered(what: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return found
 
 
-def _trace(told: dict[str, Any], plans: list[dict[str, Any]]) -> Trace:
+def _trace(fields: dict[str, Any], plans: list[dict[str, Any]]) -> Trace:
     """What a rank sent, as a trace of it would be read."""
-    found = Process(**told)
-    return Trace(Path(f"rank {found.rank}"), found, tuple(PlanMade(**plan) for plan in plans), None)
+    process = Process(**fields)
+    return Trace(Path(f"rank {process.rank}"), process, tuple(PlanLine(**plan) for plan in plans), None)

@@ -11,7 +11,18 @@ from typing import Any
 
 from opfuse.compiler.cover import FUSED, Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph
-from opfuse.compiler.plain import SIDES, flow, groups_of, meetings, outcome, pipeline, products, remade, sizes_read, stepped
+from opfuse.compiler.plain import (
+    SIDES,
+    collective_casts,
+    flow,
+    groups_of,
+    outcome,
+    pipeline,
+    products,
+    rematerialized,
+    sizes_read,
+    stepped,
+)
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.rules import JOINT
 from opfuse.errors import FusionError, describe, nearest, number_of
@@ -65,7 +76,7 @@ class Explanation:
         return tuple(o for plan in self.plans for o in plan.outcomes if o.direction in (side, JOINT))
 
     def narrowed(self, rule: str) -> Explanation:
-        """The same explanation with the outcomes of one rule only. FusionError for a rule that was not active."""
+        """The explanation with the outcomes of one rule only. FusionError for a rule that was not active."""
         known = sorted({outcome.rule for plan in self.plans for outcome in plan.outcomes})
         if rule not in known:
             got, cure = f"{rule!r}{nearest(rule, known)}", f"name one of {', '.join(known)}"
@@ -98,7 +109,7 @@ class Explanation:
             "saved": [asdict(value) for value in self.saved],
             "saved_bytes": self.saved_bytes,
             "kept_bytes": self.kept[1],
-            "chains": [{"shape": list(each.shape), "ops": list(each.ops), "why_apart": each.apart} for each in self.chains],
+            "chains": [{"shape": list(chain.shape), "ops": list(chain.ops), "why_apart": chain.apart} for chain in self.chains],
             "saved_bytes_by_override": {
                 name: {"refused": saved.reason} if isinstance(saved, RefusedSetting) else saved
                 for name, saved in self.saved_by_override.items()
@@ -143,7 +154,9 @@ def _head(e: Explanation) -> Iterator[str]:
 
 def _derives(plan: Plan) -> bool:
     """Whether a backward pass goes from a product of quantized operands to an activation before it."""
-    quantized = {each.op for each in plan.graph.products if each.name == "dgrad" and None not in (each.left, each.right)}
+    quantized = {
+        product.op for product in plan.graph.products if product.name == "dgrad" and None not in (product.left, product.right)
+    }
     nodes = [node for node in plan.graph.view(BACKWARD) if not node.is_cast]
     nodes = [node for node in nodes if "activation" in node.traits or "elementwise" not in node.traits]
     return any("activation" in one.traits and two.op in quantized for one, two in itertools.pairwise(nodes))
@@ -168,12 +181,12 @@ def _brief(plan: Plan) -> Iterator[str]:
     for side in SIDES:
         yield from _flow(plan, side, MOST)
     yield from _products_alike(plan)
-    yield from _meetings(plan)
+    yield from _collective_casts(plan)
     yield from _sizes(plan)
-    if plan.remade:
-        yield f"  made anew in the backward pass: {len(list(remade(plan)))} operands of products"
+    if plan.rematerialized:
+        yield f"  made anew in the backward pass: {len(list(rematerialized(plan)))} operands of products"
     yield from _in_steps(plan, MOST)
-    shown = [each for each in plan.outcomes if each.status not in ROUTINE]
+    shown = [outcome for outcome in plan.outcomes if outcome.status not in ROUTINE]
     yield from ("  rules", *_alike(shown)) if shown else ("  rules: none fused",)
 
 
@@ -183,11 +196,11 @@ def _full(plan: Plan) -> Iterator[str]:
         yield "  products"
     for product in products(plan):
         yield f"    {product['op']} {product['product']}: {product['status']}, {product['reason']}"
-    yield from _meetings(plan)
+    yield from _collective_casts(plan)
     yield from _sizes(plan)
-    if plan.remade:
+    if plan.rematerialized:
         yield "  made anew in the backward pass"
-    for each in remade(plan):
+    for each in rematerialized(plan):
         yield f"    {each['op']} {each['operand']}: {each['format'] or 'high precision'} of {' '.join(each['from'])}"
     yield from _in_steps(plan)
     yield "  rules"
@@ -198,17 +211,17 @@ def _of_rule(plan: Plan) -> Iterator[str]:
     """What became of one rule, and what would make it fire."""
     yield from _before_and_after(plan)
     yield "  rules"
-    yield from (f"    {each}" for each in plan.outcomes)
+    yield from (f"    {outcome}" for outcome in plan.outcomes)
     yield from (f"  to fire  {cure}" for cure in dict.fromkeys(map(to_fire, plan.outcomes)) if cure)
 
 
-def _meetings(plan: Plan) -> Iterator[str]:
+def _collective_casts(plan: Plan) -> Iterator[str]:
     """How rows of other ranks come."""
-    if plan.graph.meetings:
+    if plan.graph.collective_casts:
         yield "  rows of other ranks"
-    for each in meetings(plan):
-        how = each["format"] or f"values, cast anew: {each['why']}"
-        yield f"    {each['op']} {each['product']} {each['operand']}: {how}"
+    for collective in collective_casts(plan):
+        how = collective["format"] or f"values, cast anew: {collective['why']}"
+        yield f"    {collective['op']} {collective['product']} {collective['operand']}: {how}"
 
 
 def _sizes(plan: Plan) -> Iterator[str]:

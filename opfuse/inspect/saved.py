@@ -81,7 +81,7 @@ def saved(model: nn.Module, *inputs: Any, errors: bool = False, **named: Any) ->
     which has no values; DtypeError if the first input is no tensor.
     """
     given = CallInputs(inputs, named)
-    if errors and any(each.is_meta for each in given.tensors):
+    if errors and any(tensor.is_meta for tensor in given.tensors):
         cure = "leave errors out, or give the model memory (to_empty) and values, and pass inputs with values"
         raise PipelineError(
             describe("saved(errors=True)", wanted="tensors with values", got="some on the meta device", cure=cure)
@@ -113,16 +113,16 @@ SettingTotals = Mapping[str, Totals | RefusedSetting]
 
 
 def totals_under(
-    recipe: Recipe, name: str, own: Totals, model: nn.Module, arguments: CallInputs
+    recipe: Recipe, name: str, totals: Totals, model: nn.Module, arguments: CallInputs
 ) -> dict[str, Totals | RefusedSetting]:
-    """What a call keeps under every value of the field ``name``, or why it refuses one. own: under the recipe as it is."""
+    """What a call keeps under every value of the field ``name``, or why it refuses one. totals: under the recipe as it is."""
 
     def under(value: str | None) -> Totals:
         with _changed(recipe, name, value):
             return observe(model, arguments).totals
 
     given = getattr(recipe, name)
-    return {str(value): own if value == given else _attempted(partial(under, value)) for value in CHOICES[name]}
+    return {str(value): totals if value == given else _attempted(partial(under, value)) for value in CHOICES[name]}
 
 
 def _changed(recipe: Recipe, name: str, value: str | None) -> autocast:
@@ -136,13 +136,13 @@ def _errors(
     """How far gradients are under each setting that can run, by its name."""
     with autocast(enabled=False):
         exact = gradients_of(model, given)
-    found = {}
+    errors = {}
     for name, told_of in (("backward_override", overrides), ("keep", kept)):
         for value in CHOICES[name]:
             if not isinstance(told_of[str(value)], RefusedSetting):
                 with _changed(recipe, name, value):
-                    found[f"{name}={value}"] = error_of(gradients_of(model, given), exact)
-    return found
+                    errors[f"{name}={value}"] = error_of(gradients_of(model, given), exact)
+    return errors
 
 
 def _baseline(model: nn.Module, arguments: CallInputs) -> Totals:
@@ -152,8 +152,8 @@ def _baseline(model: nn.Module, arguments: CallInputs) -> Totals:
 
 def _dtype(model: nn.Module, given: CallInputs) -> str:
     """The dtype of the parameters, of the first input where there are none; "mixed dtypes" where they differ."""
-    found = {p.dtype for p in model.parameters() if p.is_floating_point()} or {given.tensors[0].dtype}
-    return dtype_name(found.pop()) if len(found) == 1 else "mixed dtypes"
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} or {given.tensors[0].dtype}
+    return dtype_name(dtypes.pop()) if len(dtypes) == 1 else "mixed dtypes"
 
 
 def _attempted(call: Callable[[], Totals]) -> Totals | RefusedSetting:

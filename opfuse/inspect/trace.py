@@ -29,7 +29,7 @@ class TraceRecord(BaseModel):
 
 
 class Process(TraceRecord):
-    """Who wrote the file. settings: of torch, that may change results. started: in UTC."""
+    """The process that wrote the file. settings: settings of torch that may change results. started: in UTC."""
 
     record: Literal["process"]
     version: Literal[1]
@@ -65,12 +65,12 @@ class KeyDifference(TraceRecord):
     new_source: str | None
 
     def __str__(self) -> str:
-        told = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
+        sources = [f"{when}: {source}" for when, source in (("was", self.old_source), ("now", self.new_source)) if source]
         same = self.old_source == self.new_source
-        return f"{self.path}: {self.old!r} -> {self.new!r}" + ("" if same else f" ({', '.join(told)})")
+        return f"{self.path}: {self.old!r} -> {self.new!r}" + ("" if same else f" ({', '.join(sources)})")
 
 
-class PlanMade(TraceRecord):
+class PlanLine(TraceRecord):
     """A call that found no plan, and the plan that was made for it.
 
     number: among the misses of the process. call: among the calls of the pipeline. key: digits of the key, the same in every
@@ -121,8 +121,8 @@ class Counts(TraceRecord):
     pipelines: list[PipelineCounts]
 
 
-TraceLine = Annotated[Process | PlanMade | Counts, Field(discriminator="record")]
-_LINE: TypeAdapter[Process | PlanMade | Counts] = TypeAdapter(TraceLine)
+TraceLine = Annotated[Process | PlanLine | Counts, Field(discriminator="record")]
+_LINE: TypeAdapter[Process | PlanLine | Counts] = TypeAdapter(TraceLine)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Trace:
 
     path: Path
     process: Process
-    plans: tuple[PlanMade, ...]
+    plans: tuple[PlanLine, ...]
     counts: Counts | None
 
 
@@ -157,8 +157,8 @@ def _file(path: Path) -> Trace:
     if not found or not isinstance(found[0], Process):
         got, cure = "another first line" if found else "an empty file", "write it anew: OPFUSE_TRACE=DIR, opfuse.dump()"
         raise TraceError(describe(str(path), wanted="a process in the first line", got=got, cure=cure))
-    plans = tuple(each for each in found if isinstance(each, PlanMade))
-    return Trace(path, found[0], plans, next((each for each in reversed(found) if isinstance(each, Counts)), None))
+    plans = tuple(record for record in found if isinstance(record, PlanLine))
+    return Trace(path, found[0], plans, next((record for record in reversed(found) if isinstance(record, Counts)), None))
 
 
 def _is_whole(line: str) -> bool:
@@ -170,7 +170,7 @@ def _is_whole(line: str) -> bool:
     return True
 
 
-def _line(path: Path, number: int, line: str) -> Process | PlanMade | Counts:
+def _line(path: Path, number: int, line: str) -> Process | PlanLine | Counts:
     try:
         return _LINE.validate_python(unsealed(line))
     except ValueError as error:
@@ -185,12 +185,12 @@ def _line(path: Path, number: int, line: str) -> Process | PlanMade | Counts:
 # -- answers -----------------------------------------------------------------------------------------------------------------
 
 
-def plans_of(traces: Iterable[Trace]) -> list[PlanMade]:
+def plans_of(traces: Iterable[Trace]) -> list[PlanLine]:
     """The plans of all ranks."""
     return [plan for trace in traces for plan in trace.plans]
 
 
-def find(traces: Iterable[Trace], key: str) -> PlanMade:
+def find(traces: Iterable[Trace], key: str) -> PlanLine:
     """The latest plan whose key begins with ``key``. TraceError, with the nearest, if there is none or several."""
     plans = plans_of(traces)
     found = {plan.key: plan for plan in plans if plan.key.startswith(key)}
@@ -201,7 +201,7 @@ def find(traces: Iterable[Trace], key: str) -> PlanMade:
     raise TraceError(describe("key", wanted="the first digits of one key", got=got, cure=f"name one of {', '.join(known)}"))
 
 
-def differences(old: PlanMade, new: PlanMade) -> list[KeyDifference]:
+def differences(old: PlanLine, new: PlanLine) -> list[KeyDifference]:
     """The leaves in which two keys differ, with both sources."""
     before, after = ({leaf.path: leaf for leaf in plan.leaves} for plan in (old, new))
     nothing = KeyLeaf(path="", value="nothing", source=None)
@@ -250,12 +250,12 @@ def odd_ranks(traces: Sequence[Trace]) -> list[Odd]:
         for rank, plan in plans.items():
             key = None if plan is None else plan.key
             if key != most:
-                told = () if plan is None else plan.differences if other is None else differences(other, plan)
-                found.append(Odd(rank, *place, key, most, tuple(told)))
+                apart = () if plan is None else plan.differences if other is None else differences(other, plan)
+                found.append(Odd(rank, *place, key, most, tuple(apart)))
     return found
 
 
-def _numbered(trace: Trace) -> Iterator[tuple[tuple[str, int], PlanMade]]:
+def _numbered(trace: Trace) -> Iterator[tuple[tuple[str, int], PlanLine]]:
     """Each plan with the name of its pipeline and its number among those of that name."""
     seen: Counter[str] = Counter()
     for plan in trace.plans:

@@ -16,7 +16,7 @@ from opfuse.core.protocol import RunsOps
 from opfuse.domains import NUMBER
 from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest
 from opfuse.events import GroupRan
-from opfuse.inspect.casts import FoundFigures, figures
+from opfuse.inspect.casts import DeviceFigures, figures
 from opfuse.inspect.writers import WATCHED, sink_of
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.interpret.observed import observed
@@ -61,7 +61,7 @@ class LookedAt:
     def __init__(self, model: nn.Module, due: Callable[[int], Callable[[GroupRan], None] | None]) -> None:
         self.step = 0
         self.due = due
-        self._look: AbstractContextManager[None] | None = None
+        self._watching: AbstractContextManager[None] | None = None
         self._hooks = (
             model.register_forward_pre_hook(self._before),
             # Prepended, so that of several looks at one model the last to begin is the first to end, as contexts must.
@@ -72,14 +72,14 @@ class LookedAt:
         if not model.training or current_pass() is Pass.DRY_RUN:
             return
         self.step += 1
-        if self._look is None and (listener := self.due(self.step)) is not None:
-            self._look = observed(listener)
-            self._look.__enter__()
+        if self._watching is None and (listener := self.due(self.step)) is not None:
+            self._watching = observed(listener)
+            self._watching.__enter__()
 
     def _after(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        if self._look is not None and current_pass() is not Pass.DRY_RUN:
-            look, self._look = self._look, None
-            look.__exit__(None, None, None)
+        if self._watching is not None and current_pass() is not Pass.DRY_RUN:
+            watching, self._watching = self._watching, None
+            watching.__exit__(None, None, None)
 
     def close(self) -> None:
         """Look no longer."""
@@ -97,7 +97,7 @@ class Watch:
     def __init__(self, model: nn.Module, every: int, to: object, alarms: Mapping[str, float]) -> None:
         self.every = every
         self._records: list[dict[str, Any]] = []
-        self._found: list[tuple[dict[str, Any], FoundFigures]] = []
+        self._found: list[tuple[dict[str, Any], DeviceFigures]] = []
         self.alarms = alarms
         self._write = sink_of(to)
         self._warned: set[tuple[str, str, str, str]] = set()
@@ -145,7 +145,7 @@ class Watch:
             return
         place = {"step": step, "op": self._names.get(id(run.ops[0]), run.ops[0].label), "tensor": run.role}
         with torch.no_grad():
-            self._found += ((place, found) for found in figures(run.source, made))
+            self._found += ((place, figure) for figure in figures(run.source, made))
         if made.device.type != "cuda":
             self._read()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from opfuse.errors import OutputError, describe, told_of
+from opfuse.errors import OutputError, describe, os_error_text
 from opfuse.formats import ROWWISE
 
 Sink = Callable[[Mapping[str, Any]], None]
@@ -45,7 +45,7 @@ def _lines(path: Path) -> Sink:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a", encoding="utf-8").close()
     except OSError as error:
-        got, cure = told_of(error), "name another path"
+        got, cure = os_error_text(error), "name another path"
         raise OutputError(describe(str(path), wanted="a file to write", got=got, cure=cure)) from None
 
     def write(record: Mapping[str, Any]) -> None:

@@ -348,7 +348,7 @@ def recognized(
     """Each quantized weight: its module's path, its layout, and its arrays by suffix. Errors of :func:`import_weights`."""
     known = dict(READ) if layout is None else {layout: _named(layout, READ)}
     for path, arrays in _weights(tensors, known):
-        foreign = next((each for each in known.values() if each.fits(arrays)), None)
+        foreign = next((layout for layout in known.values() if layout.fits(arrays)), None)
         if foreign is None:
             shapes = ", ".join(f"{suffix} {array.dtype} {tuple(array.shape)}" for suffix, array in arrays.items())
             cure = "pass all of the file's tensors, and name their layout"

@@ -30,9 +30,9 @@ def run_chain(x: Input, contexts: Sequence[Context], *, dtype: torch.dtype, roun
     A product that is yet to be made is made together with them, in one kernel where that saves time.
     """
     stages, _ = _forward_stages(x, contexts, dtype)
-    made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _kept(contexts)})
-    y, kept = made.stored()
-    _save_stages(contexts, stages, kept)
+    outcome = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _saved_stages(contexts)})
+    y, saved = outcome.stored()
+    _save_stages(contexts, stages, saved)
     return y
 
 
@@ -47,14 +47,14 @@ def run_chain_cast(
     """:func:`run_chain` and the cast of its result, in one kernel where the cast can be taken over."""
     stages, shape = _forward_stages(x, contexts, dtype)
     fused = cast.fused(shape, dtype, x.device)
-    made = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _kept(contexts)})
+    outcome = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _saved_stages(contexts)})
     if fused is None:
-        y, kept = made.stored()
+        y, saved = outcome.stored()
         result = cast(y)
     else:
-        encoded, kept = made.encoded(fused.encoding)
+        encoded, saved = outcome.encoded(fused.encoding)
         result = fused.storage(encoded)
-    _save_stages(contexts, stages, kept)
+    _save_stages(contexts, stages, saved)
     return result
 
 
@@ -67,28 +67,28 @@ class _Chain(NamedTuple):
 
     def stored(self) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """The result, and what is kept."""
-        if (made := self._together(None)) is not None:
-            _, y, kept = made
-            return cast_to(torch.Tensor, y), kept
+        if (results := self._together(None)) is not None:
+            _, y, saved = results
+            return cast_to(torch.Tensor, y), saved
         x, values = self._input()
-        y, kept = forward_chain(values, self.stages, **self.options)
-        return y, {i: x if tensor is values else tensor for i, tensor in kept.items()}
+        y, saved = forward_chain(values, self.stages, **self.options)
+        return y, {i: x if tensor is values else tensor for i, tensor in saved.items()}
 
     def encoded(self, encode: Encoding) -> tuple[list[EncodedArrays], dict[int, torch.Tensor]]:
         """The planes of the result, and what is kept."""
-        if (made := self._together(encode)) is not None:
-            encoded, _, kept = made
-            return encoded, kept
+        if (results := self._together(encode)) is not None:
+            encoded, _, saved = results
+            return encoded, saved
         x, values = self._input()
-        encoded, kept = forward_chain_encoded(values, self.stages, encode, **self.options)
-        return encoded, {i: x if tensor is values else tensor for i, tensor in kept.items()}
+        encoded, saved = forward_chain_encoded(values, self.stages, encode, **self.options)
+        return encoded, {i: x if tensor is values else tensor for i, tensor in saved.items()}
 
     def _together(self, encode: Encoding | None) -> ProductResult | None:
         return self.x.chained(self.stages, encode, **self.options) if isinstance(self.x, PendingProduct) else None
 
     def _input(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The input as it is saved, and as a kernel reads it."""
-        x = self.x.made() if isinstance(self.x, PendingProduct) else self.x
+        x = self.x.compute() if isinstance(self.x, PendingProduct) else self.x
         return x, values_of(x)
 
 
@@ -104,7 +104,7 @@ def _forward_stages(x: Input, contexts: Sequence[Context], dtype: torch.dtype) -
     return stages, shape
 
 
-def _kept(contexts: Sequence[Context]) -> list[int]:
+def _saved_stages(contexts: Sequence[Context]) -> list[int]:
     """The stages whose inputs the backward pass reads."""
     return [i for i, ctx in enumerate(contexts) if not ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs)]
 

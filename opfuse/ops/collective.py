@@ -2,7 +2,7 @@
 
 They act along the first dimension, over a process group (None: all ranks); outside of a distributed run, and over one rank,
 each is a copy. The ranks of a group run the same pipeline, one call after the other. Rows that a quantized product reads travel
-as they are cast where the format can (:mod:`opfuse.compiler.meetings`), all others in high precision.
+as they are cast where the format can (:mod:`opfuse.compiler.collectives`), all others in high precision.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import hyper_parameters
 from opfuse.errors import ShapeError, describe
-from opfuse.tensors.meeting import Travel, gathered, gathered_rows, scattered, summed, with_mirror
 from opfuse.tensors.quantizers.ranks import in_distributed_run
+from opfuse.tensors.row_collectives import PlaneTransfer, gathered, gathered_rows, scattered, summed, with_mirror
 from opfuse.tensors.storage import QuantizedStorage
 
 ProcessGroup = Any
@@ -52,10 +52,10 @@ class _Collective(BasicOperation):
         """The rows of all ranks, in their order; of a cast, the planes that travel in this pass."""
         x, ranks = _values(ctx, x), self.process_group_size
         if isinstance(x, QuantizedStorage):
-            travel = cast(Travel, ctx.travel)
+            transfer = cast(PlaneTransfer, ctx.transfer)
             if ranks > 1:
-                x = gathered_rows(x.only(*travel.now, why=_WHY), ranks, self.process_group)
-            return with_mirror(x) if travel.mirror else x
+                x = gathered_rows(x.only(*transfer.now, why=_WHY), ranks, self.process_group)
+            return with_mirror(x) if transfer.mirror else x
         if ranks == 1:
             return x.clone()
         if not x.dim():
@@ -114,7 +114,7 @@ class AllGather(_Collective):
     saves = ("rows",)
 
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> Value:
-        later = () if ctx.travel is None else ctx.travel.later
+        later = () if ctx.transfer is None else ctx.transfer.later
         stays = isinstance(input_, QuantizedStorage) and later
         ctx.save(rows=cast(QuantizedStorage, input_).only(*later, why=_WHY) if stays else None)
         return self._gathered(ctx, input_)
@@ -145,4 +145,4 @@ class ReduceScatter(_Collective):
 
 def _values(ctx: Context, x: Value) -> Value:
     """``x`` quantized if its cast travels in this plan, else in high precision."""
-    return x if ctx.travel is not None else plain(x)
+    return x if ctx.transfer is not None else plain(x)

@@ -17,13 +17,13 @@ from opfuse.tensors.gemm_grouped import Groups
 from opfuse.tensors.groups import Sizes
 
 Biases = torch.Tensor | Sequence[torch.Tensor]
-"""Of all groups: one tensor (G, N), or (N,) of each."""
+"""The biases of all groups: one tensor (G, N), or a tensor (N,) for each group."""
 
 
 def biases_of(names: Sequence[str], held: Callable[[str], torch.Tensor]) -> Biases:
-    """Those of parameters of these names, as ``held`` finds each: of one that holds all, ``bias``, or of one for each group."""
-    found = [held(name) for name in names]
-    return found[0] if names == ("bias",) else found
+    """The biases, which ``held`` reads by name: one parameter ``bias`` for all groups, or one parameter for each group."""
+    biases = [held(name) for name in names]
+    return biases[0] if names == ("bias",) else biases
 
 
 def add_biases(y: torch.Tensor, biases: Biases, scales: torch.Tensor | None, groups: Groups) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
-from opfuse.core.quantizers import Mode, own_slot
+from opfuse.core.quantizers import Mode, separate_slot
 from opfuse.core.signature import Env
 from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
@@ -26,7 +26,7 @@ from opfuse.ops.grouped_bias import add_biases, bias_gradients, biases_of, scale
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.grouped_main_grad import add_gradients
 from opfuse.ops.main_grad import is_asked_for
-from opfuse.ops.operands import check_forward, in_dtype, kept, multiplied
+from opfuse.ops.operands import check_forward, in_dtype, multiplied, saved_operand
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import OVERRIDES, cast_quantizer
@@ -118,7 +118,7 @@ class GroupedLinear(BasicOperation):
         biases = _names("bias", num_groups, single=single_grouped_bias) if bias else ()
         self.__dict__.update(weight_names=weights, bias_names=biases, borrows=(*weights, *biases))
         saves, made = ("x", *weights, *biases, "splits", "scales"), {"device": device, "dtype": dtype}
-        self.__dict__.update(saves=saves, remade_as={"input": "x", **dict(zip(weights, weights))})
+        self.__dict__.update(saves=saves, rematerialized_as={"input": "x", **dict(zip(weights, weights))})
         for name in weights:
             setattr(self, name, new_weight(self, name, self.parameter_shape(name), **made))
         for name in biases:
@@ -206,7 +206,7 @@ class GroupedLinear(BasicOperation):
         place, step = {"input": (0, 2), "grad_output": (0, 1)}.get(role, (1, 2))
         groups = range(self.num_groups) if self.cast_groups(role) else (int(role.removeprefix("weight")),)
         base = self.quantizer_role(role)
-        return tuple(own_slot(base, place + step * i) if i else base for i in groups)
+        return tuple(separate_slot(base, place + step * i) if i else base for i in groups)
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
         super().compute_dtype(env, x)
@@ -247,7 +247,7 @@ class GroupedLinear(BasicOperation):
         self._check_call(x, splits, scales)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(ctx.compute_dtype), splits)
         check_forward(ctx, x, "input")
-        held = {name: self._held(ctx, name) for name in self.weight_names}
+        held = {name: self._operand(ctx, name) for name in self.weight_names}
         weights = self._operands(ctx, held.values(), x)
         options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, **ctx.env.product("fprop")}
         one_launch = out_dtype in (None, ctx.compute_dtype) and not options.get("invariant")
@@ -270,7 +270,7 @@ class GroupedLinear(BasicOperation):
             wanted, cure = f"shape {tuple(x.shape[:-1])}", "pass one scale for each row of the input"
             raise ShapeError(describe(f"{self.label} scales", wanted=wanted, got=tuple(scales.shape), cure=cure))
 
-    def _held(self, ctx: Context, name: str) -> Value:
+    def _operand(self, ctx: Context, name: str) -> Value:
         """A weight as it is multiplied: its quantized copy, or the parameter."""
         weight = self.parameter(name)
         return ctx.operands[name] if name in ctx.operands else ctx.cast(name, weight)
@@ -297,8 +297,14 @@ class GroupedLinear(BasicOperation):
         return None if known is None else check_sizes(known, rows, where=self.label)
 
     def _save(self, ctx: Context, x: Value, held: dict[str, Value], splits: torch.Tensor, scales: torch.Tensor | None) -> None:
-        made = {"x": x, "splits": splits, "scales": scales, **held, **{name: self.parameter(name) for name in self.bias_names}}
-        read = {name: kept(ctx, made[name], "input" if name == "x" else name) for name in self.reads_saved(ctx)}
+        operands = {
+            "x": x,
+            "splits": splits,
+            "scales": scales,
+            **held,
+            **{name: self.parameter(name) for name in self.bias_names},
+        }
+        read = {name: saved_operand(ctx, operands[name], "input" if name == "x" else name) for name in self.reads_saved(ctx)}
         ctx.save(**(dict.fromkeys(self.saves) | read))
 
     def sums_biases(self, needs: Collection[str]) -> bool:
@@ -381,7 +387,10 @@ class GroupedLinear(BasicOperation):
     def _bias_gradients(
         self, ctx: Context, dy: torch.Tensor, groups: Groups
     ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-        """Of each bias the sum of its rows, times their scales; of the scales the products of dy and bias. Sums in fp32."""
+        """The gradients of the biases and the scales, summed in fp32.
+
+        A bias gets the sum of its rows times their scales; a scale gets the product of its row of dy and the bias.
+        """
         biases: list[torch.Tensor | None] = [None] * len(self.bias_names)
         if self.sums_biases(ctx.needs):
             held = [self.parameter(name) for name in self.bias_names]

@@ -24,7 +24,7 @@ from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import SpecError, describe
 from opfuse.numerics import pointwise
 from opfuse.ops.main_grad import added, grad_for_autograd, is_asked_for, main_grad_of, overwrites
-from opfuse.ops.operands import check_forward, kept, multiplied
+from opfuse.ops.operands import check_forward, multiplied, saved_operand
 from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight
 from opfuse.recipes import Recipe
@@ -50,7 +50,7 @@ class BasicLinear(BasicOperation):
     asks_casts = True
     forward_kwargs = ()
     borrows = ("weight",)
-    remade_as = MappingProxyType({"input": "x", "weight": "w"})
+    rematerialized_as = MappingProxyType({"input": "x", "weight": "w"})
 
     @hyper_parameters
     def __init__(
@@ -88,14 +88,14 @@ class BasicLinear(BasicOperation):
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
         read = [name for name, wanted in (("x", "weight"), ("w", "input")) if wanted in ctx.needs]
-        return [name for name in read if name != "x" or "input" not in ctx.remade]
+        return [name for name in read if name != "x" or "input" not in ctx.rematerialized]
 
     def op_forward(self, ctx: Context, input_: Value, **_: Any) -> torch.Tensor:
         return self.produce(ctx, input_)
 
     def produce(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """The product, in the compute dtype or, for an epilogue that rounds later, in ``out_dtype``."""
-        return self._product(ctx, x, out_dtype).made()
+        return self._product(ctx, x, out_dtype).compute()
 
     def pending(self, ctx: Context, x: Value, *, out_dtype: torch.dtype | None = None) -> torch.Tensor | PendingProduct:
         """The product of :meth:`produce`, yet to be made; made at once if a subclass overrides ``produce``."""
@@ -112,8 +112,8 @@ class BasicLinear(BasicOperation):
         w = ctx.operands["weight"] if "weight" in ctx.operands else ctx.cast("weight", weight)
         ctx.compute_dtype = dtype
         ctx.save(
-            x=kept(ctx, x, "input") if "weight" in ctx.needs else None,
-            w=kept(ctx, w, "weight") if "input" in ctx.needs else None,
+            x=saved_operand(ctx, x, "input") if "weight" in ctx.needs else None,
+            w=saved_operand(ctx, w, "weight") if "input" in ctx.needs else None,
         )
         return PendingProduct(x, multiplied(w, x), dtype, out_dtype, ctx.env.product("fprop"))
 

@@ -152,8 +152,8 @@ class _LearnedNorm(_Normalization):
     def _norm(self, ctx: Context | None = None) -> Norm:
         """The weight of the forward pass; where nothing reads its values, any of its shape and dtype."""
         weight = self.weight if ctx is None or ctx.saved.weight is None else ctx.saved.weight
-        held = [None if each is None else stored_in(each) for each in (weight, getattr(self, "bias", None))]
-        return Norm(self.computes, held[0], held[1], self.eps, self.zero_centered_gamma)
+        plain = [None if parameter is None else stored_in(parameter) for parameter in (weight, getattr(self, "bias", None))]
+        return Norm(self.computes, plain[0], plain[1], self.eps, self.zero_centered_gamma)
 
     def _save(self, ctx: Context, x: torch.Tensor, statistics: Statistics, **_: torch.Tensor | None) -> None:
         super()._save(ctx, x, statistics, weight=self.weight if "input" in ctx.needs else None)

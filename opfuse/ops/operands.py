@@ -1,4 +1,4 @@
-"""How linear layers read the operands of their products, and what they keep of them for the backward pass."""
+"""How linear layers read the operands of their products, and what they save of them for the backward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from opfuse.core.context import Context, Value
 from opfuse.errors import MissingPlaneError, describe, problem_of
 from opfuse.formats import ROWWISE
-from opfuse.recipes.policy import saved_operand
+from opfuse.recipes.policy import saved_planes
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -31,19 +31,19 @@ def in_dtype(operand: Value, dtype: torch.dtype) -> Value:
     return operand if isinstance(operand, QuantizedStorage) else operand.to(dtype)
 
 
-def kept(ctx: Context, operand: Any, role: str) -> Any:
+def saved_operand(ctx: Context, operand: Any, role: str) -> Any:
     """What the backward products read of an operand: a quantized parameter itself, a plane of its cast, or the tensor.
 
-    A parameter is kept itself so that autograd notices a change before the backward pass. An operand that the backward pass makes
-    anew is kept as the parameter that it is made of, or as None. MissingPlaneError for an operand that was quantized elsewhere
-    without the plane that is read.
+    A parameter is saved itself so that autograd notices a change before the backward pass. An operand that the backward pass
+    makes anew is saved as the parameter that it is made of, or as None. MissingPlaneError for an operand that was quantized
+    elsewhere without the plane that is read.
     """
-    if role in ctx.remade:
+    if role in ctx.rematerialized:
         return ctx.op.parameter(role) if role in ctx.op.parameter_names else None
     if not isinstance(operand, QuantizedStorage):
         return operand
     try:
-        return saved_operand(operand, ctx.env.backward_override)
+        return saved_planes(operand, ctx.env.backward_override)
     except MissingPlaneError as error:
         cure = f"pass {role}.dequantize(), or keep both ops in one Sequential, whose Quantize makes what the product reads"
         raise _missing(ctx, role, "data for both the forward and the backward products", error, cure) from error

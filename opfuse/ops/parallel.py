@@ -4,7 +4,7 @@ The weight of the first linear layer of a pipeline is cut along its rows, that o
 part of the features in between, and its results are summands. So each layer takes in a collective, before the first product and
 behind the last. Under sequence parallelism each rank also has a part of the tokens at both ends: ops before the first product
 see those alone, and the collectives gather and scatter rows, in their quantized form where the format allows
-(:mod:`opfuse.compiler.meetings`).
+(:mod:`opfuse.compiler.collectives`).
 
 Parameters are DTensors, as optimizers, clipping and torch.distributed.checkpoint see them. A pipeline computes on plain tensors,
 so during a call the local tensors stand in the parameters' places.
@@ -97,20 +97,20 @@ class _Locals:
     def __init__(self, pipeline: Sequential, *, sums: bool, mesh: Any) -> None:
         self._slots = [(op._parameters, name) for op in pipeline for name, p in op._parameters.items() if p is not None]
         self._sums, self._group = sums, mesh.get_group()
-        self._held: list[Any] = []
+        self._gathered: list[Any] = []
 
     def enter(self) -> None:
-        if self._held:
+        if self._gathered:
             cure = "call it once at a time, not from a hook or a thread in the midst of its own call"
             raise PipelineError(describe("a parallel pipeline", wanted="no call that runs", got="one", cure=cure))
-        self._held = [slot[name] for slot, name in self._slots]
-        for (slot, name), parameter in zip(self._slots, self._held):
+        self._gathered = [slot[name] for slot, name in self._slots]
+        for (slot, name), parameter in zip(self._slots, self._gathered):
             slot[name] = self._local(parameter)  # type: ignore[assignment]
 
     def leave(self) -> None:
-        for (slot, name), parameter in zip(self._slots, self._held):
+        for (slot, name), parameter in zip(self._slots, self._gathered):
             slot[name] = parameter
-        self._held = []
+        self._gathered = []
 
     def _local(self, parameter: DTensor) -> torch.Tensor:
         """The rank's tensor. Of a parameter that all ranks have, each sees its own tokens: its gradient is summed."""
@@ -183,13 +183,13 @@ def _spread(parameter: nn.Parameter, placement: Placement, mesh: Any) -> nn.Para
     """The parameter as a DTensor, of which this rank has a part or all."""
     local = parameter.detach()
     if isinstance(placement, Shard):
-        local = _cut(local, placement.dim, mesh)
+        local = _local_part(local, placement.dim, mesh)
     made = nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False), requires_grad=parameter.requires_grad)
     join(made)
     return made
 
 
-def _cut(whole: torch.Tensor, dim: int, mesh: Any) -> torch.Tensor:
+def _local_part(whole: torch.Tensor, dim: int, mesh: Any) -> torch.Tensor:
     """This rank's part; of a quantized tensor its rows as they are, or the cast of its values under one scale of all ranks."""
     part = whole.chunk(mesh.size(), dim)[mesh.get_local_rank()]
     if not isinstance(whole, QuantizedTensor) or isinstance(part, QuantizedTensor):

@@ -63,8 +63,8 @@ class PointwiseClass(WatchedClass):
 def _family(cls: Any) -> Iterator[Any]:
     """The class, and all below it."""
     yield cls
-    for each in cls.__subclasses__():
-        yield from _family(each)
+    for subclass in cls.__subclasses__():
+        yield from _family(subclass)
 
 
 class PointwiseOperation(BasicOperation, metaclass=PointwiseClass):

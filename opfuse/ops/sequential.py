@@ -28,7 +28,7 @@ NamedOps = list[tuple[str, FusibleOperation]]
 """Consecutive fusible ops with their names."""
 
 
-class _MadeRuns:
+class _RunsOfModules:
     """The runs that were made of a list of modules, and the epoch of changes at which they were last found to hold."""
 
     def __init__(self, modules: Sequence[nn.Module | None], runs: tuple[nn.Module | OperationFuser, ...]) -> None:
@@ -63,7 +63,7 @@ def _callable(name: str, module: nn.Module) -> nn.Module:
     return module
 
 
-def _check_held(module: nn.Module) -> None:
+def _check_owned_parameters(module: nn.Module) -> None:
     """PipelineError for an op whose parameters belong to a module that is not in ``module``: nobody would find them there."""
     if "_modules" not in vars(module):
         wanted, cure = "the state of an nn.Module", "call super().__init__() first in its constructor"
@@ -87,11 +87,11 @@ class Sequential(Enrolled):
     the active one at each call.
     """
 
-    _made: _MadeRuns | None
+    _runs: _RunsOfModules | None
 
     def __init__(self, *modules: nn.Module | Mapping[str, nn.Module], rules: RuleSet | None = None) -> None:
         super().__init__()
-        self.__dict__["_made"] = None
+        self.__dict__["_runs"] = None
         self.__dict__["_path"] = ""
         self.__dict__["_rules"] = None if rules is None else checked_rules(rules)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -148,7 +148,7 @@ class Sequential(Enrolled):
             if isinstance(module, type):
                 got, cure = f"the class {module.__name__}", f"write {module.__name__}(...)"
             raise PipelineError(describe("Sequential", wanted="an nn.Module", got=got, cure=cure))
-        _check_held(module)
+        _check_owned_parameters(module)
         return module
 
     def _add_named(self, name: str, module: nn.Module) -> None:
@@ -199,16 +199,16 @@ class Sequential(Enrolled):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
-        return {name: value for name, value in self.__dict__.items() if name != "ticket"} | {"_made": None}
+        return {name: value for name, value in self.__dict__.items() if name != "ticket"} | {"_runs": None}
 
     # -- running -----------------------------------------------------------------------------------------------------------
 
     def runs(self) -> tuple[nn.Module | OperationFuser, ...]:
         """The modules, with maximal runs of fusible ops as pipelines. Any change of the list makes them anew."""
-        made: _MadeRuns | None = self._made
+        made: _RunsOfModules | None = self._runs
         modules = [*self._modules.values()]
         if made is None or made.modules != modules or (made.epoch != WatchedModule.epoch and not made.stands()):
-            made = self.__dict__["_made"] = _MadeRuns(modules, self._make_runs())
+            made = self.__dict__["_runs"] = _RunsOfModules(modules, self._make_runs())
         return made.runs
 
     def get_ready(self) -> None:
@@ -251,7 +251,7 @@ class Sequential(Enrolled):
 
     def _last_key(self, name: str) -> PlanKey | None:
         """The last key of the pipeline that began at the module ``name`` before the list changed."""
-        made: _MadeRuns | None = self.__dict__["_made"]
+        made: _RunsOfModules | None = self.__dict__["_runs"]
         runs = [run for run in made.runs if isinstance(run, OperationFuser)] if made is not None else []
         last = next((run.cache.last_miss for run in runs if name in run.names), None)
         return None if last is None else cast(PlanKey, last.key)
@@ -260,7 +260,7 @@ class Sequential(Enrolled):
         # Whoever walks the whole model says where this module stands in it.
         if len(prefix) > len(self.__dict__["_path"]):
             self.__dict__["_path"] = prefix
-            made: _MadeRuns | None = self.__dict__["_made"]
+            made: _RunsOfModules | None = self.__dict__["_runs"]
             for run in made.runs if made is not None else ():
                 if isinstance(run, OperationFuser):
                     run.path = prefix
@@ -273,57 +273,55 @@ class Sequential(Enrolled):
 
         op_kwargs: keyword arguments for the forward of single ops, by op or by index.
         """
-        if torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if compiling:
             check_exported("Sequential")
             prepared(self.ticket)  # no tracer must follow the making of pipelines
-            runs = self.runs()
-        else:
-            if type(x) is not torch.Tensor:
-                check_proxy("Sequential", x)
-            runs = self.runs()
-            if self.__dict__["_made"].unquantized and current_recipe() is not None:
-                self._tell_unquantized()
+        elif type(x) is not torch.Tensor:
+            check_proxy("Sequential", x)
+        runs = self.runs()
+        if not compiling and self.__dict__["_runs"].unquantized and current_recipe() is not None:
+            self._warn_unquantized()
         kwargs = {} if op_kwargs is None else self._kwargs(op_kwargs)
-        given = self._given(extra_inputs)
+        extras = self._checked_extras(extra_inputs)
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
         for run in runs:
-            if isinstance(run, Sequential):
-                result = run(x, *islice(given, run._wanted()))
+            if isinstance(run, OperationFuser):
+                inputs = [next(extras) if name is None else channels[name] for name in run.extra_inputs]
+                result = run(x, *inputs, kwargs=kwargs.get(id(run)) if kwargs else None)
+                x, *more = result if isinstance(result, tuple) else (result,)
+                for channel, tensor in zip(run.extra_outputs, more):
+                    if channel.name is not None:
+                        channels[channel.name] = tensor
+                    if channel.to_caller:
+                        outputs.append(tensor)
+            elif isinstance(run, Sequential):
+                result = run(x, *islice(extras, run._num_extra_inputs()))
                 x, *more = result if isinstance(result, tuple) else (result,)
                 outputs += more
-                continue
-            if not isinstance(run, OperationFuser):
+            else:
                 x = run(x)
-                continue
-            extras = [next(given) if name is None else channels[name] for name in run.extra_inputs]
-            result = run(x, *extras, kwargs=kwargs.get(id(run)) if kwargs else None)
-            x, *more = result if isinstance(result, tuple) else (result,)
-            for channel, tensor in zip(run.extra_outputs, more):
-                if channel.name is not None:
-                    channels[channel.name] = tensor
-                if channel.to_caller:
-                    outputs.append(tensor)
-        if left := [*given]:  # a module has changed the list since they were counted
-            raise self._another_number(len(extra_inputs) - len(left), len(extra_inputs))
+        if unread := [*extras]:  # a module has changed the list since they were counted
+            raise self._another_number(len(extra_inputs) - len(unread), len(extra_inputs))
         return (x, *outputs) if outputs else x
 
-    def _tell_unquantized(self) -> None:
+    def _warn_unquantized(self) -> None:
         """One OpfuseWarning for modules of torch that stay in high precision under a recipe."""
-        where, got = f"{self.__dict__['_path'] or 'Sequential'} under {current_recipe()!r}", self.__dict__["_made"].unquantized
-        self.__dict__["_made"].unquantized = ""
+        where, got = f"{self.__dict__['_path'] or 'Sequential'} under {current_recipe()!r}", self.__dict__["_runs"].unquantized
+        self.__dict__["_runs"].unquantized = ""
         cure = "use opfuse.ops.Linear, which has the same parameters and state dict"
         message = describe(where, wanted="an op that a recipe quantizes", got=f"{got}, which stays as it is", cure=cure)
         warnings.warn(message, OpfuseWarning, stacklevel=5)
 
-    def _wanted(self) -> int:
+    def _num_extra_inputs(self) -> int:
         """Extra inputs of a call, with those of each Sequential inside."""
         count = 0
         for run in self.runs():
             if isinstance(run, OperationFuser):
                 count += run.extra_inputs.count(None)
             elif isinstance(run, Sequential):
-                count += run._wanted()
+                count += run._num_extra_inputs()
         return count
 
     def _basic_ops(self) -> Iterator[BasicOperation]:
@@ -331,8 +329,8 @@ class Sequential(Enrolled):
             if isinstance(run, (OperationFuser, Sequential)):
                 yield from run.ops if isinstance(run, OperationFuser) else run._basic_ops()
 
-    def _given(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        if len(extra_inputs) != (wanted := self._wanted()):
+    def _checked_extras(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        if len(extra_inputs) != (wanted := self._num_extra_inputs()):
             raise self._another_number(wanted, len(extra_inputs))
         return iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
 
@@ -348,10 +346,12 @@ class Sequential(Enrolled):
         if not op_kwargs:
             return {}
         runs = [run for run in self.runs() if isinstance(run, OperationFuser)]
-        found: dict[int, list[Mapping[str, Any]]] = {id(run): [{}] * len(run.ops) for run in runs}
+        by_run: dict[int, list[Mapping[str, Any]]] = {id(run): [{}] * len(run.ops) for run in runs}
         for key, value in op_kwargs.items():
             op = self[key] if isinstance(key, int) else key
-            places = [(run, i) for run in runs for i, each in enumerate(run.ops) if each is op and isinstance(op, BasicOperation)]
+            places = [
+                (run, i) for run in runs for i, basic in enumerate(run.ops) if basic is op and isinstance(op, BasicOperation)
+            ]
             if not places:
                 wanted, cure = "a BasicOperation of this Sequential, or its index", "pass keyword arguments to basic ops only"
                 raise PipelineError(
@@ -361,8 +361,8 @@ class Sequential(Enrolled):
                 name = self._name(key)
                 places = [(run, i) for run, i in places if run.starts.get(name) == i]
             for run, i in places:
-                found[id(run)][i] = value
-        return found
+                by_run[id(run)][i] = value
+        return by_run
 
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits and misses of its pipelines and of every Sequential inside, and why the latest miss was one.

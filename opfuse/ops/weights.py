@@ -88,11 +88,11 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     stored = [part for part in parts if isinstance(part, QuantizedTensor)]
     records = [part.record for part in stored]
     first = records[0] if len(records) == len(parts) else None
-    if first is None or any((structure(each), each.shape) != (structure(first), first.shape) for each in records):
+    if first is None or any((structure(record), record.shape) != (structure(first), first.shape) for record in records):
         return torch.stack(list(parts))
     sizes = (first.matrix_shape[0],) * len(records)
     rowwise, columnwise = (
-        GroupedPlane([each.plane(usage) for each in records], sizes) if usage in first.usages else None for usage in USAGES
+        GroupedPlane([record.plane(usage) for record in records], sizes) if usage in first.usages else None for usage in USAGES
     )
     whole = QuantizedStorage(torch.Size((len(records), *first.shape)), first.dtype, rowwise, columnwise, first.why)
     own = [part.quantizer for part in stored if part.quantizer is not None]

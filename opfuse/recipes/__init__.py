@@ -9,7 +9,7 @@ from opfuse.recipes.autocast import (
     current_model_init,
     current_recipe,
     in_region,
-    note_use,
+    mark_region_used,
     quantized_model_init,
     region_source,
 )
@@ -65,7 +65,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
-    "note_use",
+    "mark_region_used",
     "quantized_model_init",
     "recipe_of",
     "region_source",

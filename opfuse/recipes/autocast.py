@@ -18,7 +18,7 @@ from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.recipes.builtin import Float8CurrentScaling
 from opfuse.recipes.recipe import Recipe
 from opfuse.recipes.transformer_engine import as_recipe
-from opfuse.sources import Site, site, told
+from opfuse.sources import Site, site, site_text
 from opfuse.tensors.quantizers.ranks import checked_group
 from opfuse.torch_private.stack import place_of_block
 
@@ -126,7 +126,7 @@ class autocast(contextlib.ContextDecorator):
             for hook in region.hooks.values():
                 hook(kind is None)
             if kind is None and region.recipe is not None and not region.used:
-                _tell_unused(region.recipe)
+                _warn_unused(region.recipe)
 
 
 def under(recipe: Recipe | None) -> autocast:
@@ -134,22 +134,22 @@ def under(recipe: Recipe | None) -> autocast:
     return autocast(enabled=recipe is not None, recipe=recipe)
 
 
-_told: set[tuple[str, int]] = set()
+_warned: set[tuple[str, int]] = set()
 """Places of regions that were warned of."""
 
 
-def _tell_unused(recipe: Recipe) -> None:
+def _warn_unused(recipe: Recipe) -> None:
     """An OpfuseWarning at the region that ends now, once for each place."""
     file, line, level = place_of_block(contextlib.__file__)  # which calls it for a decorator
     place = file, line
-    if place not in _told:
-        _told.add(place)
+    if place not in _warned:
+        _warned.add(place)
         cure = "call a module that is made of opfuse.ops, such as ops.Linear, inside; or leave out the region"
         where, wanted = f"autocast region of {recipe!r}", "ops of opfuse that run under the recipe"
         warnings.warn(describe(where, wanted=wanted, got="none", cure=cure), OpfuseWarning, stacklevel=level)
 
 
-def note_use() -> None:
+def mark_region_used() -> None:
     """Something of opfuse runs in the active region, if there is one."""
     region = _REGION.get()
     if region is not None and not region.used:
@@ -171,7 +171,7 @@ def current_amax_group() -> ProcessGroup | None:
 def region_source() -> str | None:
     """Where the innermost region was written, ``train.py:88``; None outside."""
     region = _REGION.get()
-    return None if region is None else told(region.site)
+    return None if region is None else site_text(region.site)
 
 
 def in_region() -> bool:
@@ -179,7 +179,7 @@ def in_region() -> bool:
     return _REGION.get() is not None
 
 
-def kept_scales() -> dict[Hashable, Any] | None:
+def scales_of_region() -> dict[Hashable, Any] | None:
     """Scales that the outermost region around keeps for recomputations; None outside any region."""
     region = _REGION.get()
     return None if region is None else region.scales
@@ -222,7 +222,7 @@ def quantized_model_init(
     kept = preserve_high_precision_init_val
     BOOLEAN.checked("quantized_model_init preserve_high_precision_init_val", kept, RecipeError)
     if chosen is not None:
-        note_use()
+        mark_region_used()
     token = _MODEL_INIT.set(None if chosen is None else ModelInit(chosen.current(), preserve_high_precision_init_val))
     try:
         yield _MODEL_INIT.get()

@@ -23,7 +23,7 @@ from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe
 from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
-from opfuse.tensors.gemm import GEMMS, Gemm, clash
+from opfuse.tensors.gemm import GEMMS, clash
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
 from opfuse.tensors.quantizers.base import RuledQuantizer
 
@@ -83,11 +83,12 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
         except RecipeError:
             return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for a recipe")
     try:
-        made = {role: _asked(recipe, role) for role in TENSOR_TYPES}
+        casts = {role: _asked(recipe, role) for role in TENSOR_TYPES}
     except RecipeError as error:
         return Support("refused", str(error))
-    found, told = _found(recipe, made, device_arch() if arch is None else arch), _casts(made)
-    return Support(found.status, f"{found.reason}; {told}") if told else found
+    summary = _summary(recipe, [*_products(recipe, casts, device_arch() if arch is None else arch)])
+    slow = _slow_casts(casts)
+    return Support(summary.status, f"{summary.reason}; {slow}") if slow else summary
 
 
 OperandCast: TypeAlias = Quantizer | DelayedScaling | None
@@ -105,11 +106,11 @@ def _asked(recipe: Recipe, tensor_type: str) -> OperandCast:
         return None
 
 
-def _casts(made: Mapping[str, OperandCast]) -> str | None:
+def _slow_casts(casts: Mapping[str, OperandCast]) -> str | None:
     """Which operands torch casts on every device; None if there are kernels for all."""
-    slow = {role: [part.scale_rule for part in _parts(each) if part.runs_in_torch] for role, each in made.items()}
-    rules = dict.fromkeys(rule for found in slow.values() for rule in found)
-    roles = ", ".join(role for role, found in slow.items() if found)
+    slow = {role: [part.scale_rule for part in _parts(cast) if part.runs_in_torch] for role, cast in casts.items()}
+    rules = dict.fromkeys(rule for rules in slow.values() for rule in rules)
+    roles = ", ".join(role for role, rules in slow.items() if rules)
     return f"no kernel casts by scale_rule={' or '.join(map(repr, rules))}: torch casts {roles}" if rules else None
 
 
@@ -118,57 +119,67 @@ def _parts(quantizer: object) -> list[RuledQuantizer]:
     subs = (
         (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer) if isinstance(quantizer, HybridQuantizer) else (quantizer,)
     )
-    return [each for each in subs if isinstance(each, RuledQuantizer)]
+    return [quantizer for quantizer in subs if isinstance(quantizer, RuledQuantizer)]
 
 
-class _PlanesOfProduct(NamedTuple):
-    """A product of two quantized operands: its name, and the layouts that the left and the right plane have."""
+class _ProductSupport(NamedTuple):
+    """How a product of a linear layer runs.
+
+    status: ``unknown`` (the recipe says nothing of an operand), ``dequantized`` (it reads values of the quantizers of ``roles``),
+    ``clash`` (its formats do not meet), ``emulated``, ``native``, or ``plain`` (in high precision). why: the backend if native.
+    """
 
     name: str
-    left: Layout
-    right: Layout
-
-    def clash(self) -> str | None:
-        return clash(self.name, self.left.format, self.right.format)
+    status: Literal["unknown", "dequantized", "clash", "emulated", "native", "plain"]
+    why: str = ""
+    roles: tuple[str, ...] = ()
 
 
-def _found(recipe: Recipe, made: Mapping[str, OperandCast], arch: Arch) -> Support:
-    """Native if every product is that reads two quantized planes; else why the first is not, or why calls are refused."""
-    formats = {role: _formats(role, answer) for role, answer in made.items()}
+def _products(recipe: Recipe, casts: Mapping[str, OperandCast], arch: Arch) -> Iterator[_ProductSupport]:
+    """The products of a linear layer on ``arch``: all three, or fprop alone if the recipe does not train so."""
+    formats = {role: _formats(role, operand) for role, operand in casts.items()}
     trains = recipe.backward_override is None and recipe.training_refusal() is None
-    asked = GEMMS if trains else {"fprop": GEMMS["fprop"]}
-    products: list[_PlanesOfProduct] = []
-    for name, what in asked.items():
-        one, other = formats[what.left], formats[what.right]
+    for name, product in (GEMMS if trains else {"fprop": GEMMS["fprop"]}).items():
+        one, other = formats[product.left], formats[product.right]
         if one is None or other is None:
             who = "factory" if isinstance(recipe, CustomRecipe) else "recipe"
-            return Support("emulated", f"{name}: the {who} refuses a linear layer without a name")
-        left, right = one[what.left_plane], other[what.right_plane]
-        if IDENTITY not in (left, right):
-            planes = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
-            products.append(_PlanesOfProduct(name, *planes))
-    if users := {role: None for product in products for role in _decoded(asked[product.name], product)}:
-        return Support("emulated", f"products read the dequantized values of a quantizer of one's own: {', '.join(users)}")
-    if clashes := [reason for product in products if (reason := product.clash())]:
-        return Support("emulated" if recipe.allow_mixed_emulation else "refused", clashes[0])
-    if misses := {product.name: miss for product in products if (miss := _miss((product.left, product.right), arch))}:
-        name, miss = next(iter(misses.items()))
-        return Support("emulated", miss if [*misses.values()] == [miss] * len(asked) else f"{name}: {miss}")
-    return Support("native", _backends(products, arch) or "all products are in high precision")
+            yield _ProductSupport(name, "unknown", f"the {who} refuses a linear layer without a name")
+            continue
+        left, right = one[product.left_plane], other[product.right_plane]
+        if IDENTITY in (left, right):
+            yield _ProductSupport(name, "plain")
+            continue
+        pair = layout_of(left, product.left_plane, _USUAL), layout_of(right, product.right_plane, _USUAL)
+        if DEQUANTIZED in (left, right):
+            sides = (product.left, left), (product.right, right)
+            yield _ProductSupport(name, "dequantized", roles=tuple(role for role, fmt in sides if fmt == DEQUANTIZED))
+        elif misfit := clash(name, pair[0].format, pair[1].format):
+            yield _ProductSupport(name, "clash", misfit)
+        elif miss := _miss(pair, arch):
+            yield _ProductSupport(name, "emulated", miss)
+        else:
+            yield _ProductSupport(name, "native", native_name(pair[0].format, pair[1].format, _machine(arch)))
 
 
-def _decoded(what: Gemm, product: _PlanesOfProduct) -> Iterator[str]:
-    """The operands of a product that are read through the values of a user's quantizer."""
-    roles = (what.left, product.left), (what.right, product.right)
-    return (role for role, layout in roles if layout.format == DEQUANTIZED)
-
-
-def _backends(products: Sequence[_PlanesOfProduct], arch: Arch) -> str:
-    """Who makes the products, as ``fprop, dgrad by …; wgrad by …``."""
-    names: dict[str, list[str]] = {}
+def _summary(recipe: Recipe, products: Sequence[_ProductSupport]) -> Support:
+    """Native if every product is that reads two quantized planes; else why the first is not, or why calls are refused."""
+    first = {product.status: product for product in reversed(products)}
+    if unknown := first.get("unknown"):
+        return Support("emulated", f"{unknown.name}: {unknown.why}")
+    if "dequantized" in first:
+        roles = dict.fromkeys(role for product in products for role in product.roles)
+        return Support("emulated", f"products read the dequantized values of a quantizer of one's own: {', '.join(roles)}")
+    if different := first.get("clash"):
+        return Support("emulated" if recipe.allow_mixed_emulation else "refused", different.why)
+    if emulated := first.get("emulated"):
+        alike = all((product.status, product.why) == (emulated.status, emulated.why) for product in products)
+        return Support("emulated", emulated.why if alike else f"{emulated.name}: {emulated.why}")
+    backends: dict[str, list[str]] = {}
     for product in products:
-        names.setdefault(native_name(product.left.format, product.right.format, _machine(arch)), []).append(product.name)
-    return "; ".join(f"{', '.join(each)} by {backend}" for backend, each in names.items())
+        if product.status == "native":
+            backends.setdefault(product.why, []).append(product.name)
+    natively = "; ".join(f"{', '.join(names)} by {backend}" for backend, names in backends.items())
+    return Support("native", natively or "all products are in high precision")
 
 
 def _miss(pair: tuple[Layout, Layout], arch: Arch) -> str:
@@ -195,14 +206,14 @@ def _formats(tensor_type: str, answer: OperandCast) -> Mapping[str, NumberFormat
 @checked_arguments(RecipeError)
 def support_matrix(archs: tuple[Arch, ...] = ARCHS) -> tuple[SupportRow, ...]:
     """One row per kind of recipe and compute capability."""
-    found = ((kind, arch, support(kind, arch)) for kind in RECIPES for arch in archs)
-    return tuple(SupportRow(kind, arch, row.status, row.reason) for kind, arch, row in found)
+    cells = ((kind, arch, support(kind, arch)) for kind in RECIPES for arch in archs)
+    return tuple(SupportRow(kind, arch, cell.status, cell.reason) for kind, arch, cell in cells)
 
 
 def _available(kind: str, *, return_reason: bool, native: bool) -> bool | tuple[bool, str]:
-    found = support(kind)
-    answer = found.status == "native" if native else found.status != "refused"
-    return (answer, str(found)) if return_reason else answer
+    here = support(kind)
+    available = here.status == "native" if native else here.status != "refused"
+    return (available, str(here)) if return_reason else available
 
 
 @checked_arguments(RecipeError)

@@ -153,13 +153,15 @@ class CustomRecipe(Recipe):
     def _answer(self, role: QuantizerRole) -> Answer:
         if (known := self._answers.get(role)) is not None:
             return known
-        made = _adapted(self.qfactory(role))
-        if not _is_answer(made):
-            kept = "return one of opfuse.tensors.quantizers, such as IdentityQuantizer(), or an object with quantize(x)"
-            cure = f"return an object, {made.__name__}()" if isinstance(made, type) else kept
+        answer = _adapted(self.qfactory(role))
+        if not _is_answer(answer):
+            cure_of_objects = (
+                "return one of opfuse.tensors.quantizers, such as IdentityQuantizer(), or an object with quantize(x)"
+            )
+            cure = f"return an object, {answer.__name__}()" if isinstance(answer, type) else cure_of_objects
             wanted = "a Quantizer or a DelayedScalingRequest"
-            raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted=wanted, got=repr(made), cure=cure))
-        return self._answers.setdefault(role, made)
+            raise RecipeError(describe(f"CustomRecipe.qfactory({role})", wanted=wanted, got=repr(answer), cure=cure))
+        return self._answers.setdefault(role, answer)
 
     def delayed_scaling(self, role: QuantizerRole) -> DelayedScaling | None:
         answer = self._answer(role)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from opfuse.errors import OpfuseWarning, RecipeError, describe
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.scalars import FLT_MAX
-from opfuse.recipes.autocast import kept_scales
+from opfuse.recipes.autocast import scales_of_region
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.recipes.recipe import QuantizerRole
@@ -52,11 +52,11 @@ class DelayedScalingState:
     no history. All are written in place, so quantizers and graphs that hold them stay valid; only :meth:`adopt`, for another
     length, and :meth:`to` replace them.
 
-    rule: what the scale was found under; None while it is the initial one, or where a file does not tell. look: another object
-    whenever it holds other tensors, rule or recipe than before. pending: the update that its amaxes count for. turn: how often
-    counting for an update began, ended or was dropped: while it stands, so does the scale, and what was counted still counts.
-    bound: the last update of states of which this was the first. agreed: whether ranks that share its amax were found to mean the
-    same tensor, since it was made or loaded.
+    rule: what the scale was found under; None while it is the initial one, or where a file does not tell. tensors_id: another
+    object whenever it holds other tensors, rule or recipe than before. pending: the update that its amaxes count for. generation:
+    how often counting for an update began, ended or was dropped: while it stands, so does the scale, and what was counted still
+    counts. bound: the last update of states of which this was the first. agreed: whether ranks that share its amax were found to
+    mean the same tensor, since it was made or loaded.
     """
 
     def __init__(self, length: int = 1024, *, device: torch.device | str | None = None) -> None:
@@ -66,28 +66,28 @@ class DelayedScalingState:
         with torch.inference_mode(mode=False):  # what that mode makes, a later call could not write
             scale = torch.ones(1, dtype=torch.float32, device=device)
             history = torch.zeros(length, dtype=torch.float32, device=device)
-            self._hold(scale, history, torch.zeros(1, dtype=torch.int32, device=device), None)
-        self._told, self.turn, self.agreed = 0, 0, False
+            self._set(scale, history, torch.zeros(1, dtype=torch.int32, device=device), None)
+        self._warned_left_out, self.generation, self.agreed = 0, 0, False
         self.pending: weakref.ref[Any] | None = None
 
-    def _hold(self, scale: torch.Tensor, amax_history: torch.Tensor, left_out: torch.Tensor, rule: UpdateRule | None) -> None:
+    def _set(self, scale: torch.Tensor, amax_history: torch.Tensor, left_out: torch.Tensor, rule: UpdateRule | None) -> None:
         """Take these in place of those before, with the quantizers over them."""
         self.scale, self.amax_history, self.left_out, self.rule = scale, amax_history, left_out, rule
         self._quantizers: dict[tuple[torch.dtype, bool, bool, bool], Float8Quantizer] = {}
         self._adopted: DelayedScaling | None = None
         self.bound: BoundUpdate | None = None
-        self.look = object()
+        self.tensors_id = object()
 
-    def _held(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
+    def _fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
         return self.scale, self.amax_history, self.left_out, self.rule
 
     def __getstate__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]:
         self.drop_unfinished()
-        return self._held()
+        return self._fields()
 
     def __setstate__(self, held: tuple[torch.Tensor, torch.Tensor, torch.Tensor, UpdateRule | None]) -> None:
-        self._hold(*held)
-        self._told, self.turn, self.agreed, self.pending = 0, 0, False, None
+        self._set(*held)
+        self._warned_left_out, self.generation, self.agreed, self.pending = 0, 0, False, None
 
     @property
     def trained(self) -> bool:
@@ -116,11 +116,11 @@ class DelayedScalingState:
         """
         run = current_pass()
         if run is Pass.RECOMPUTE:
-            scale, amax = self._kept(rule)
+            scale, amax = self._saved_scale(rule)
             return Float8Quantizer(scale, amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         scale = self._scale_for(rule)
         if run in (Pass.FIRST, Pass.TRAINED):
-            self._keep(rule, scale)
+            self._save_scale(rule, scale)
         if scale is self.scale and run is not Pass.DRY_RUN:
             return self.live_quantizer(fp8_dtype, rowwise=rowwise, columnwise=columnwise, counts=counts)
         return Float8Quantizer(scale, torch.zeros_like(scale), fp8_dtype, rowwise=rowwise, columnwise=columnwise)
@@ -136,33 +136,33 @@ class DelayedScalingState:
             self._quantizers[key] = Float8Quantizer(self.scale, amax, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         return self._quantizers[key]
 
-    def _keep(self, rule: UpdateRule | None, scale: torch.Tensor) -> None:
+    def _save_scale(self, rule: UpdateRule | None, scale: torch.Tensor) -> None:
         """Keep the scale of a cast, and a spare amax, for a recomputation, which must run no other operations than this run."""
-        kept, key = kept_scales(), (self, rule and rule[:2])
-        if kept is not None and key not in kept:
+        scales, key = scales_of_region(), (self, rule and rule[:2])
+        if scales is not None and key not in scales:
             with torch.inference_mode(mode=False):
-                kept[key] = scale.clone(), torch.zeros_like(scale)
+                scales[key] = scale.clone(), torch.zeros_like(scale)
 
-    def _kept(self, rule: UpdateRule | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _saved_scale(self, rule: UpdateRule | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale that the first run cast with, and a spare amax."""
-        kept = kept_scales()
-        found = None if kept is None else kept.get((self, rule and rule[:2]))
-        if found is None:
+        scales = scales_of_region()
+        entry = None if scales is None else scales.get((self, rule and rule[:2]))
+        if entry is None:
             wanted, cure = "the casts of the first run", "checkpoint a function that does the same whenever it is called"
             raise RecipeError(describe("recomputation", wanted=wanted, got="a cast that it did not make", cure=cure))
-        scale, amax = found
+        scale, amax = entry
         return scale, amax
 
     def updated(self, rule: UpdateRule) -> None:
         """Note that an update found the scale under another ``rule`` than before."""
         self.rule = rule
-        self.look = object()
+        self.tensors_id = object()
 
     def drop_unfinished(self) -> None:
         """Drop the amaxes of a backward pass that failed, whose update nobody holds any more."""
         if self.pending is not None and self.pending() is None:
             self.pending = None
-            self.turn += 1
+            self.generation += 1
             with torch.no_grad():
                 self.amax.zero_()
 
@@ -184,7 +184,7 @@ class DelayedScalingState:
             self.rule = rule
         self.resize(recipe.amax_history_len)
         self._adopted = recipe
-        self.look = object()
+        self.tensors_id = object()
 
     def _scale_for(self, rule: UpdateRule | None) -> torch.Tensor:
         """The scale itself if it was found under ``rule``, or is the initial one; else a copy converted to ``rule``.
@@ -204,10 +204,10 @@ class DelayedScalingState:
         old = self.amax_history
         if len(old) != length:
             with torch.inference_mode(mode=False):
-                self._hold(self.scale, old.new_zeros(length), self.left_out, self.rule)
+                self._set(self.scale, old.new_zeros(length), self.left_out, self.rule)
                 self.amax_history[: len(old)] = old[:length]
 
-    def take(self, other: DelayedScalingState) -> None:
+    def copy_from(self, other: DelayedScalingState) -> None:
         """Take over the values of ``other``, converted to this state's rule and length, in the memory that this state has."""
         with torch.no_grad():
             self.scale.copy_(other._scale_for(self.rule))
@@ -223,7 +223,7 @@ class DelayedScalingState:
             self._begin(len(self.amax_history), device)
         else:
             with torch.inference_mode(mode=False):
-                self._hold(self.scale.to(device), self.amax_history.to(device), self.left_out.to(device), self.rule)
+                self._set(self.scale.to(device), self.amax_history.to(device), self.left_out.to(device), self.rule)
 
     # -- to and from files -----------------------------------------------------------------------------------------------------
 
@@ -246,8 +246,8 @@ class DelayedScalingState:
             self.scale.copy_(saved.scale)
             self.amax_history.copy_(saved.amax_history)
             self.left_out.zero_()
-        self.rule, self._adopted, self._told, self.pending, self.agreed = saved.rule, None, 0, None, False
-        self.look = object()
+        self.rule, self._adopted, self._warned_left_out, self.pending, self.agreed = saved.rule, None, 0, None, False
+        self.tensors_id = object()
 
 
 class LastUse(NamedTuple):
@@ -284,9 +284,9 @@ class LastUse(NamedTuple):
 
 
 class BoundUpdate(NamedTuple):
-    """The update of several states as ``calls`` in order, valid while the states have these ``looks`` and were last used so."""
+    """The update of several states as ``calls`` in order, valid for these ``tensors_ids`` and last ``uses`` of the states."""
 
-    looks: list[object]
+    tensors_ids: list[object]
     uses: list[LastUse]
     calls: list[Callable[[], object]]
 
@@ -294,7 +294,7 @@ class BoundUpdate(NamedTuple):
 class DelayedScalingStates:
     """The states of one op by role. A role keeps its state for the life of the op, whatever recipes come and go."""
 
-    told: bool = False
+    tracked: bool = False
     """Whether the op was told that it trains under delayed scaling."""
 
     unread: bool = False
@@ -306,7 +306,7 @@ class DelayedScalingStates:
     @property
     def saved(self) -> bool:
         """Whether the op's state dict has them: it was told, or trained so."""
-        return self.told or any(state.trained for state in self)
+        return self.tracked or any(state.trained for state in self)
 
     def get(self, role: QuantizerRole, *, length: int, device: torch.device | str | None) -> DelayedScalingState:
         """The state of ``role``, made on first use with this history length."""
@@ -328,15 +328,15 @@ class DelayedScalingStates:
         return len(self._states)
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore, at the end, the states that there are now, with their very tensors; writes to these are not undone."""
-        before = {key: (state, state._held()) for key, state in self._states.items()}
+        before = {key: (state, state._fields()) for key, state in self._states.items()}
         try:
             yield
         finally:
             self._states = {key: state for key, (state, _) in before.items()}
             for state, held in before.values():
-                state._hold(*held)
+                state._set(*held)
 
     def __iter__(self) -> Iterator[DelayedScalingState]:
         return iter(self._states.values())
@@ -366,18 +366,18 @@ class DelayedScalingStates:
         known = None if slots is None else [*map(_key, slots), *self._states]
         self.unread = False
         for key, state in checked_states(saved, known=known, where=where).items():
-            self.told |= state.used
+            self.tracked |= state.used
             if key in self._states or state.used:
                 self._states.setdefault(key, DelayedScalingState(len(state.amax_history), device=device))._load(state)
 
-    def tell(self, where: str) -> None:
+    def warn_of_left_out(self, where: str) -> None:
         """OpfuseWarning for amaxes that were not finite since the last time that this was asked. Waits for the device."""
         for key, state in self._states.items():
             count = 0 if state.left_out.is_meta else int(state.left_out.item())
-            if count > state._told:
-                text = f"{where} {key}: {count - state._told} amaxes were infinite or NaN, and left out of the history"
+            if count > state._warned_left_out:
+                text = f"{where} {key}: {count - state._warned_left_out} amaxes were infinite or NaN, and left out of the history"
                 warnings.warn(f"{text}. Look at the losses of those steps.", OpfuseWarning, stacklevel=3)
-                state._told = count
+                state._warned_left_out = count
 
 
 def _key(role: QuantizerRole) -> str:

@@ -38,7 +38,7 @@ class Pending:
                 if state.pending is not None:
                     state.drop_unfinished()
                 state.pending = mine
-                state.turn += 1
+                state.generation += 1
         known.update(uses)
 
     def __call__(self, completed: bool = True) -> None:
@@ -53,25 +53,25 @@ class Pending:
             if state.pending is not self._self:
                 state.drop_unfinished()
             state.pending = None
-            state.turn += 1
+            state.generation += 1
 
 
 def _update(uses: UsesByState) -> None:
     states, used = [*uses], [*uses.values()]
     if not states:
         return
-    looks = [state.look for state in states]
+    tensors_ids = [state.tensors_id for state in states]
     bound = states[0].bound
-    if bound is None or bound.looks != looks or bound.uses != used:
-        bound = states[0].bound = BoundUpdate(looks, used, [*_calls(uses)])
+    if bound is None or bound.tensors_ids != tensors_ids or bound.uses != used:
+        bound = states[0].bound = BoundUpdate(tensors_ids, used, [*_calls(uses)])
     for call in bound.calls:
         call()
 
 
 def _calls(uses: UsesByState) -> Iterator[Callable[[], object]]:
-    """What an update calls: amaxes of all ranks, a launch for each device, notes of rules, after which states look otherwise."""
+    """What an update calls: amaxes of all ranks, a launch for each device, notes of rules, after which states have other ids."""
     for (group, _), states in _grouped({s: (use.group, s.scale.device) for s, use in uses.items() if use.shared}):
-        yield partial(_reduce, states, [_told(state, uses[state]) for state in states], group)
+        yield partial(_reduce, states, [_agreed_name(state, uses[state]) for state in states], group)
     for _, states in _grouped({state: state.scale.device for state in uses}):
         histories, scales, left_out = zip(*((state.amax_history, state.scale, state.left_out) for state in states))
         yield prepared(delayed_update, histories, scales, left_out, [uses[state].rule for state in states])
@@ -80,12 +80,12 @@ def _calls(uses: UsesByState) -> Iterator[Callable[[], object]]:
             yield partial(state.updated, use.rule)
 
 
-_LookOfStates = TypeVar("_LookOfStates", bound=Hashable)
+_GroupKey = TypeVar("_GroupKey", bound=Hashable)
 
 
-def _grouped(keys: Mapping[DelayedScalingState, _LookOfStates]) -> Iterator[tuple[_LookOfStates, list[DelayedScalingState]]]:
+def _grouped(keys: Mapping[DelayedScalingState, _GroupKey]) -> Iterator[tuple[_GroupKey, list[DelayedScalingState]]]:
     """States by key, both in order of first appearance."""
-    groups: dict[_LookOfStates, list[DelayedScalingState]] = {}
+    groups: dict[_GroupKey, list[DelayedScalingState]] = {}
     for state, key in keys.items():
         groups.setdefault(key, []).append(state)
     yield from groups.items()
@@ -98,6 +98,6 @@ def _reduce(states: Sequence[DelayedScalingState], names: Sequence[str], group: 
         state.agreed = True
 
 
-def _told(state: DelayedScalingState, use: LastUse) -> str:
+def _agreed_name(state: DelayedScalingState, use: LastUse) -> str:
     """What ranks must agree on: the cast, and whether its state was used before, since a loaded state has another scale."""
     return use.name if state.rule is None else f"{use.name}, used before"

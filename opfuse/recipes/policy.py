@@ -72,7 +72,7 @@ def cast_quantizer(quantizer: Quantizer, role: str, override: str | None, backwa
     return rowwise
 
 
-def saved_operand(operand: QuantizedStorage, override: str | None) -> QuantizedStorage | object:
+def saved_planes(operand: QuantizedStorage, override: str | None) -> QuantizedStorage | object:
     """The part of a forward operand that the backward products read under ``override``."""
     saved = OVERRIDES[override].saved
     if saved == "original":

@@ -279,11 +279,11 @@ class Recipe(ABC):
         return _rebuild(type(self), {**self.values(), **changes}, kept)
 
     def with_sources(self, sources: Mapping[str, str]) -> Self:
-        """The same recipe, which now tells that its fields came from ``sources``, e.g. ``{"margin": "fp8.yaml:7:12"}``."""
+        """A copy of the recipe that names the sources of its fields, e.g. ``{"margin": "fp8.yaml:7:12"}``."""
         _refuse_unknown(f"{type(self).__name__}.with_sources", sources, self.sources)
-        told = object.__new__(type(self))
-        vars(told).update(vars(self), _sources=MappingProxyType({**self.sources, **sources}))
-        return told
+        recipe = object.__new__(type(self))
+        vars(recipe).update(vars(self), _sources=MappingProxyType({**self.sources, **sources}))
+        return recipe
 
     def __eq__(self, other: object) -> bool:
         return vars(self)["_digest"] == vars(other)["_digest"] if isinstance(other, Recipe) else NotImplemented

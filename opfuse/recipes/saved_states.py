@@ -111,12 +111,12 @@ def _check_tensor(name: str, value: object, *, where: str) -> None:
     wanted = f"{name} of shape ({least},)" if least == most else f"{name} of shape (length,), with up to {most} slots"
     if not isinstance(value, torch.Tensor):
         raise _refused(where, wanted, repr(value) if value is None or isinstance(value, str) else type(value).__name__)
-    told = f"{value.dtype} {tuple(value.shape)} on {value.device}"
+    shown = f"{value.dtype} {tuple(value.shape)} on {value.device}"
     flat = value.ndim == 1 or (most == 1 and value.numel() == 1)
     if not flat or not value.is_floating_point() or not least <= value.numel() <= most or value.is_meta:
-        raise _refused(where, f"{wanted}, of floats", told)
+        raise _refused(where, f"{wanted}, of floats", shown)
     if value.layout != torch.strided or any(stride == 0 for stride in value.stride() if value.numel() > 1):
-        raise _refused(where, f"{wanted}, with memory for every element", f"{told}, of {value.untyped_storage().nbytes()} bytes")
+        raise _refused(where, f"{wanted}, with memory for every element", f"{shown}, of {value.untyped_storage().nbytes()} bytes")
 
 
 def _refused(where: str, wanted: str, got: object) -> QuantizerError:

@@ -33,7 +33,7 @@ class Standing(NamedTuple):
 
 
 def standing_here(*, behind: bool) -> Standing:
-    """Of what the innermost module that is being called runs."""
+    """The position, in its model, of the innermost module that is being called."""
     running = [*owners()][::-1]
     modules = [owner for owner in running if isinstance(owner, nn.Module)]
     steps = (_name_in(outer, inner) for outer, inner in pairwise(modules) if inner is not outer)

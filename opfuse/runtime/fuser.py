@@ -37,7 +37,7 @@ from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
-from opfuse.recipes import current_amax_group, current_recipe, note_use
+from opfuse.recipes import current_amax_group, current_recipe, mark_region_used
 from opfuse.recipes.amaxes import default_group
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
@@ -49,9 +49,9 @@ from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.runtime.interpret.hooks import OpHooks
 from opfuse.runtime.plans.cache_info import CacheInfo, info_of
 from opfuse.runtime.plans.machine import warn_of_machine
-from opfuse.runtime.plans.misses import Thrash, check_miss, plan_policy
+from opfuse.runtime.plans.misses import ThrashingDetector, check_miss, plan_policy
 from opfuse.runtime.plans.named_key import Facts, named_key
-from opfuse.runtime.plans.trace import Made, since_start
+from opfuse.runtime.plans.trace import PlanRecord, since_start
 from opfuse.runtime.segment import outlined, run_plan
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 from opfuse.torch_private.autograd import is_followed
@@ -121,8 +121,8 @@ class OperationFuser:
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS, before)
         self._alone: dict[tuple[Any, ...], Plan] = {}  # the latest that somebody looked at op by op
         self.last_missed = 0
-        self.history: deque[Made] = deque(maxlen=MADE)
-        self._thrash = Thrash(PLANS)
+        self.history: deque[PlanRecord] = deque(maxlen=MADE)
+        self._thrashing = ThrashingDetector(PLANS)
         for op in (basic for given in self.given for basic in given.basic_ops):
             op.pre_first_fuser_forward()
         self._read()
@@ -255,7 +255,7 @@ class OperationFuser:
             check_call(self, x, extras)
             plan = self._miss(self.named(key, (x, rules)), rules)
         if key[1][0] is not None:
-            note_use()
+            mark_region_used()
         return plan
 
     def _miss(self, key: PlanKey, rules: RuleSet) -> Plan:
@@ -267,9 +267,9 @@ class OperationFuser:
         self.last_missed = next(_misses)
         ms = (time.perf_counter() - start) * 1e3
         _log.info("plan miss in %s (+%.1f ms): %s", self.where, ms, why)
-        thrash = self._thrash.note(self.where, why)
+        thrash = self._thrashing.record(self.where, why)
         calls = self.cache.hits + self.cache.misses
-        found = Made(self.last_missed, calls, since_start(), key, why, ms, thrash)
+        found = PlanRecord(self.last_missed, calls, since_start(), key, why, ms, thrash)
         self.history.append(found)
         emit(PlanMissed(self, found, plan))
         if thrash is not None:
@@ -298,7 +298,7 @@ class OperationFuser:
         if alone:
             self._alone = {key: plan}
         if plan.key.env.recipe is not None:
-            note_use()
+            mark_region_used()
         return plan
 
     def __call__(
@@ -355,22 +355,22 @@ class OperationFuser:
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """The call inside of an op of torch.compile: its segments are all that it runs."""
-        run = partial(call.noted, lambda given, tape: self(*given, instead=tape))
+        run = partial(call.recorded_on_tape, lambda given, tape: self(*given, instead=tape))
         repeat = repeated(self)
         found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(run)
         return found
 
-    def outline(self, given: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]:
-        """Stand-ins of the outputs for ``given``, which may have no values. Recipes, fusions and gradients change no shapes."""
-        x, *extras = given
+    def outline(self, tensors: Sequence[torch.Tensor], autocast: torch.dtype | None) -> list[torch.Tensor]:
+        """Stand-ins of the outputs for ``tensors``, which may have no values. Recipes, fusions and gradients change no shapes."""
+        x, *extras = tensors
         check_count(self, extras)
         rules = replace(self.rules or active_rules(), level=0)
         device, arch, _ = _device(x.device)
         env = Env(None, None, False, autocast, device, arch, ROWS, True, rules.level)
-        sigs = [TensorSig(each.dtype, None, False, each.device, None) for each in given]
+        sigs = [TensorSig(tensor.dtype, None, False, tensor.device, None) for tensor in tensors]
         inputs = sigs[0], tuple(sigs[1:]), parameter_signatures(self.slots), tuple([op.training for op in self._modal])
         plan = self._compiled(self.named((self.structure, env, inputs, rules.digest)), rules)
-        return outlined(plan, self.ops, given)
+        return outlined(plan, self.ops, tensors)
 
     reach = staticmethod(lambda *_: ())  # gradients come to all that ops read
 
@@ -382,9 +382,9 @@ class OperationFuser:
 def infos_of(pipelines: Iterable[OperationFuser]) -> CacheInfo:
     """The counts of several pipelines together, and why the latest miss of all was one."""
     pipelines = [*pipelines]
-    latest = max(pipelines, key=lambda each: each.last_missed, default=None)
+    latest = max(pipelines, key=lambda pipeline: pipeline.last_missed, default=None)
     last: Miss | None = None if latest is None else latest.cache.last_miss
-    return info_of([each.cache for each in pipelines], None if last is None else str(last))
+    return info_of([pipeline.cache for pipeline in pipelines], None if last is None else str(last))
 
 
 def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, rules: RuleSet) -> Plan:
@@ -395,7 +395,7 @@ def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, ru
         raise PipelineError(describe(fuser.label, wanted="no extra inputs", got=len(fuser.extra_inputs), cure=cure))
     key = fuser.named(fuser.key(x, [], rules), (x, rules))
     kind, arch, _ = _device(torch.device(device))
-    note_use()
+    mark_region_used()
     return fuser._compiled(key._replace(env=key.env._replace(device=kind, arch=arch)), rules)
 
 

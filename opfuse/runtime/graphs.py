@@ -86,21 +86,21 @@ class _Graphed(_Call):
     def forward(self, *args: torch.Tensor) -> Any:
         if self.module.training != self._mode:
             return super().forward(*args)
-        self._keep()
+        self._copy_gradients()
         result = self._replay(*args)
         node = next((leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
         if node is not None:
             leaves = [getattr(each, "variable", None) for each, _ in node.next_functions]
-            node.register_prehook(lambda _: self._keep())
-            node.register_hook(lambda gradients, _: self._note(leaves, gradients))
+            node.register_prehook(lambda _: self._copy_gradients())
+            node.register_hook(lambda gradients, _: self._record_written(leaves, gradients))
         return result
 
-    def _note(self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
+    def _record_written(self, leaves: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
         """Note where the backward pass wrote what becomes the ``grad`` of leaves."""
-        found = zip(leaves, gradients)
-        self._written = [(ref(leaf), each.data_ptr()) for leaf, each in found if leaf is not None and each is not None]
+        pairs = zip(leaves, gradients)
+        self._written = [(ref(leaf), grad.data_ptr()) for leaf, grad in pairs if leaf is not None and grad is not None]
 
-    def _keep(self) -> None:
+    def _copy_gradients(self) -> None:
         """Copy each ``grad`` that lies in memory of the graphs: autograd copies no first gradient, and either pass writes there,
         since what the forward pass lets go of is memory for the backward pass.
         """
@@ -179,7 +179,7 @@ def _undone(module: nn.Module) -> Iterator[None]:
     held = [*module.buffers(), *(p.main_grad for p in module.parameters() if hasattr(p, "main_grad"))]
     copies = [tensor.detach().clone() for tensor in held]
     flags = [(p, p.grad_added_to_main_grad) for p in module.parameters() if hasattr(p, "grad_added_to_main_grad")]
-    before = {state: (deepcopy(state), state.turn) for state in _states()}
+    before = {state: (deepcopy(state), state.generation) for state in _states()}
     try:
         yield
     finally:
@@ -190,9 +190,9 @@ def _undone(module: nn.Module) -> Iterator[None]:
                 parameter.grad_added_to_main_grad = flag
             for state in _states():
                 state.drop_unfinished()
-                kept, turn = before.get(state, (DelayedScalingState(device=state.scale.device), None))
-                if turn != state.turn:
-                    state.take(kept)
+                kept, generation = before.get(state, (DelayedScalingState(device=state.scale.device), None))
+                if generation != state.generation:
+                    state.copy_from(kept)
 
 
 def _states() -> Iterator[DelayedScalingState]:

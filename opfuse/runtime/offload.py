@@ -62,7 +62,7 @@ class offloaded(saved_tensors_hooks):
         if not self._leaves(tensor):
             return tensor
         for each in (saved() for saved, _ in self._leaving):
-            if each is not None and each.holds(tensor):
+            if each is not None and each.is_copy_of(tensor):
                 each.readers += 1
                 return each
         (out, _), free = self._copying(tensor.device), self._host.setdefault((tensor.device, tensor.nbytes), [])
@@ -75,14 +75,14 @@ class offloaded(saved_tensors_hooks):
         while len(self._leaving) > 1 and sum(size for _, size in self._leaving) > self.ahead:
             oldest = self._leaving.popleft()[0]()
             if oldest is not None:
-                oldest.let_go()
+                oldest.release()
         return made
 
     def _unpack(self, saved: torch.Tensor | _Away) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         _, back = self._copying(saved.device)
-        found, room = saved.taken(back), self.ahead
+        found, room = saved.fetched_for_a_reader(back), self.ahead
         before = saved.before()
         while before is not None and room > 0:
             if before.readers:
@@ -135,18 +135,18 @@ class _Away:
         self._copied = stream.record_event()
         self._copy_of = None if self.here is None else _place(self.here)  # with the version whose values were copied
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def is_copy_of(self, tensor: torch.Tensor) -> bool:
         """Whether it is of this very tensor, with these values."""
         return self.here is not None and self._copy_of == _place(tensor)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the device memory; work that is queued from now on waits for the copy."""
         if self.here is not None:
             self._computing.wait_event(self._copied)
             self.here = None
 
     def __del__(self) -> None:
-        self.let_go()
+        self.release()
         self._free.append((self._memory, self._copied))
 
     def fetched(self, back: torch.cuda.Stream) -> torch.Tensor:
@@ -157,13 +157,13 @@ class _Away:
             self._copy(back, self.here, self.host)
         return self.here
 
-    def taken(self, back: torch.cuda.Stream) -> torch.Tensor:
+    def fetched_for_a_reader(self, back: torch.cuda.Stream) -> torch.Tensor:
         """The tensor on the device, for one of its readers; after the last, only the reader holds it."""
         found, self.readers = self.fetched(back), max(0, self.readers - 1)
         if self.readers:
             self._computing.wait_event(self._copied)
         else:
-            self.let_go()
+            self.release()
         return found
 
 

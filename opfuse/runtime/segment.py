@@ -113,7 +113,7 @@ def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
 
 def _check_inference(plan: Plan, *given: Sequence[torch.Tensor | None]) -> None:
     """UnsupportedError where autograd would have to save a tensor of inference mode, which counts no writes."""
-    for tensor in (each for tensors in given for each in tensors):
+    for tensor in (tensor for tensors in given for tensor in tensors):
         if tensor is not None and tensor.is_inference():
             cure = "clone it outside of torch.inference_mode(), or compute under torch.no_grad()"
             wanted, got = "tensors that autograd can save", f"one of shape {tuple(tensor.shape)} made in torch.inference_mode()"
@@ -153,11 +153,13 @@ def _distinct(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | No
 # -- in a tape ---------------------------------------------------------------------------------------------------------------
 
 
-def _noted(tape: BackwardTape, runner: AnyRunner, inputs: Sequence[torch.Tensor], read: Sequence[Any]) -> list[torch.Tensor]:
-    """The outputs of a segment whose backward pass is noted in ``tape``."""
+def _recorded_on_tape(
+    tape: BackwardTape, runner: AnyRunner, inputs: Sequence[torch.Tensor], read: Sequence[Any]
+) -> list[torch.Tensor]:
+    """The outputs of a segment whose backward pass is recorded on ``tape``."""
     with torch.no_grad():
         outputs = [*_distinct(_published(runner.forward(inputs), read), read)]
-    tape.note(read, outputs, partial(_gradients, runner, tape.keep(runner.released())))
+    tape.record(read, outputs, partial(_gradients, runner, tape.save(runner.released())))
     return outputs
 
 
@@ -168,7 +170,7 @@ def _gradients(
         _begin(runner)
     grads = dict(zip(runner.segment.outputs, received))
     received.clear()
-    tensors = saved.taken(keep)
+    tensors = saved.unpack(keep)
     tensors.reverse()
     return runner.gradients(grads, _popped(tensors))
 
@@ -233,7 +235,7 @@ def _run_segments(
                 params = [instead.get(id(p), p) for p in params]
             try:
                 if isinstance(instead, BackwardTape):
-                    outputs = _noted(instead, runner, inputs, [*inputs, *params, *again])
+                    outputs = _recorded_on_tape(instead, runner, inputs, [*inputs, *params, *again])
                 else:
                     outputs = _SegmentFunction.apply(runner, len(inputs), *inputs, *params, *again)  # type: ignore[no-untyped-call]
             except RuntimeError:

@@ -15,10 +15,10 @@ from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors import exchange
 from opfuse.tensors.copied_view import copied_views, written
 from opfuse.tensors.groups import groups_of, sizes_of
-from opfuse.tensors.pieces import Cut
+from opfuse.tensors.partial_writes import RowSpan
 from opfuse.tensors.planes import decoded, map_tensors, with_shape
 from opfuse.tensors.quantized import Quantized
-from opfuse.tensors.rows import cut_rows, zero_rows
+from opfuse.tensors.rows import slice_rows, zero_rows
 from opfuse.tensors.shards import amaxes
 from opfuse.torch_private.dispatch import arguments_of
 from opfuse.torch_private.operations import tree_map
@@ -102,12 +102,14 @@ def _as_strided(func: Any, t: Quantized, size: Sequence[int], stride: Sequence[i
 def _rows(t: Quantized, start: int, stop: int) -> Any:
     if (start, stop) == (0, t.shape[0]):
         return _alias(None, t)
-    storage = cut_rows(t._storage if t.pieces else t.record, start, stop)  # of a tensor that has not all rows yet, to write more
+    storage = slice_rows(
+        t._storage if t.partial_rows else t.record, start, stop
+    )  # of a tensor that has not all rows yet, to write more
     if storage is None:
         return NotImplemented
     piece = t.over(storage, readonly=_SLICE)
-    whole, before = (t, 0) if t.cut is None else t.cut[:2]
-    piece.cut = Cut(whole, before + start, before + stop)
+    whole, before = (t, 0) if t.row_span is None else t.row_span[:2]
+    piece.row_span = RowSpan(whole, before + start, before + stop)
     return piece
 
 

@@ -36,7 +36,7 @@ def outputs(func: Any, args: Sequence[Any]) -> list[Any]:
 
 def refuse(func: Any, run: Callable[..., Any], args: Sequence[Any], target: torch.Tensor) -> NoReturn:
     """QuantizedTensorError for a collective that would write into ``target``, once this rank has taken part by ``run``."""
-    for made in tree_leaves(run(*tree_map(_own_values, tuple(args)))):
+    for made in tree_leaves(run(*tree_map(_copied_values, tuple(args)))):
         if isinstance(made, torch.ScriptObject):
             torch.distributed.Work.unbox(made).wait()
     wanted, got = "a plain tensor to write into", "one that lives quantized"
@@ -44,7 +44,7 @@ def refuse(func: Any, run: Callable[..., Any], args: Sequence[Any], target: torc
     raise QuantizedTensorError(describe(f"{func} on {target!r}", wanted=wanted, got=got, cure=cure))
 
 
-def _own_values(x: Any) -> Any:
+def _copied_values(x: Any) -> Any:
     """A copy of the values of a quantized tensor, which may be written."""
     return x.dequantize().clone() if isinstance(x, Quantized) else x
 
@@ -56,7 +56,7 @@ def _values(x: Any) -> Any:
 
 def broadcast(func: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
     """The bytes of one rank on all. They are there when it returns."""
-    if not all(isinstance(each, Quantized) for each in tensors):
+    if not all(isinstance(tensor, Quantized) for tensor in tensors):
         return NotImplemented
     work = None
     for target in cast(Sequence[Quantized], tensors):
@@ -95,7 +95,7 @@ _BACK_ENDS = keys_after(DispatchKey.BackendSelect)
 
 
 @cache
-def look_into_lists() -> None:
+def register_nested_lists() -> None:
     """Have collectives find quantized tensors in lists of lists, from now on."""
     if torch.distributed.is_available():
         for name in _NESTED:

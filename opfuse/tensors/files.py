@@ -26,7 +26,7 @@ from opfuse.formats import DTYPES, USAGES, Element, NumberFormat, dtype_name
 from opfuse.tensors import quantizers
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
-from opfuse.tensors.planes import check_told
+from opfuse.tensors.planes import check_describable
 from opfuse.tensors.quantizers.base import Quantizer, zero_plane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -112,7 +112,7 @@ def _no_record(name: str, got: str) -> QuantizedTensorError:
 
 def _apart(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The plain tensors of one, by what is added to its name."""
-    check_told(tensor.record)
+    check_describable(tensor.record)
     arrays: dict[str, torch.Tensor] = {}
     record = _described(tensor.record, "", arrays)
     own: dict[str, torch.Tensor] = {}
@@ -168,7 +168,7 @@ def _together(name: str, arrays: Mapping[str, Any]) -> QuantizedTensor:
     text = json.loads(bytes(arrays[name + _TEXT].tolist()))
     if text["opfuse"] != VERSION:
         raise ValueError(f"version {text['opfuse']}, where this opfuse reads {VERSION}")
-    storage = _checked(_made(text["record"], name, arrays), QuantizedStorage)
+    storage = _checked(_restored(text["record"], name, arrays), QuantizedStorage)
     for usage, plane in ((usage, getattr(storage, usage)) for usage in USAGES):
         if plane is None:
             continue
@@ -176,7 +176,7 @@ def _together(name: str, arrays: Mapping[str, Any]) -> QuantizedTensor:
         rows, columns = plane.shape
         if rows * columns != storage.shape.numel() and (columns != storage.shape[-1] or rows < storage.matrix_shape[0]):
             raise ValueError(f"a {usage} plane of shape {plane.shape} in a tensor of shape {tuple(storage.shape)}")
-    quantizer = _made(text["quantizer"], name, arrays)
+    quantizer = _restored(text["quantizer"], name, arrays)
     made = QuantizedTensor(storage, quantizer=None if quantizer is None else _checked(quantizer, Quantizer))
     if text.get(_CHECKSUM) not in (None, _checksum(text, {part: arrays[name + part] for part in _arrays_of(text)})):
         raise ValueError("damaged data: the CRC-32 is not that of what was saved")  # texts of earlier versions have none
@@ -192,16 +192,16 @@ def _arrays_of(said: Any) -> Iterator[str]:
         yield from _arrays_of(each)
 
 
-def _made(said: Any, name: str, arrays: Mapping[str, Any]) -> Any:
+def _restored(said: Any, name: str, arrays: Mapping[str, Any]) -> Any:
     """The inverse of :func:`_described`."""
     if isinstance(said, list):
-        return tuple(_made(each, name, arrays) for each in said)
+        return tuple(_restored(each, name, arrays) for each in said)
     if not isinstance(said, dict):
         return said
     if said.keys() == {"array"}:
         return _checked(arrays[name + said["array"]], torch.Tensor)
     fields_ = dict(_FORMER[field](each) if field in _FORMER else (field, each) for field, each in said.items() if field != "type")
-    return _MADE[said["type"]](**{field: _made(each, name, arrays) for field, each in fields_.items()})
+    return _MADE[said["type"]](**{field: _restored(each, name, arrays) for field, each in fields_.items()})
 
 
 def _check(plane: Plane, usage: str) -> None:
@@ -222,12 +222,12 @@ def _check(plane: Plane, usage: str) -> None:
     if _checked(plane.format, NumberFormat).family not in _FAMILIES:
         raise ValueError(f"a format of the family {plane.format.family!r}")
     layout = plane.layout
-    wanted, got = ([_look(each) for each in (p.data, p.scale, p.amax)] for p in (zero_plane(layout, "meta"), plane))
+    wanted, got = ([_signature(each) for each in (p.data, p.scale, p.amax)] for p in (zero_plane(layout, "meta"), plane))
     if wanted != got:
         raise ValueError(f"{usage} arrays {got} where {plane.format} has {wanted}")
 
 
-def _look(array: torch.Tensor | None) -> object:
+def _signature(array: torch.Tensor | None) -> object:
     return None if array is None else (tuple(array.shape), str(array.dtype))
 
 

@@ -1,9 +1,9 @@
 """The all-gather protocol of FSDP2, for parameters that are sharded along their rows.
 
 Shards travel quantized, as row parts: of two planes that hold the same values one travels, and the other is made from it. Where
-FSDP2 frees parameters between the passes, each pass gathers the plane that it reads (:mod:`opfuse.tensors.halves`). Scales that
-all rows share are equal on all ranks (:mod:`opfuse.tensors.shards`) and do not travel; where they cannot be equal, values travel
-in high precision and the parameter is plain.
+FSDP2 frees parameters between the passes, each pass gathers the plane that it reads (:mod:`opfuse.tensors.one_plane_fsdp`).
+Scales that all rows share are equal on all ranks (:mod:`opfuse.tensors.shards`) and do not travel; where they cannot be equal,
+values travel in high precision and the parameter is plain.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from opfuse.errors import ShapeError, describe
 from opfuse.formats import ROWWISE
-from opfuse.tensors.halves import Halves, alone, half, halves, mirrors
+from opfuse.tensors.one_plane_fsdp import PlaneRecords, alone, mirrors, one_plane, records_of_planes
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts, row_unit
@@ -57,7 +57,7 @@ def before(
     if usage is not None:
         gathering = gathering._replace(alone=usage, group=None if gathering.mirrors else mesh.get_group())
     travels = ROWWISE if gathering.mirrors else usage
-    sent = storage if travels is None else half(storage, travels)
+    sent = storage if travels is None else one_plane(storage, travels)
     return tuple(row_parts(sent)), gathering._replace(sent=sent)
 
 
@@ -113,8 +113,8 @@ def _first(
     whole = shard.over(storage)
     whole.ranks, tensors = None, list(storage.tensors())
     if gathering.alone is not None:
-        records = mirrors(storage) if gathering.mirrors else halves(shard, storage, gathered)
-        whole.halves = Halves(records, shard, gathering.group)
+        records = mirrors(storage) if gathering.mirrors else records_of_planes(shard, storage, gathered)
+        whole.plane_records = PlaneRecords(records, shard, gathering.group)
         whole.hold(gathering.alone)
         tensors = [tensor for record in records.values() for tensor in record.tensors()]
     return _owned(whole, tensors, gathered, gathering)

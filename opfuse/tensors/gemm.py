@@ -115,7 +115,7 @@ class PendingProduct(NamedTuple):
     def device(self) -> torch.device:
         return self.left.device
 
-    def made(self) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
         """The result."""
         return gemm("fprop", self.left, self.right, dtype=self.dtype, out_dtype=self.out_dtype, **self.options)
 

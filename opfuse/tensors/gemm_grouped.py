@@ -7,7 +7,7 @@ knows their sizes or if that is faster; in FP8 by the package's own product, whe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -106,25 +106,78 @@ def grouped_wgrad(
 
     dW of a group without rows is exactly zero. An ``out_dtype`` other than ``dtype`` needs sizes that the host knows.
     """
-    if isinstance(dy, QuantizedStorage) and isinstance(x, QuantizedStorage) and (runs := groups_in(dy)) is not None:
-        return wgrad_of_runs(dy, x, runs, out_dtype=out_dtype or dtype, fast=options.get("fast", False))
-    if isinstance(x, QuantizedStorage) and groups_in(x) is not None:  # beside a gradient in high precision, as an override wants
-        x = x.dequantize(dtype)
-    operands = (dy, x)
-    faster = out_dtype in (None, dtype) and _plain(operands) and grouped.takes(operands)
-    if groups.sizes is None or (len(wanted) == len(groups.sizes) and faster):
-        values = x.dequantize(dtype) if isinstance(x, QuantizedStorage) else x
-        return _in_one_launch("wgrad", dy, values.reshape(-1, values.shape[-1]), groups)
+    if _is_ragged(x) and not _is_ragged(dy):  # beside a gradient in high precision, as an override wants
+        x = cast(QuantizedStorage, x).dequantize(dtype)
+    call = WgradCall(dy, x, groups, wanted, dtype, out_dtype, options)
+    run = next(run for refusal, run in WGRADS if not refusal(call))
+    return run(call)
+
+
+class WgradCall(NamedTuple):
+    """The arguments of :func:`grouped_wgrad`."""
+
+    dy: Operand
+    x: Operand
+    groups: Groups
+    wanted: Collection[int]
+    dtype: torch.dtype
+    out_dtype: torch.dtype | None
+    options: Mapping[str, Any]
+
+
+def _is_ragged(operand: Operand) -> bool:
+    """Whether planes hold groups whose sizes only the device knows."""
+    return isinstance(operand, QuantizedStorage) and groups_in(operand) is not None
+
+
+def _not_ragged(call: WgradCall) -> str:
+    ragged = _is_ragged(call.dy) and isinstance(call.x, QuantizedStorage)
+    return "" if ragged else "its operands are not planes of groups whose sizes only the device knows"
+
+
+def _ragged_wgrad(call: WgradCall) -> torch.Tensor:
+    dy, x = cast(QuantizedStorage, call.dy), cast(QuantizedStorage, call.x)
+    runs, out_dtype = cast(RowGroups, groups_in(dy)), call.out_dtype or call.dtype
+    return wgrad_of_runs(dy, x, runs, out_dtype=out_dtype, fast=call.options.get("fast", False))
+
+
+def _not_at_once(call: WgradCall) -> str:
+    if call.groups.sizes is None:
+        return ""  # nothing else can
+    if len(call.wanted) < len(call.groups.sizes):
+        return "not every group is wanted"
+    operands = call.dy, call.x
+    fast = call.out_dtype in (None, call.dtype) and _plain(operands) and grouped.takes(operands)
+    return "" if fast else "no grouped product takes the operands"
+
+
+def _wgrad_at_once(call: WgradCall) -> torch.Tensor:
+    x = call.x.dequantize(call.dtype) if isinstance(call.x, QuantizedStorage) else call.x
+    return _in_one_launch("wgrad", call.dy, x.reshape(-1, x.shape[-1]), call.groups)
+
+
+def _wgrad_by_group(call: WgradCall) -> torch.Tensor | list[torch.Tensor | None]:
+    """The groups that have rows: in one launch if they are quantized so, else one after another. The others are zero."""
+    dy, x, sizes, out_dtype = call.dy, call.x, cast(Sizes, call.groups.sizes), call.out_dtype or call.dtype
     shape = dy.shape[-1], x.shape[-1]
-    pairs = [*zip(_split(dy, groups.sizes), _split(x, groups.sizes))]
-    there = [i for i, size in enumerate(groups.sizes) if size and i in wanted]
-    made = _quantized("wgrad", [(*pairs[i], shape[0]) for i in there], out_dtype=out_dtype or dtype, **options)
-    if made is not None and len(there) == len(pairs):
-        return made.view(-1, *shape)
-    alone = (gemm("wgrad", *pairs[i], dtype=dtype, out_dtype=out_dtype, **options) for i in there)
-    products = dict(zip(there, alone if made is None else made.view(-1, *shape)))
-    empty = {i: torch.zeros(shape, dtype=out_dtype or dtype, device=dy.device) for i in wanted if i not in products}
+    pairs = [*zip(_split(dy, sizes), _split(x, sizes))]
+    filled = [i for i, size in enumerate(sizes) if size and i in call.wanted]
+    stacked = _quantized("wgrad", [(*pairs[i], shape[0]) for i in filled], out_dtype=out_dtype, **call.options)
+    if stacked is not None and len(filled) == len(pairs):
+        return stacked.view(-1, *shape)
+    options = {"dtype": call.dtype, "out_dtype": call.out_dtype, **call.options}
+    one_by_one = (gemm("wgrad", *pairs[i], **options) for i in filled)
+    products = dict(zip(filled, one_by_one if stacked is None else stacked.view(-1, *shape)))
+    empty = {i: torch.zeros(shape, dtype=out_dtype, device=dy.device) for i in call.wanted if i not in products}
     return [products.get(i, empty.get(i)) for i in range(len(pairs))]
+
+
+WGRADS: Sequence[tuple[Callable[[WgradCall], str], Callable[[WgradCall], torch.Tensor | list[torch.Tensor | None]]]] = (
+    (_not_ragged, _ragged_wgrad),
+    (_not_at_once, _wgrad_at_once),
+    (lambda _: "", _wgrad_by_group),
+)
+"""Ways to compute :func:`grouped_wgrad`, the first that can: why it cannot, an empty string if it can, and what runs."""
 
 
 def add_wgrads(
@@ -186,7 +239,10 @@ def _stacked(weights: Sequence[Operand], usage: str, dtype: torch.dtype) -> torc
     """The values of weights in one tensor (G, N, K): of a quantized one those of its plane ``usage``, or of the only one."""
     if _plain(weights):
         return torch.stack(list(weights))
-    planes = [each.plane(usage if usage in each.usages else each.usages[0]) for each in cast(Sequence[QuantizedStorage], weights)]
+    planes = [
+        weight.plane(usage if usage in weight.usages else weight.usages[0])
+        for weight in cast(Sequence[QuantizedStorage], weights)
+    ]
     stored = [(plane.data, cast(torch.Tensor, plane.scale), plane.amax, plane.layout) for plane in planes]
     return dequantize_groups(stored, dtype=dtype).view(-1, *weights[0].shape)
 

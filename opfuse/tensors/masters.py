@@ -30,7 +30,7 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
     """
     alone = isinstance(parameters, (torch.Tensor, torch.nn.Module)) or not isinstance(parameters, Iterable)
     given: list[Any] = [parameters] if alone else [*parameters]
-    wrong = next((each for each in given if not isinstance(each, torch.Tensor)), None)
+    wrong = next((parameter for parameter in given if not isinstance(parameter, torch.Tensor)), None)
     if wrong is not None:
         got = f"an element of type {type(wrong).__name__}"
         raise DtypeError(describe("master_weights", wanted="parameters", got=got, cure="pass model.parameters()"))
@@ -39,12 +39,12 @@ def master_weights(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tor
 
 def strayed(parameter: torch.Tensor, master: torch.Tensor) -> bool:
     """Whether something else wrote ``parameter``: on this rank it is neither the cast of ``master`` nor equal to it."""
-    held, kept = stored_in(parameter).detach(), stored_in(master)
+    weight, master = stored_in(parameter).detach(), stored_in(master)
     values, cast = (
-        held.to(torch.float32),
-        held.clone().copy_(kept).to(torch.float32),
+        weight.to(torch.float32),
+        weight.clone().copy_(master).to(torch.float32),
     )  # the cast is one of all ranks, at all times
-    return not torch.equal(values, kept) and not torch.equal(values, cast)
+    return not torch.equal(values, master) and not torch.equal(values, cast)
 
 
 @torch.no_grad()

@@ -86,10 +86,10 @@ class _Masters:
     def settle(self, optimizer: Optimizer) -> None:
         """Give every parameter that needs one a master with its values."""
         self._adopt(optimizer)
-        others = [p for p in self.of if self._seen[p] != _look(p) and strayed(p, self.of[p])]
+        others = [p for p in self.of if self._seen[p] != _write_stamp(p) and strayed(p, self.of[p])]
         for p in others:
             self.of[p].copy_(p)
-        self._note(self.of)
+        self._remember(self.of)
         if others:
             got = f"{len(others)} of {len(self.of)} with other values"
             cure = "none, if the new values are meant: masters start from them"
@@ -102,7 +102,7 @@ class _Masters:
             _warn("with_masters", wanted="a step, or a load, that ends", got=got, cure=cure)
         new = master_weights(p for p in _parameters(optimizer) if p.requires_grad and p not in self.of)
         self.of.update(new)
-        self._note(new)
+        self._remember(new)
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -142,14 +142,14 @@ class _Masters:
     @torch.no_grad()
     def _leave(self, optimizer: Optimizer) -> None:
         self._rest(optimizer)
-        if any(self._seen[p] != _look(p) for p in self.of):
+        if any(self._seen[p] != _write_stamp(p) for p in self.of):
             got, cure = f"{type(optimizer).__name__}, which writes the parameters", "call with_masters on the optimizer inside it"
             raise OptimizerError(describe("with_masters", wanted="an optimizer that steps on its groups", got=got, cure=cure))
         updated = [p for p, master in self.of.items() if master.grad is not None]
         self._cast(updated)
         for p in updated:
             self.of[p].grad = None
-        self._note(updated)
+        self._remember(updated)
 
     def _cast(self, parameters: Sequence[torch.Tensor]) -> None:
         """Write the casts of masters into their ``parameters``; scales of all shards are found in one collective."""
@@ -170,8 +170,8 @@ class _Masters:
         for p in others.keys() & optimizer.state.keys():
             optimizer.state[others[p]] = optimizer.state.pop(p)
 
-    def _note(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._seen.update((p, _look(p)) for p in parameters)
+    def _remember(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._seen.update((p, _write_stamp(p)) for p in parameters)
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class _Masters:
         for p, values in loading.items():
             self.of[p].copy_(p if values is None else values)
         self._cast([p for p, values in loading.items() if values is not None])
-        self._note(loading)
+        self._remember(loading)
         if missing:
             got = f"none for {len(missing)} of {len(loading)}"
             cure = "none, if it was saved without masters: they start from the parameters"
@@ -246,7 +246,7 @@ def _in_fp32(grads: Sequence[Any]) -> list[torch.Tensor]:
     return made
 
 
-def _look(parameter: torch.Tensor) -> object:
+def _write_stamp(parameter: torch.Tensor) -> object:
     """Changes whenever something writes ``parameter``, its ``.data`` or its planes; may change without."""
     held = stored_in(parameter)
     planes = held.held.tensors() if isinstance(held, QuantizedTensor) else [held]

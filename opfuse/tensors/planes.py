@@ -20,7 +20,7 @@ INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field
 
 
 def map_tensors(storage: QuantizedStorage, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedStorage:
-    """The same storage over changed tensors; a tensor that planes share is changed once and stays shared."""
+    """A copy of the storage over changed tensors; a tensor that planes share is changed once and stays shared."""
     changed: dict[int, torch.Tensor] = {}
     for tensor in storage.tensors():
         if id(tensor) not in changed:
@@ -66,7 +66,7 @@ def tensor_pairs(target: QuantizedStorage, source: QuantizedStorage) -> list[tup
 
 
 def with_shape(storage: QuantizedStorage, shape: Sequence[int]) -> QuantizedStorage:
-    """The same planes under another shape of as many elements."""
+    """A copy of the storage under another shape of as many elements."""
     return replace(storage, shape=torch.Size(shape))
 
 
@@ -91,15 +91,15 @@ def _parts(plane: Plane) -> Iterable[tuple[int | str, Plane]]:
 
 
 def structure(storage: QuantizedStorage) -> tuple[Any, ...]:
-    """All of ``storage`` but its tensors and its shape, as a value that compares. QuantizedTensorError as :func:`check_told`."""
-    check_told(storage)
+    """All of ``storage`` but its tensors and its shape, to compare. QuantizedTensorError as :func:`check_describable`."""
+    check_describable(storage)
     planes = [storage.plane(usage) for usage in storage.usages]
     sizes = tuple(plane.sizes if isinstance(plane, GroupedPlane) else None for plane in planes)
     parts = tuple(tuple((p.usage, p.format, p.shape, p.swizzled) for _, p in _parts(plane)) for plane in planes)
     return storage.dtype, storage.why, tuple(zip(sizes, parts))
 
 
-def check_told(storage: QuantizedStorage) -> None:
+def check_describable(storage: QuantizedStorage) -> None:
     """QuantizedTensorError for groups whose sizes only the device knows: no value of the host tells how such planes lie."""
     for plane in (storage.plane(usage) for usage in storage.usages):
         if plane.in_groups and not isinstance(plane, GroupedPlane):

@@ -20,9 +20,9 @@ class Quantized(torch.Tensor):
         _storage: QuantizedStorage
         ranks: Any
         alternates: bool | None
-        halves: Any
-        cut: Any
-        pieces: Mapping[int, tuple[int, QuantizedStorage]]
+        plane_records: Any
+        row_span: Any
+        partial_rows: Mapping[int, tuple[int, QuantizedStorage]]
 
         @property
         def record(self) -> QuantizedStorage: ...

@@ -137,7 +137,7 @@ def _groups_on(device: torch.device, splits: torch.Tensor, shape: Sequence[int])
 
 
 def _layouts(quantizer: Quantizer, shape: Sequence[int], groups: RowGroups) -> list[Layout]:
-    """Of the planes that a quantizer makes of a tensor (..., K) of this shape."""
+    """The layouts of the planes that a quantizer makes of a tensor (..., K) of this shape."""
     formats = dict(zip(USAGES, quantizer.formats))
     return [layout_in_groups(formats[usage], usage, matrix_shape(shape), groups) for usage in quantizer.usages]
 
@@ -272,14 +272,14 @@ class RaggedProducts(NamedTuple):
     weights: NumberFormat
     widths: tuple[int, int]
 
-    def are_made_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def supported_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether kernels of the device make all of them in one launch each, in ``dtype``, without the host knowing sizes."""
         index = device.index or 0
-        return device.type == "cuda" and kernels_run_on(index) and _are_made(self, index, dtype)
+        return device.type == "cuda" and kernels_run_on(index) and _supported(self, index, dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _are_made(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
+def _supported(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
     """Whether the products are made for any number of rows: tried for one row, and for a whole tile where rows are summed."""
     x, dy, weights, (inputs, outputs) = products
     pairs = [(Layout(x, ROWWISE, (1, inputs)), Layout(weights, ROWWISE, (outputs, inputs)))]

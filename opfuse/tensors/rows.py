@@ -24,7 +24,7 @@ def row_unit(storage: QuantizedStorage) -> int:
     return math.lcm(*(_rows_per_block(storage.plane(usage)) for usage in storage.usages))
 
 
-def cut_rows(storage: QuantizedStorage, start: int, stop: int) -> QuantizedStorage | None:
+def slice_rows(storage: QuantizedStorage, start: int, stop: int) -> QuantizedStorage | None:
     """Entries [start, stop) of the first dimension of ``storage``, or None where the format cannot be cut there.
 
     Rowwise data and scales of single rows are shared with ``storage``; scales of blocks, and data that is stored transposed, are

@@ -46,7 +46,7 @@ class Ranks(NamedTuple):
 def join(parameter: torch.Tensor) -> None:
     """Tell the shard of a quantized DTensor parameter which ranks hold the others."""
     shard: Any = local_tensor(parameter, None)
-    over = [dimension for dimension, each in enumerate(getattr(parameter, "placements", ())) if each.is_shard()]
+    over = [dimension for dimension, placement in enumerate(getattr(parameter, "placements", ())) if placement.is_shard()]
     for dimension in over if hasattr(shard, "record") else ():
         _share(shard, parameter.device_mesh, dimension)  # type: ignore[attr-defined]
 
@@ -94,14 +94,14 @@ def writer(tensor: Quantized) -> Quantizer | None:
 
 def amaxes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     """The amaxes over ranks for casts of ``sources`` into ``targets``, by index, in one collective for each group of ranks."""
-    found: dict[tuple[torch.device, AmaxRanks], dict[int, torch.Tensor]] = {}
+    by_group: dict[tuple[torch.device, AmaxRanks], dict[int, torch.Tensor]] = {}
     for i, (target, source) in enumerate(zip(targets, sources)):
         quantizer = writer(target) if isinstance(target, Quantized) and _is_alone(target, source) else None
         if quantizer is not None and quantizer.is_quantizable(source) and quantizer.measured(source.shape, source.dtype):
             ranks: AmaxRanks = quantizer.amax_reduction_group  # type: ignore[attr-defined]
-            found.setdefault((source.device, ranks), {})[i] = tensor_amax(source.detach())
-    together = {key: reduce_amax(torch.cat([*own.values()]), key[1]).split(1) for key, own in found.items()}
-    return {i: amax for key, own in found.items() for i, amax in zip(own, together[key])}
+            by_group.setdefault((source.device, ranks), {})[i] = tensor_amax(source.detach())
+    together = {key: reduce_amax(torch.cat([*values.values()]), key[1]).split(1) for key, values in by_group.items()}
+    return {i: amax for key, values in by_group.items() for i, amax in zip(values, together[key])}
 
 
 def _is_alone(target: Quantized, source: torch.Tensor) -> bool:
@@ -117,8 +117,8 @@ def process_groups(value: object) -> list[object]:
     """The process groups that a quantizer and those inside it hold, which can be neither copied nor saved."""
     if isinstance(value, getattr(torch.distributed, "ProcessGroup", ())):
         return [value]
-    held = vars(value).values() if is_dataclass(value) else value if isinstance(value, tuple) else ()
-    return [group for each in held for group in process_groups(each)]
+    inner = vars(value).values() if is_dataclass(value) else value if isinstance(value, tuple) else ()
+    return [group for tensor in inner for group in process_groups(tensor)]
 
 
 def _share(shard: Quantized, mesh: Any, *dimension: int) -> Ranks | None:

@@ -45,7 +45,7 @@ class Plane:
         return tuple([t for t in (self.data, self.scale, self.amax) if t is not None])
 
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Plane:
-        """The same plane over other tensors, taken from ``tensors`` in the order of :meth:`tensors`."""
+        """A copy of the plane over other ``tensors``, in the order of :meth:`tensors`."""
         source = iter(tensors)
         data = next(source)
         scale, amax = [None if old is None else next(source) for old in (self.scale, self.amax)]
@@ -125,7 +125,7 @@ class QuantizedStorage:
         return plane or self.plane(usage)
 
     def only(self, *usages: str, why: str) -> QuantizedStorage:
-        """The same storage with only the planes of ``usages``, derived where they can be."""
+        """A storage with only the planes of ``usages``, derived where they can be."""
         rowwise, columnwise = [self.derived(usage) if usage in usages else None for usage in USAGES]
         return QuantizedStorage(self.shape, self.dtype, rowwise, columnwise, why)
 
@@ -144,7 +144,7 @@ class QuantizedStorage:
         return tuple([t for plane in (self.rowwise, self.columnwise) if plane is not None for t in plane.tensors()])
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:
-        """The same storage over other tensors, in the order of :meth:`tensors`."""
+        """A copy of the storage over other tensors, in the order of :meth:`tensors`."""
         source = iter(tensors)
         rowwise, columnwise = [None if plane is None else plane.with_tensors(source) for plane in (self.rowwise, self.columnwise)]
         return QuantizedStorage(self.shape, self.dtype, rowwise, columnwise, self.why)

@@ -26,7 +26,7 @@ def straight_through(change: Callable[[Any], torch.Tensor], x: torch.Tensor) -> 
     return _StraightThrough.apply(x, change) if recorded else change(x)  # type: ignore[no-untyped-call]
 
 
-def told_gradient(tensor: torch.Tensor) -> str:
+def gradient_text(tensor: torch.Tensor) -> str:
     """How ``repr`` shows that ``tensor`` wants a gradient, as torch does; ``grad_fn=Invalid`` after a write made it ambiguous."""
     try:
         return "requires_grad=True" if tensor.grad_fn is None else f"grad_fn={tensor.grad_fn.name()}"

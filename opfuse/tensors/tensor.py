@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
-from opfuse.tensors import dispatch, exchange, gather, halves, pieces, shards
+from opfuse.tensors import dispatch, exchange, gather, one_plane_fsdp, partial_writes, shards
 from opfuse.tensors.planes import (
     INNER_NAMES,
     as_matrix,
@@ -27,14 +27,14 @@ from opfuse.tensors.planes import (
 )
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.storage import Plane, QuantizedStorage
-from opfuse.tensors.straight import straight_through, told_gradient
+from opfuse.tensors.straight import gradient_text, straight_through
 from opfuse.torch_private.tensors import make_wrapper_subclass, no_torch_function
 
 if TYPE_CHECKING:
     from opfuse.tensors.quantizers import Quantizer
 
 _DATA: Any = torch.Tensor.data
-_STATE = ("_storage", "_quantizer", "_readonly", "ranks", "alternates", "halves", "cut", "pieces")
+_STATE = ("_storage", "_quantizer", "_readonly", "ranks", "alternates", "plane_records", "row_span", "partial_rows")
 
 
 class QuantizedTensor(Quantized):
@@ -64,9 +64,9 @@ class QuantizedTensor(Quantized):
 
     ranks: shards.Ranks | None = None
     alternates: bool | None = None
-    halves: halves.Halves | None = None
-    cut: pieces.Cut | None = None
-    pieces: Mapping[int, tuple[int, QuantizedStorage]] = MappingProxyType({})
+    plane_records: one_plane_fsdp.PlaneRecords | None = None
+    row_span: partial_writes.RowSpan | None = None
+    partial_rows: Mapping[int, tuple[int, QuantizedStorage]] = MappingProxyType({})
 
     @staticmethod
     def __new__(
@@ -77,7 +77,7 @@ class QuantizedTensor(Quantized):
             raise QuantizedTensorError(
                 describe("QuantizedTensor", wanted="a QuantizedStorage", got=type(storage).__name__, cure=cure)
             )
-        exchange.look_into_lists()
+        exchange.register_nested_lists()
         placement = {"dtype": storage.dtype, "device": storage.device}
         tensor: QuantizedTensor = make_wrapper_subclass(cls, storage.shape, **placement, requires_grad=requires_grad)
         return tensor
@@ -96,22 +96,22 @@ class QuantizedTensor(Quantized):
         return self._storage
 
     def fetch(self) -> None:
-        """Fetch planes that are away. QuantizedTensorError while rows are missing (:mod:`opfuse.tensors.pieces`)."""
-        if self.pieces:
-            pieces.check_whole(self)
-        if self.halves is not None:
-            self._storage = self.halves.whole(self._storage)
+        """Fetch planes that are away. QuantizedTensorError while rows are missing (:mod:`opfuse.tensors.partial_writes`)."""
+        if self.partial_rows:
+            partial_writes.check_whole(self)
+        if self.plane_records is not None:
+            self._storage = self.plane_records.whole(self._storage)
 
     def hold(self, usage: str) -> None:
         """In a parameter that holds one plane at a time, hold the plane of ``usage``, whose bytes are written next."""
-        if self.halves is not None:
-            self._storage = self.halves.records[usage]
+        if self.plane_records is not None:
+            self._storage = self.plane_records.records[usage]
 
     @property
     def held(self) -> QuantizedStorage:
-        """The record of the planes that are here: all, but for :mod:`opfuse.tensors.halves`."""
-        if self.pieces:
-            pieces.check_whole(self)
+        """The record of the planes that are here: all, but for :mod:`opfuse.tensors.one_plane_fsdp`."""
+        if self.partial_rows:
+            partial_writes.check_whole(self)
         return self._storage
 
     def storage(self) -> Any:
@@ -160,12 +160,12 @@ class QuantizedTensor(Quantized):
     def signature(self) -> tuple[str, ...]:
         """Usage and format of every plane, as text, and which of them are away."""
         held = tuple(f"{usage}={self._storage.plane(usage).format}" for usage in self._storage.usages)
-        return held if self.halves is None else (*held, *(f"{usage}={fmt}, away" for usage, fmt in self.away.items()))
+        return held if self.plane_records is None else (*held, *(f"{usage}={fmt}, away" for usage, fmt in self.away.items()))
 
     @property
     def away(self) -> dict[str, NumberFormat]:
         """The formats of planes that are not here in this pass, by usage."""
-        return {} if self.halves is None else self.halves.away(self._storage)
+        return {} if self.plane_records is None else self.plane_records.away(self._storage)
 
     def format_of(self, usage: str) -> NumberFormat:
         """The format in which a product reads the plane of ``usage``, here or not; MissingPlaneError if there is none."""
@@ -178,7 +178,7 @@ class QuantizedTensor(Quantized):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         notes = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", *self.signature, f"device={self.device}"]
         if self.requires_grad:
-            notes.append(told_gradient(self))
+            notes.append(gradient_text(self))
         return f"{type(self).__name__}({', '.join(notes)})"
 
     # -- reading and writing -------------------------------------------------------------------------------------------
@@ -205,8 +205,8 @@ class QuantizedTensor(Quantized):
         target = as_matrix(self.record)
         record = source.record if isinstance(source, QuantizedTensor) else None
         if record is not None and noop_flag is None and covers(record, target):
-            if self.cut is not None:
-                self._storage = pieces.paste(self.cut, replace(record, shape=self.shape, dtype=self.dtype))
+            if self.row_span is not None:
+                self._storage = partial_writes.paste(self.row_span, replace(record, shape=self.shape, dtype=self.dtype))
                 return self
             self.check_writable("copy_", casting=False)
             for tensor, origin in tensor_pairs(target, record):
@@ -268,7 +268,7 @@ class QuantizedTensor(Quantized):
         tensor = QuantizedTensor(storage, quantizer=quantizer or self._quantizer)
         tensor._readonly, tensor.ranks, tensor.alternates = readonly, self.ranks, self.alternates
         if storage is self._storage:
-            tensor.halves, tensor.cut = self.halves, self.cut
+            tensor.plane_records, tensor.row_span = self.plane_records, self.row_span
         return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:

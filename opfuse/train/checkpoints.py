@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from opfuse.errors import OutputError, describe, problem_of, told_of
+from opfuse.errors import OutputError, describe, os_error_text, problem_of
 from opfuse.tensors.archives import unarchived
 from opfuse.train.files import write
 
@@ -42,14 +42,14 @@ class RunState:
 class Checkpoints:
     """The checkpoints of a comparison: of each of its runs the last one, and the one before it, should the last be damaged.
 
-    run: what makes it this run and no other, in words. resume: whether to go on from what is there. told: takes a sentence for
+    run: what makes it this run and no other, in words. resume: whether to go on from what is there. report: takes a sentence for
     each run that was to go on.
     """
 
     directory: Path
     run: Mapping[str, str]
     resume: bool = False
-    told: Callable[[str], None] = lambda _: None
+    report: Callable[[str], None] = lambda _: None
 
     def path(self, label: str) -> Path:
         """The last checkpoint of one run."""
@@ -78,7 +78,7 @@ class Checkpoints:
             return None
         there = [path for path in (self.path(label), self.before(label)) if path.exists()]
         if not there:
-            self.told(f"{label}: no checkpoint to go on from, so it begins anew")
+            self.report(f"{label}: no checkpoint to go on from, so it begins anew")
             return None
         path, found = self._whole(label, *there)
         others = found.pop("run")
@@ -88,7 +88,7 @@ class Checkpoints:
                 cure = "go on with what the run began with, or begin anew without --resume"
                 raise OutputError(describe(f"{path} {name}", wanted=wanted, got=got, cure=cure))
         os.replace(path, self.path(label))  # so that what is damaged never becomes the checkpoint before
-        self.told(f"{label}: goes on after step {found['step']}")
+        self.report(f"{label}: goes on after step {found['step']}")
         return RunState(**found)
 
     def _whole(self, label: str, path: Path, *earlier: Path) -> tuple[Path, dict[str, Any]]:
@@ -98,7 +98,7 @@ class Checkpoints:
         except OutputError as problem:
             if not earlier:
                 raise
-            self.told(f"{label}: {problem_of(problem)}; the checkpoint before it takes its place")
+            self.report(f"{label}: {problem_of(problem)}; the checkpoint before it takes its place")
             return self._whole(label, *earlier)
 
 
@@ -110,7 +110,7 @@ def _put(path: Path, content: bytes, kept: Path | None = None) -> None:
         write(path, content, kept=kept)
     except OSError as error:
         cure = "make room, and go on with --resume; what was written before is whole"
-        text = describe(str(path), wanted="room for what a run can go on from", got=told_of(error), cure=cure)
+        text = describe(str(path), wanted="room for what a run can go on from", got=os_error_text(error), cure=cure)
         raise OutputError(text) from None
 
 
@@ -122,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
             return found
         got = "a file of something else"
     except OSError as error:
-        got = told_of(error)
+        got = os_error_text(error)
     except Exception as error:  # what bytes that are no checkpoint raise is torch's business: many types
         got = str(error).partition("\n")[0] or type(error).__name__
     cure = "have opfuse run --resume take the checkpoint before it, or begin anew without --resume"

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from opfuse.config import OwnFile, Text, TokenFile
-from opfuse.errors import ConfigError, ShapeError, describe, told_of
+from opfuse.config import Text, TokenFile, UserFile
+from opfuse.errors import ConfigError, ShapeError, describe, os_error_text
 
 BYTES = 256
 """Classes: the next byte is one of these."""
@@ -27,7 +27,7 @@ class Batch(NamedTuple):
     target: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The same samples on ``device``."""
+        """A copy of the samples on ``device``."""
         return Batch(self.context.to(device), self.target.to(device))
 
 
@@ -44,7 +44,7 @@ def read(path: Path) -> bytes:
     try:
         text, got = path.read_bytes(), "an empty one"
     except OSError as error:
-        text, got = b"", told_of(error)
+        text, got = b"", os_error_text(error)
     if not text:
         cure = "write data.path from the folder of the configuration, or as an absolute path"
         raise ConfigError(describe(f"data {path}", wanted="a file with a text", got=got, cure=cure))
@@ -53,7 +53,7 @@ def read(path: Path) -> bytes:
 
 def text_of(data: Text, folder: Path) -> tuple[str, bytes]:
     """The name and the bytes of what a configuration in ``folder`` trains on."""
-    if isinstance(data, OwnFile):
+    if isinstance(data, UserFile):
         return data.path, read(folder / data.path)
     return data.kind, pydoc_topics()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from opfuse.errors import OpfuseWarning, OutputError, describe, told_of
+from opfuse.errors import OpfuseWarning, OutputError, describe, os_error_text
 from opfuse.runtime.plans.written import OWNER_ONLY, owner_only
 
 REPORT, VALUES = "report.json", "values.jsonl"
@@ -26,7 +26,9 @@ def writable(directory: Path) -> Path:
             file.write(b"\0")
     except OSError as error:
         cure = "name another directory with --out"
-        raise OutputError(describe(str(directory), wanted="a directory to write in", got=told_of(error), cure=cure)) from None
+        raise OutputError(
+            describe(str(directory), wanted="a directory to write in", got=os_error_text(error), cure=cure)
+        ) from None
     return directory
 
 
@@ -66,6 +68,6 @@ def sole_writer(path: Path) -> Iterator[None]:
             raise OutputError(describe(str(path.parent), wanted=wanted, got=got, cure=cure)) from None
         except OSError as error:
             wanted, cure = "a file system with locks", "see to it yourself that no second run writes there"
-            text = describe(str(path.parent), wanted=wanted, got=told_of(error), cure=cure)
+            text = describe(str(path.parent), wanted=wanted, got=os_error_text(error), cure=cure)
             warnings.warn(text, OpfuseWarning, stacklevel=3)
         yield

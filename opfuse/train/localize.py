@@ -78,9 +78,9 @@ def _asked(path: Path) -> tuple[Config, int | None, int | None, str, str | None]
     if not path.is_dir():
         return load(path), None, None, "cpu", None
     try:
-        told = unsealed((path / REPORT).read_text(encoding="utf-8"))
-        config = replace(configuration_of(path), path=told["config"])  # from whose folder its text counts
-        return config, told["steps"], told["seed"], told["device"], told["data"]["sha256"]
+        report = unsealed((path / REPORT).read_text(encoding="utf-8"))
+        config = replace(configuration_of(path), path=report["config"])  # from whose folder its text counts
+        return config, report["steps"], report["seed"], report["device"], report["data"]["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         cure = "name directories of `opfuse run`, or configurations"
         raise TraceError(describe(str(path), wanted="a run that can be made again", got=str(error), cure=cure)) from None
@@ -102,9 +102,9 @@ def first_difference(old: Path, new: Path, step: int, bound: float = 0.0) -> Val
 
 def _check(a: SeenValue, b: SeenValue) -> None:
     if (a.side, a.name, a.value.shape) != (b.side, b.name, b.value.shape):
-        told = [f"{each.side} {each.name} {tuple(each.value.shape)}" for each in (a, b)]
+        shapes = [f"{tensor.side} {tensor.name} {tuple(tensor.value.shape)}" for tensor in (a, b)]
         cure = "compare runs of one pipeline; `opfuse diff` without --localize tells what differs"
-        raise TraceError(describe("opfuse diff --localize", wanted=told[0], got=told[1], cure=cure))
+        raise TraceError(describe("opfuse diff --localize", wanted=shapes[0], got=shapes[1], cure=cure))
 
 
 def _difference(step: int, a: SeenValue, b: SeenValue) -> ValueDifference | None:

@@ -43,9 +43,11 @@ class FactDifference:
     new: Fact
 
     def __str__(self) -> str:
-        told = [f"{each.source}" for each in (self.old, self.new) if each.source]
+        sources = [f"{fact.source}" for fact in (self.old, self.new) if fact.source]
         same = self.old.source == self.new.source
-        return f"{self.name}: {self.old.value!r} -> {self.new.value!r}" + ("" if same or not told else f" ({' -> '.join(told)})")
+        return f"{self.name}: {self.old.value!r} -> {self.new.value!r}" + (
+            "" if same or not sources else f" ({' -> '.join(sources)})"
+        )
 
 
 @dataclass(frozen=True)
@@ -105,25 +107,25 @@ def _no_report(path: Path, error: Exception) -> TraceError:
 
 def _of_report(path: Path) -> KnownRun:
     try:
-        told = unsealed(path.read_text(encoding="utf-8"))
-        facts = dict(_report_facts(told))
-        return KnownRun(path.parent, facts, tuple(told["curves"][0]["losses"]))
+        report = unsealed(path.read_text(encoding="utf-8"))
+        facts = dict(_report_facts(report))
+        return KnownRun(path.parent, facts, tuple(report["curves"][0]["losses"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _no_report(path, error) from None
 
 
-def _report_facts(told: dict[str, Any]) -> Iterator[tuple[str, Fact]]:
+def _report_facts(report: dict[str, Any]) -> Iterator[tuple[str, Fact]]:
     for name in ("recipe", "dtype", "device", "backend", "steps", "seed"):
-        yield name, Fact(told[name])
+        yield name, Fact(report[name])
     for section, name in (("recipe", "recipe_fields"), ("train", "settings"), ("data", "data"), ("versions", "versions")):
-        yield from ((f"{section}.{key}", Fact(value)) for key, value in told[name].items())
+        yield from ((f"{section}.{key}", Fact(value)) for key, value in report[name].items())
     for section in ("environment", "settings"):
-        values = told.get("process", {}).get(section, {})
+        values = report.get("process", {}).get(section, {})
         # Of torch's own generator a run takes nothing: its seed is the one above, and that one another in each process.
         yield from ((f"{section}.{key}", Fact(value)) for key, value in values.items() if (section, key) != ("settings", "seed"))
-    for row in told["fusion_counts"]:
+    for row in report["fusion_counts"]:
         yield f"fusions.{row['direction']}.{row['rule']}", Fact(row["count"])
-    for number, plan in enumerate(told.get("plans", ()), 1):
+    for number, plan in enumerate(report.get("plans", ()), 1):
         yield from ((f"plan {number}.{leaf['path']}", Fact(leaf["value"], leaf["source"])) for leaf in plan["leaves"])
 
 
@@ -133,7 +135,7 @@ def _of_trace(trace: Trace) -> Iterator[tuple[str, Fact]]:
     for section in ("versions", "environment", "settings"):
         yield from ((f"{section}.{key}", Fact(value)) for key, value in getattr(process, section).items())
     for number, plan in enumerate(trace.plans, 1):
-        fused = [each["rule"] for each in plan.outcomes if each["status"] == "fused"]
+        fused = [outcome["rule"] for outcome in plan.outcomes if outcome["status"] == "fused"]
         yield f"plan {number}.fusions", Fact(fused)
         yield from ((f"plan {number}.{leaf.path}", Fact(leaf.value, leaf.source)) for leaf in plan.leaves)
 

@@ -48,7 +48,7 @@ Key = tuple[str | None, str | None]
 
 
 class Agreement(NamedTuple):
-    """Of a gradient with another one, over all parameters: signal to noise in dB, and the cosine of the angle between them."""
+    """A comparison of two gradients over all parameters: signal to noise in dB, and the cosine of their angle."""
 
     sqnr: float
     cosine: float
@@ -223,7 +223,7 @@ def gradients(model: ByteModel, batch: Batch, recipe: Recipe | None, *, seed: in
 
 
 def agreement(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> Agreement:
-    """Of two gradients of the same parameters, in fp64: |wanted|^2 / |got - wanted|^2 in dB, at most CEILING; and the cosine."""
+    """The :class:`Agreement` of two gradients, in fp64: |wanted|^2 / |got - wanted|^2 in dB, at most CEILING; and the cosine."""
     left, right = (torch.cat([grad.double().flatten() for grad in grads]) for grads in (got, wanted))
     noise, size = float((left - right).norm()), float(right.norm())
     sqnr = CEILING if noise == 0 else min(20 * math.log10(max(size / noise, 10**-15)), CEILING)

@@ -31,15 +31,15 @@ def watched(model: nn.Module, watching: Watching | None, *, step: int = 0) -> It
 @contextmanager
 def _writer(to: str) -> Iterator[Any]:
     """The writer of a package that need not be here, closed at the end; None: records go into a file beside the report."""
-    made, close = _made(to)
+    writer, close = _opened(to)
     try:
-        yield made
+        yield writer
     finally:
         close()
 
 
-def _made(to: str) -> tuple[Any, Callable[[], None]]:
-    """A writer, and what has it write the last of what it was given."""
+def _opened(to: str) -> tuple[Any, Callable[[], None]]:
+    """A writer, and the function that flushes and closes it."""
     if to == "jsonl":
         return None, lambda: None
     try:

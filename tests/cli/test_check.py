@@ -183,7 +183,7 @@ def test_the_module_exits_with_the_code_and_loads_no_compiler(tmp_path):
 
 def test_a_rehearsal_warns_of_no_region(tmp_path, monkeypatch):
     """Each op of a file runs once, alone, under the recipe: also those that have nothing to quantize."""
-    monkeypatch.setattr(sys.modules["opfuse.recipes.autocast"], "_told", set())
+    monkeypatch.setattr(sys.modules["opfuse.recipes.autocast"], "_warned", set())
     path = tmp_path / "norm.yaml"
     path.write_text("version: 1\nrecipe: {kind: mxfp8}\npipeline: {ops: [{op: rms_norm, size: 96}]}\n")
     with warnings.catch_warnings(record=True) as told:

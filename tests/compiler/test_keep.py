@@ -62,7 +62,7 @@ def explained(model, recipe):
 
 def remade_of(model, recipe):
     plans = explained(model, recipe).plans
-    return [each for plan in plans for operands in plan.remade.values() for each in operands]
+    return [each for plan in plans for operands in plan.rematerialized.values() for each in operands]
 
 
 @pytest.mark.row("B35")

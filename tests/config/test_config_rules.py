@@ -130,14 +130,14 @@ def test_every_word_has_a_function_and_a_place_on_the_page():
 
 @pytest.mark.parametrize("word", [test for test, word in TESTS.items() if word.integers])
 def test_a_word_about_integers_is_asked_of_integers_alone(word):
-    written = TESTS[word].told.format(2)
+    written = TESTS[word].text.format(2)
     assert finding(f"{{use: epilogue, when: {{env.arch: {written}}}}}") == ("bad-value", written)
 
 
 @pytest.mark.parametrize("word", [test for test, word in TESTS.items() if word.end])
 def test_a_word_that_bounds_a_range_is_asked_of_values_in_order_alone(word):
     """Whatever words there are: the table says which need an order."""
-    written = TESTS[word].told.format("cuda").replace("'", "")
+    written = TESTS[word].text.format("cuda").replace("'", "")
     assert finding(f"{{use: epilogue, when: {{env.device: '{written}'}}}}") == ("bad-value", f"'{written}'")
 
 

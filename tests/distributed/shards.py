@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import opfuse
 from opfuse import ops
 from opfuse.errors import OpfuseWarning, QuantizedTensorError
-from opfuse.tensors import QuantizedTensor, gather, halves, quantizers
+from opfuse.tensors import QuantizedTensor, gather, one_plane_fsdp, quantizers
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.storage import Plane
@@ -99,7 +99,7 @@ def check_mirrored(recipe: str, rank: int, ranks: int, device: str) -> list[str]
         made.append(plane)
         return mirrored(plane)
 
-    with mock.patch.object(gather, "mirrored", count), mock.patch.object(halves, "mirrored", count):
+    with mock.patch.object(gather, "mirrored", count), mock.patch.object(one_plane_fsdp, "mirrored", count):
         counts = []
         for _ in range(2):
             with region_of(recipe):

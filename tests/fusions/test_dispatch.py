@@ -52,7 +52,7 @@ def layer(groups: int = GROUPS, **options: object) -> ops.GroupedLinear:
 @pytest.fixture
 def on_device(monkeypatch):
     """Say that the CPU is a device that makes products of groups of unknown sizes."""
-    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
+    monkeypatch.setattr(RaggedProducts, "supported_on", lambda *_: True)
 
 
 class _Copies(TorchDispatchMode):

@@ -42,7 +42,7 @@ ONE_OF_THEM = (RULES.without("backward_groups"), RULES.without("epilogue_groups"
 @pytest.fixture
 def on_device(monkeypatch):
     """Say that the CPU is a device that makes products of groups of unknown sizes."""
-    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
+    monkeypatch.setattr(RaggedProducts, "supported_on", lambda *_: True)
 
 
 def experts(name: str = "scaled swiglu", inner: int = 144) -> ops.Sequential:

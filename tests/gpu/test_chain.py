@@ -96,7 +96,7 @@ def test_r4_fused_chain_equals_its_ops_one_by_one_on_the_device(seed, device):
         dy, (alone,) = backward_chain(dy, [stages[i]], {0: kept[i]})
         for name, grad in alone.items():
             if stages[i].math.operands[name] == "column" and any(stage.math.is_gated for stage in stages[i + 1 :]):
-                # Halves of a later unit are added up pair by pair in the chain, one after the other alone.
+                # PlaneRecords of a later unit are added up pair by pair in the chain, one after the other alone.
                 scale = float(grad.abs().max()) if grad.numel() else 0.0
                 torch.testing.assert_close(grads[i][name], grad, rtol=RELATIVE[chain.io], atol=2**-9 * scale)
             else:

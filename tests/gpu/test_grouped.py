@@ -129,7 +129,7 @@ def test_one_program_repeats_steps_of_all_sizes(place, device):
 def known_to_the_host() -> Iterator[None]:
     """Inside, groups are cast one by one, and products get the sizes from the host."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RaggedProducts, "are_made_on", lambda *_: False)
+        patch.setattr(RaggedProducts, "supported_on", lambda *_: False)
         yield
 
 

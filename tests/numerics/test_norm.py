@@ -314,7 +314,7 @@ def test_errors_are_typed(call, error, says):
 
 
 def tree(values):
-    """Halves added until one is left, with Python's own loop; the shorter list is filled with zeros."""
+    """PlaneRecords added until one is left, with Python's own loop; the shorter list is filled with zeros."""
     size = 1 << max(len(values) - 1, 0).bit_length()
     values = list(values) + [0.0] * (size - len(values))
     while len(values) > 1:

@@ -36,7 +36,7 @@ from opfuse.tensors.quantizers import (
 )
 from opfuse.tensors.ragged import (
     RaggedProducts,
-    _are_made,
+    _supported,
     cast_in_groups,
     casts_in_groups,
     copied_to,
@@ -72,7 +72,7 @@ def on_device(monkeypatch):
         cast.extend([tuple(splits.tolist())] * (found is not None))
         return found
 
-    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
+    monkeypatch.setattr(RaggedProducts, "supported_on", lambda *_: True)
     monkeypatch.setattr("opfuse.core.grouped_cast.cast_in_groups", counted)
     monkeypatch.setattr("opfuse.core.grouped_cast.encoding_in_groups", counted_too)
     return cast
@@ -369,7 +369,7 @@ def test_the_host_reads_the_sizes_of_what_no_kernel_takes(why, monkeypatch):
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     monkeypatch.setattr("opfuse.core.grouped_cast.cast_in_groups", None)
     asked = []
-    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda products, *_: asked.append(products) is not None)
+    monkeypatch.setattr(RaggedProducts, "supported_on", lambda products, *_: asked.append(products) is not None)
     step(op, randn(328, 128).to(BF16), torch.tensor(SIZES[0]), recipe=recipe)
     assert why == "features of no whole pieces" or not asked
 
@@ -400,7 +400,7 @@ def test_each_product_is_asked_for_with_the_sums_of_the_recipe(split, added, mon
 
 def test_a_device_is_asked_for_the_formats_of_each_operand(monkeypatch):
     asked = set()
-    monkeypatch.setattr(RaggedProducts, "are_made_on", lambda products, *_: bool(asked.add(products)))
+    monkeypatch.setattr(RaggedProducts, "supported_on", lambda products, *_: bool(asked.add(products)))
     step(layer(), randn(328, 128).to(BF16), torch.tensor(SIZES[0]), recipe=recipes.Float8CurrentScaling())
     assert asked == {RaggedProducts(fp8_tensor(E4M3), fp8_tensor(E5M2), fp8_tensor(E4M3), (128, 144))}
 
@@ -489,11 +489,11 @@ def test_a_list_is_a_constant_of_a_graph_and_no_program_copies_it_there(monkeypa
 def test_devices_that_make_products_of_groups_in_one_launch(widths, dtype, arch, made, monkeypatch):
     monkeypatch.setattr("opfuse.kernels.products.native._machine", lambda device: Machine(arch, (13, 0)))
     monkeypatch.setattr("opfuse.tensors.ragged.kernels_run_on", lambda device: True)
-    _are_made.cache_clear()
+    _supported.cache_clear()
     products = RaggedProducts(fp8_block(E4M3, 1), fp8_block(E4M3, 1), fp8_block(E4M3, 2), widths)
-    assert products.are_made_on(torch.device("cuda", 0), dtype) == made
-    assert not products.are_made_on(torch.device("cpu"), dtype)
-    _are_made.cache_clear()
+    assert products.supported_on(torch.device("cuda", 0), dtype) == made
+    assert not products.supported_on(torch.device("cpu"), dtype)
+    _supported.cache_clear()
 
 
 def test_only_known_casts_are_made_in_groups():

@@ -133,7 +133,7 @@ def test_a_norm_saves_its_statistics_alone():
 def test_what_is_read_must_be_saved(saved):
     class Forgetful(ops.FusedOperation):
         def fuser_forward(self, basic_op_ctxs, input_, **unused):
-            basic_op_ctxs[0]._keep(saved)
+            basic_op_ctxs[0]._store(saved)
             return input_ @ self.basic_ops[0].weight.t(), [()]
 
     with raised(FusionError, RuntimeError, r"Forgetful: saved state of BasicLinear\(", r"exactly \('x', 'w'\)"):

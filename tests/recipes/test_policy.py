@@ -9,7 +9,7 @@ import opfuse
 from opfuse import ops
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.recipes import Float8CurrentScaling
-from opfuse.recipes.policy import OVERRIDES, cast_quantizer, planes, saved_operand
+from opfuse.recipes.policy import OVERRIDES, cast_quantizer, planes, saved_planes
 from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
 
@@ -84,7 +84,7 @@ def test_b08_planes_that_a_cast_makes(override, backward, role):
 def test_b11_what_is_saved_of_an_operand(override):
     x = torch.randn(32, 64, dtype=torch.bfloat16)
     operand = cast_quantizer(MXFP8Quantizer(), "input", override, BOTH).quantize(x)
-    saved = saved_operand(operand, override)
+    saved = saved_planes(operand, override)
     if override == "high_precision":
         assert saved is x
         return

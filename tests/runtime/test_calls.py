@@ -99,7 +99,7 @@ def calls_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch, *, keeps: bo
         torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))
 
     with monkeypatch.context() as patch, torch.autograd.set_multithreading_enabled(False):
-        patch.setattr(RaggedProducts, "are_made_on", lambda *_: True)
+        patch.setattr(RaggedProducts, "supported_on", lambda *_: True)
         with fake_device(patch), launches_seen(patch), opfuse.kept_weights(model) if keeps else nullcontext():
             patch.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))
             for _ in range(6):

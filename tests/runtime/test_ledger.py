@@ -18,15 +18,15 @@ def products(x, factors, asked):
     tape, made = BackwardTape([x, *factors], [x]), [x]
     for factor in factors:
         read = made[-1]
-        saved = tape.keep([read.detach(), factor])
+        saved = tape.save([read.detach(), factor])
 
         def backward(received, keep, saved=saved):
             asked.append(keep)
-            value, factor = saved.taken(keep)
+            value, factor = saved.unpack(keep)
             return [received[0] * factor, (received[0] * value).double()]
 
         made.append(read.detach() * factor.detach())
-        tape.note([read, factor], made[-1:], backward)
+        tape.record([read, factor], made[-1:], backward)
     tape.close(made[1:])
     return tape, made[1:]
 
@@ -87,20 +87,20 @@ def test_results_may_be_parts_of_one_block_and_nothing_else_of_others():
 def test_what_is_saved_is_known_until_the_call_is_over_so_that_results_are_copies_of_it():
     x, factor = torch.randn(3), torch.randn(3)
     tape = BackwardTape([x, factor], [x])
-    tape.keep([x, factor])
-    assert [each is factor for each in tape.kept] == [False, True]
-    assert torch.equal(tape.kept[0], x)
-    (made,) = apart([factor.view(3)], tape.kept)
+    tape.save([x, factor])
+    assert [each is factor for each in tape.saved] == [False, True]
+    assert torch.equal(tape.saved[0], x)
+    (made,) = apart([factor.view(3)], tape.saved)
     assert made.data_ptr() != factor.data_ptr()
     tape.close([])
-    assert tape.kept == []
+    assert tape.saved == []
 
 
 def test_a_write_to_a_watched_tensor_is_refused_though_no_step_has_saved_it():
     x, source = torch.randn(3), torch.randn(3)
     tape = BackwardTape([x], [x])
     tape.watch([source])
-    tape.note([x], [y := 2 * x], lambda received, keep: [2 * received[0]])
+    tape.record([x], [y := 2 * x], lambda received, keep: [2 * received[0]])
     tape.close([y])
     assert torch.equal(tape.gradients([x], keep=True)[0], 2 * x)
     source.mul_(2)

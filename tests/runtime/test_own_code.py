@@ -13,7 +13,7 @@ from opfuse import ops, recipes
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.compiler.rules import fusion
 from opfuse.runtime.replay.dispatch import interpreted
-from opfuse.runtime.replay.layout_key import given, layout_key
+from opfuse.runtime.replay.layout_key import layout_key, tensors_and_planes
 from opfuse.runtime.replay.replayable import Recorded
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import differences, gradient, randn, to
@@ -112,11 +112,11 @@ def test_a_look_says_which_tensors_there_are_and_which_are_one():
     assert layout_key([x, None]) == layout_key([y, None])
     quantized = [Float8CurrentScalingQuantizer(fmt)(x) for fmt in (torch.float8_e4m3fn, torch.float8_e5m2)]
     assert len({layout_key([each]) for each in quantized}) == 2  # bytes alike, which mean other numbers
-    assert [id(each) for each in given(quantized[:1])] == [id(quantized[0]), *map(id, quantized[0].held.tensors())]
+    assert [id(each) for each in tensors_and_planes(quantized[:1])] == [id(quantized[0]), *map(id, quantized[0].held.tensors())]
     assert layout_key([x, x.view(16)]) is None  # of one memory, but each counts its own writes
     assert layout_key([x, torch.empty(0), torch.empty(0)]) is not None
     assert layout_key([x, 3]) is None
-    assert [*map(id, given([None, x, None, y]))] == [id(x), id(y)]
+    assert [*map(id, tensors_and_planes([None, x, None, y]))] == [id(x), id(y)]
 
 
 def test_each_output_of_a_program_is_its_own():

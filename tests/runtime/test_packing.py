@@ -21,7 +21,7 @@ from opfuse.runtime.compile.saved_call import SavedTensor, SavedTensorPacker
 from opfuse.runtime.replay.backward import BackwardPass
 from opfuse.runtime.replay.dispatch import ReplayedSegment
 from opfuse.runtime.replay.instructions import LaunchStep, OpStep
-from opfuse.runtime.replay.layout_key import given
+from opfuse.runtime.replay.layout_key import tensors_and_planes
 from opfuse.runtime.replay.packing import Packing
 from opfuse.runtime.replay.program import SMALL, Program
 from opfuse.runtime.replay.recorder import Recorder
@@ -80,7 +80,7 @@ class ForwardPass:
         program = Program(recorder, [recorder.number(each) for each in results])
         self.interpreter, self.first = interpreter, backward
         self.replayable = Replayable("cpu", "fake")
-        self.replayable.note(KEY, Recorded(program, None, backward, backward.replayables))
+        self.replayable.add(KEY, Recorded(program, None, backward, backward.replayables))
 
     def call(self, *given: Tensor) -> ReplayedSegment:
         plan: Any = SimpleNamespace(programs={0: self.replayable})
@@ -263,7 +263,7 @@ def test_a_backward_pass_holds_nothing_that_it_has_read():
     recorded = recorded_forward(torch.randn(40))
     for _ in range(5):
         step(recorded, torch.randn(40), torch.randn(40))
-    call = recorded.call(*given([torch.randn(40)]))
+    call = recorded.call(*tensors_and_planes([torch.randn(40)]))
     call.forward([])
     saved = call.released()
     alive = [weakref.ref(each) for each in saved]

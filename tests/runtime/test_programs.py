@@ -214,12 +214,12 @@ def test_programs_are_counted_together_only_when_room_may_be_short(monkeypatch):
     monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", str(100 * 1000))
     looks = Replayable(limit=1000)
     for i in range(90):
-        program = SimpleNamespace(own_bytes=900, code=SimpleNamespace(nbytes=100), used=i)
-        looks.note(i, Recorded(program))
+        program = SimpleNamespace(instance_bytes=900, code=SimpleNamespace(nbytes=100), used=i)
+        looks.add(i, Recorded(program))
     assert len(counted) == 1
     for i in range(90, 300):
-        program = SimpleNamespace(own_bytes=900, code=SimpleNamespace(nbytes=100), used=i)
-        looks.note(i, Recorded(program))
+        program = SimpleNamespace(instance_bytes=900, code=SimpleNamespace(nbytes=100), used=i)
+        looks.add(i, Recorded(program))
     assert [*looks] == [*range(200, 300)]
 
 

@@ -97,7 +97,7 @@ class Interrupted:
         self.left -= 1
         if self.left == 0:
             for other in range(self.programs.limit):
-                self.programs.note(other, SEEN)
+                self.programs.add(other, SEEN)
         return id(self)
 
 
@@ -106,9 +106,9 @@ def test_a_look_may_be_pushed_out_while_it_is_noted(after):
     """As where threads call one model with many shapes: each look is noted again when it is recorded."""
     programs = Replayable(limit=3)
     look = Interrupted(programs, 0)
-    programs.note(look, SEEN)
+    programs.add(look, SEEN)
     look.left = after
-    programs.note(look, "recorded")
+    programs.add(look, "recorded")
     assert len(programs) <= programs.limit
     assert programs.get(look, "recorded") == "recorded"
 

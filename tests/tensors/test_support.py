@@ -9,7 +9,7 @@ from docs import tables
 from opfuse.errors import MissingPlaneError, QuantizedTensorError
 from opfuse.formats import COLUMNWISE
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
-from opfuse.tensors.rows import cut_rows
+from opfuse.tensors.rows import slice_rows
 from opfuse.tensors.tensor import QuantizedTensor
 from tests.tensors.quantized_samples import QUANTIZERS, planes, same_bytes, values
 
@@ -49,10 +49,10 @@ def test_h35_columnwise_data_comes_from_rowwise_bytes_where_the_table_says_so(qu
 def test_h35_rows_come_apart_at_the_multiples_of_the_table(quantizer):
     storage = quantizer.quantize(values((512, 128)))
     unit = 1 if cells(quantizer)[6] == "any" else int(cells(quantizer)[6].rpartition(" ")[2])
-    piece = cut_rows(storage, unit, 3 * unit)
+    piece = slice_rows(storage, unit, 3 * unit)
     assert torch.equal(piece.dequantize(), storage.dequantize()[unit : 3 * unit])
     if unit > 1:
-        assert cut_rows(storage, unit // 2, 2 * unit) is None
+        assert slice_rows(storage, unit // 2, 2 * unit) is None
 
 
 @pytest.mark.row("H35")

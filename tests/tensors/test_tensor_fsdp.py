@@ -20,7 +20,7 @@ from opfuse.tensors.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from opfuse.tensors.quantizers.ranks import meeting_place
+from opfuse.tensors.quantizers.ranks import collective_device
 from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes, values
 
 every_kind = pytest.mark.parametrize("kind", list(QUANTIZERS))
@@ -222,4 +222,4 @@ def test_shards_that_are_written_together_find_their_amaxes_in_one_collective(mo
 @pytest.mark.parametrize(("backends", "place"), [("cpu:gloo,cuda:nccl", "cpu"), ("gloo", "cpu"), ("cuda:nccl", "cuda")])
 def test_amaxes_of_shards_on_the_cpu_meet_where_the_group_can(monkeypatch, backends, place):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: str(BackendConfig(Backend(backends))))
-    assert meeting_place(None, torch.device("cpu")).type == place
+    assert collective_device(None, torch.device("cpu")).type == place

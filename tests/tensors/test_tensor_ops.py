@@ -14,7 +14,7 @@ from opfuse.recipes import MXFP8BlockScaling
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
-from opfuse.tensors.rows import cut_rows
+from opfuse.tensors.rows import slice_rows
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 from tests.turns import in_turn
 
@@ -352,7 +352,7 @@ def test_rows_are_cut_between_blocks_or_not_at_all(kind):
     storage = make(kind, shape=(256, 32)).record
     unit, cuts = CUTS[kind], (0, 1, 15, 16, 31, 32, 33, 96, 127, 128, 129, 255, 256)
     for start, stop in itertools.combinations(cuts, 2):
-        piece = cut_rows(storage, start, stop)
+        piece = slice_rows(storage, start, stop)
         assert (piece is not None) == (start % unit == 0 and (stop % unit == 0 or stop == 256)), (start, stop)
         if piece is not None:
             for usage in storage.usages:

@@ -21,7 +21,7 @@ StepBackward = Callable[[list[torch.Tensor | None], bool], MaybeGradients]
 """From the gradients of what a step made, a list that it may empty, to those of what it read; True if it will be asked again."""
 
 
-class _NotedStep(NamedTuple):
+class _TapeStep(NamedTuple):
     """One step. reads: numbers of the tensors that it read, None for those without a gradient. makes: numbers of its results."""
 
     reads: Sequence[int | None]
@@ -34,16 +34,16 @@ class Copies:
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self.given = given
-        self._made: dict[Any, torch.Tensor] = {}
+        self._by_place: dict[Any, torch.Tensor] = {}
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+    def unshared(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, or its copy if it shares memory with ``given``."""
         for other in self.given:
             if share_memory(tensor, other):
                 place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-                if place not in self._made:
-                    self._made[place] = tensor.detach().clone()
-                return self._made[place]
+                if place not in self._by_place:
+                    self._by_place[place] = tensor.detach().clone()
+                return self._by_place[place]
         return tensor
 
 
@@ -51,39 +51,39 @@ class BackwardTape:
     """The steps of one call.
 
     arguments: the tensors that get gradients; if one of them occurs twice, its first place gets the sum. given: arguments whose
-    memory a compiler may overwrite, so of these copies are saved. kept: all saved tensors.
+    memory a compiler may overwrite, so of these copies are saved. saved: all saved tensors.
     """
 
     def __init__(self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
-        self.kept: list[torch.Tensor] = []
+        self.saved: list[torch.Tensor] = []
         self._count = len(arguments)
-        self._steps: list[_NotedStep] | None = []
+        self._steps: list[_TapeStep] | None = []
         self._watched: list[SavedTensors] = []
-        self._looks: list[tuple[torch.dtype, torch.Size]] = []
+        self._shapes: list[tuple[torch.dtype, torch.Size]] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # until the call is over, so that no other tensor has the id of one
         self._copies = Copies(given)
-        for each in arguments:
-            self._enter(each)
+        for argument in arguments:
+            self._enter(argument)
 
     def _enter(self, tensor: torch.Tensor) -> None:
         self._numbers.setdefault(id(tensor), len(self._alive))
         self._alive.append(tensor)
-        self._looks.append((tensor.dtype, tensor.shape))
+        self._shapes.append((tensor.dtype, tensor.shape))
 
-    def note(self, reads: Sequence[torch.Tensor | None], makes: Sequence[torch.Tensor], backward: StepBackward) -> None:
+    def record(self, reads: Sequence[torch.Tensor | None], makes: Sequence[torch.Tensor], backward: StepBackward) -> None:
         """Write a step down: what it read and made, and its backward pass. ``makes`` are new tensors, known by identity."""
         numbers, start = self._numbers, len(self._alive)
         steps = [] if self._steps is None else self._steps
-        steps.append(_NotedStep([numbers.get(id(each)) for each in reads], range(start, start + len(makes)), backward))
-        for each in makes:
-            self._enter(each)
+        steps.append(_TapeStep([numbers.get(id(tensor)) for tensor in reads], range(start, start + len(makes)), backward))
+        for tensor in makes:
+            self._enter(tensor)
 
-    def keep(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
+    def save(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
         """Save tensors for the backward pass; a copy of those that share memory with ``given``."""
-        own = [self._copies.own(tensor) for tensor in saved]
-        self.kept += own
-        return SavedTensors(own)
+        copies = [self._copies.unshared(tensor) for tensor in saved]
+        self.saved += copies
+        return SavedTensors(copies)
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse a backward pass after a write to ``tensors``, also where steps save other tensors over the same memory."""
@@ -91,8 +91,8 @@ class BackwardTape:
 
     def close(self, results: Sequence[torch.Tensor]) -> None:
         """The call is over; ``results`` are its outputs."""
-        self._ends = [self._numbers.get(id(each)) for each in results]
-        self._numbers, self._alive, self._copies, self.kept = {}, [], Copies(()), []
+        self._ends = [self._numbers.get(id(result)) for result in results]
+        self._numbers, self._alive, self._copies, self.saved = {}, [], Copies(()), []
 
     def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:
         """From the gradients of the results to those of the arguments. keep: whether another pass may follow.
@@ -104,10 +104,10 @@ class BackwardTape:
             where, cure = "backward of a compiled pipeline", "pass retain_graph=True to the first"
             raise SavedTensorError(describe(where, wanted="one backward pass", got="a second one", cure=cure))
         for each in self._watched:
-            each.taken(keep)
+            each.unpack(keep)
         if not keep:
             self._steps, self._watched = None, []
-        found: list[torch.Tensor | None] = [None] * len(self._looks)
+        found: list[torch.Tensor | None] = [None] * len(self._shapes)
         for end, grad in zip(self._ends, given):
             self._add(found, end, grad)
         for reads, makes, backward in reversed(steps):
@@ -122,7 +122,7 @@ class BackwardTape:
         """Add a gradient in the dtype and shape of its tensor, as autograd does."""
         if number is None or grad is None:
             return
-        dtype, shape = self._looks[number]
+        dtype, shape = self._shapes[number]
         if grad.shape != shape:
             grad = grad.sum_to_size(shape)
         if grad.dtype != dtype:
@@ -138,8 +138,8 @@ class SavedTensors:
         self.tensors = tensors
         self.versions = versions(*tensors)
 
-    def taken(self, keep: bool) -> list[torch.Tensor]:
-        """The tensors; without ``keep`` they are let go here. SavedTensorError if one was written since."""
+    def unpack(self, keep: bool) -> list[torch.Tensor]:
+        """The tensors; without ``keep`` they are released here. SavedTensorError if one was written since."""
         tensors = self.tensors
         check_unwritten(tensors, self.versions)
         if keep:

@@ -147,27 +147,27 @@ def pipeline_op(
         outputs = pipeline.run_inside(inner)
     _check_result(pipeline, versions(*given) != writes, outputs)
     with below_autograd():
-        results = apart(outputs, [*given, *parameters, *inner.kept])
+        results = apart(outputs, [*given, *parameters, *inner.saved])
     inner.close(outputs)
-    return [*results, token_of(inner.held)] if inner.trains else results
+    return [*results, token_of(inner.saved_call)] if inner.trains else results
 
 
 def backward_op(
     token: torch.Tensor,
     grads: Sequence[torch.Tensor | None],
     sizes: Sequence[int],
-    looks: Sequence[int],
+    signatures: Sequence[int],
     device: torch.device,
 ) -> list[torch.Tensor]:
     """From the gradients of the outputs to those of the arguments that want one; zeros where there is none.
 
-    looks: for each of these arguments its rank and the index of its dtype in ``DTYPES``. sizes: their shapes, one after another.
-    device: theirs. An argument of rank ``NONE`` has no gradient in the graph. Errors: UnsupportedError if it gets one, and for
-    create_graph=True; SavedTensorError if what the call kept is gone or was written to.
+    signatures: for each of these arguments its rank and the index of its dtype in ``DTYPES``. sizes: their shapes, one after
+    another. device: theirs. An argument of rank ``NONE`` has no gradient in the graph. Errors: UnsupportedError if it gets one,
+    and for create_graph=True; SavedTensorError if what the call kept is gone or was written to.
     """
     where = "backward of a compiled pipeline"
-    held = saved_call_of(token)
-    if held is None:
+    call = saved_call_of(token)
+    if call is None:
         cure = "leave hooks of saved tensors that copy them (save_on_cpu) outside of what is compiled"
         got = "a copy of the tensor that stands for it"
         raise SavedTensorError(describe(where, wanted="what the forward pass has kept", got=got, cure=cure))
@@ -175,9 +175,9 @@ def backward_op(
         cure = "compute second derivatives with plain torch modules; quantized backward passes have none"
         raise UnsupportedError(describe(where, wanted="create_graph=False", got="a double backward", cure=cure))
     grads = [None if grad is None else grad.resolve_neg() for grad in grads]
-    found = held.backward(grads, keeps_graph())
+    found = call.backward(grads, keeps_graph())
     made, at = list[torch.Tensor](), 0
-    for grad, rank, dtype in zip(found, looks[::2], looks[1::2]):
+    for grad, rank, dtype in zip(found, signatures[::2], signatures[1::2]):
         if rank == NONE:
             if grad is not None:
                 cure = "call torch._dynamo.reset() after such a change; set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 if files had it"
@@ -202,15 +202,15 @@ class _PipelineNode(torch.autograd.Function):
         ctx.places = [i for i in likes if not reach or reach[i]]
         ctx.sizes = [size for i in ctx.places for size in likes[i].shape]
         ranks = [like.ndim if i in ctx.places else NONE for i, like in likes.items()]
-        ctx.looks = [n for rank, like in zip(ranks, likes.values()) for n in (rank, DTYPES.index(like.dtype))]
+        ctx.signatures = [n for rank, like in zip(ranks, likes.values()) for n in (rank, DTYPES.index(like.dtype))]
         ctx.device, ctx.count = tensors[0].device, len(tensors)
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        made = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.looks, ctx.device)
-        found = dict(zip(ctx.places, made))
-        return (None, None, *[found.get(i) for i in range(ctx.count)])
+        gradients = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.signatures, ctx.device)
+        by_place = dict(zip(ctx.places, gradients))
+        return (None, None, *[by_place.get(i) for i in range(ctx.count)])
 
 
 def _seen_pipeline(
@@ -234,7 +234,7 @@ def _run_pipeline(tensors: Sequence[torch.Tensor], *rest: Any) -> list[torch.Ten
 
 
 def _run_backward(token: torch.Tensor, grads: Sequence[torch.Tensor | None], *rest: Any) -> list[torch.Tensor]:
-    """The same for the backward op."""
+    """Run the backward op, or hand it to torch's dispatcher, as :func:`_run_pipeline` does."""
     if _is_run((token, *[grad for grad in grads if grad is not None])):
         return backward_op(token, grads, *rest)
     with below_autograd():
@@ -337,11 +337,11 @@ def backward_fake(
     token: torch.Tensor,
     grads: Sequence[torch.Tensor | None],
     sizes: Sequence[int],
-    looks: Sequence[int],
+    signatures: Sequence[int],
     device: torch.device,
 ) -> list[torch.Tensor]:
     """Tensors like the gradients that the backward op returns."""
-    rest, pairs = iter(sizes), zip(looks[::2], looks[1::2])
+    rest, pairs = iter(sizes), zip(signatures[::2], signatures[1::2])
     return [torch.empty([*islice(rest, rank)], dtype=DTYPES[at], device=device) for rank, at in pairs if rank != NONE]
 
 
@@ -350,7 +350,7 @@ def backward_fake(
 
 _SCHEMAS = {
     "pipeline": "(Tensor[] tensors, bool[] wanted, int count, int[] call, ScalarType? autocast) -> Tensor[]",
-    "pipeline_backward": "(Tensor token, Tensor?[] grads, SymInt[] sizes, int[] looks, Device device) -> Tensor[]",
+    "pipeline_backward": "(Tensor token, Tensor?[] grads, SymInt[] sizes, int[] signatures, Device device) -> Tensor[]",
 }
 _RUNS: dict[str, tuple[Any, Any, Any]] = {
     "pipeline": (_seen_pipeline, pipeline_op, pipeline_fake),

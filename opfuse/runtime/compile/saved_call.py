@@ -39,11 +39,11 @@ def saved_calls() -> int:
     return len(_calls)
 
 
-def token_of(held: SavedCall) -> torch.Tensor:
-    """The token of a call, int64 (1,). Its memory is ``held`` itself, which so lives as long as any tensor over that memory."""
-    held[0] = next(_numbers)
-    _calls[held[0]] = held
-    return torch.frombuffer(held, dtype=torch.int64)
+def token_of(call: SavedCall) -> torch.Tensor:
+    """The token of a call, int64 (1,). Its memory is ``call`` itself, which so lives as long as any tensor over that memory."""
+    call[0] = next(_numbers)
+    _calls[call[0]] = call
+    return torch.frombuffer(call, dtype=torch.int64)
 
 
 def saved_call_of(token: torch.Tensor) -> SavedCall | None:
@@ -72,14 +72,14 @@ class SavedTensorPacker:
     takes_blocks = True
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        self.kept: list[torch.Tensor] = []
+        self.saved: list[torch.Tensor] = []
         self._copies = Copies(given)
 
     def pack(self, tensor: torch.Tensor) -> SavedTensor:
         """Keep a tensor, as autograd's hook."""
-        own = self._copies.own(tensor)
-        self.kept.append(own)
-        return SavedTensor(own, versions(own))
+        copy = self._copies.unshared(tensor)
+        self.saved.append(copy)
+        return SavedTensor(copy, versions(copy))
 
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
@@ -104,14 +104,14 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
 
     Several may be parts of one block of memory, if each begins at an address from which kernels of a compiler can load vectors.
     """
-    taken, made = [*others], list[torch.Tensor]()
+    occupied, separate = [*others], list[torch.Tensor]()
     for result in results:
         whole = result.detach().contiguous()
-        if whole.data_ptr() % VECTOR or _overlaps(whole, taken):
+        if whole.data_ptr() % VECTOR or _overlaps(whole, occupied):
             whole = whole.clone()
-        taken.append(whole)
-        made.append(whole)
-    return made
+        occupied.append(whole)
+        separate.append(whole)
+    return separate
 
 
 # -- a call inside of the op ---------------------------------------------------------------------------------------------------
@@ -121,56 +121,58 @@ class CallInside:
     """One call inside of the op. Its pipeline chooses what records it for the backward pass: a tape, or autograd.
 
     given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. trains: whether
-    any is. held: what the call keeps.
+    any is. saved_call: what the call keeps.
     """
 
     def __init__(self, given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
         self.given, self.parameters, self.wanted = given, parameters, wanted
         self.trains = any(wanted)
-        self.held = SavedCall()
-        self._ledger: BackwardTape | None = None
-        self._keeper = SavedTensorPacker(given)
+        self.saved_call = SavedCall()
+        self._tape: BackwardTape | None = None
+        self._packer = SavedTensorPacker(given)
 
     @property
-    def kept(self) -> Sequence[torch.Tensor]:
+    def saved(self) -> Sequence[torch.Tensor]:
         """The tensors that are saved for the backward pass."""
-        return self._keeper.kept if self._ledger is None else self._ledger.kept
+        return self._packer.saved if self._tape is None else self._tape.saved
 
     def close(self, outputs: Sequence[torch.Tensor]) -> None:
         """The call is over; ``outputs`` are its results."""
-        if self._ledger is not None:
-            self._ledger.close(outputs)
+        if self._tape is not None:
+            self._tape.close(outputs)
 
-    def noted(self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any]) -> tuple[torch.Tensor, ...]:
-        """The outputs of ``run(inputs, tape)``, which notes every step that gradients pass in the tape."""
-        entries = [each.detach().resolve_neg() for each in self.given]
+    def recorded_on_tape(self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any]) -> tuple[torch.Tensor, ...]:
+        """The outputs of ``run(inputs, tape)``, which records on the tape every step that gradients pass."""
+        entries = [tensor.detach().resolve_neg() for tensor in self.given]
         for entry, want in zip(entries, self.wanted):
             if want:
                 entry.requires_grad_()
-        tape = self._ledger = BackwardTape([*entries, *self.parameters], self.given)
+        tape = self._tape = BackwardTape([*entries, *self.parameters], self.given)
         places = [i for i, want in enumerate(self.wanted) if want]
 
         def backward(grads: MaybeGradients, keep: bool) -> MaybeGradients:
             found = tape.gradients(grads, keep=keep)
             return [found[i] for i in places]
 
-        self.held.backward = backward
+        self.saved_call.backward = backward
         return _listed(run(entries, tape))
 
-    def recorded(self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]) -> tuple[torch.Tensor, ...]:
+    def recorded_by_autograd(
+        self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]
+    ) -> tuple[torch.Tensor, ...]:
         """The outputs of ``run(inputs, instead)``, recorded by autograd. instead: stand-ins for parameters, by their ``id()``."""
-        pack, count = self._keeper.pack, len(self.given)
+        pack, count = self._packer.pack, len(self.given)
         with seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
             root = torch.empty((), requires_grad=self.trains)
             arguments = [*self.given, *self.parameters]
-            entries = [_enter(root, each) if want else each.detach() for each, want in zip(arguments, self.wanted)]
+            entries = [_enter(root, argument) if want else argument.detach() for argument, want in zip(arguments, self.wanted)]
             instead: dict[int, torch.Tensor] = {}
             for parameter, entry in zip(self.parameters, entries[count:]):
                 instead.setdefault(id(parameter), entry)
             outputs = _listed(run(entries[:count], instead))
             ends = [_leave(output) if output.requires_grad else None for output in outputs]
             begins = [get_gradient_edge(entry) for entry, want in zip(entries, self.wanted) if want]
-        self.held.backward = partial(_by_autograd, ends, begins)
+        self.saved_call.backward = partial(_by_autograd, ends, begins)
         return outputs
 
 
@@ -184,11 +186,11 @@ def _by_autograd(
     pairs = [(end, grad) for end, grad in zip(ends, grads) if end is not None and grad is not None]
     if not pairs:
         return [None] * len(begins)
-    found, given = zip(*pairs)
+    outputs, gradients = zip(*pairs)
     outer = running_pass()
-    for end in found:
+    for end in outputs:
         end.grad_fn.outer = outer
-    return torch.autograd.grad(found, begins, given, retain_graph=keep, allow_unused=True)
+    return torch.autograd.grad(outputs, begins, gradients, retain_graph=keep, allow_unused=True)
 
 
 class _ArgumentNode(torch.autograd.Function):

@@ -63,7 +63,7 @@ def _sized(number: int) -> torch.Tensor:
 
 def _of_planes(op: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The op over the planes of quantized parameters, which count the writes."""
-    parts = [each.record.tensors() if isinstance(each, QuantizedTensor) else (each,) for each in tensors]
+    parts = [tensor.record.tensors() if isinstance(tensor, QuantizedTensor) else (tensor,) for tensor in tensors]
     return op([*itertools.chain(*parts)])
 
 

@@ -85,7 +85,7 @@ def resolved(pipeline: PipelineInputs, given: tuple[torch.Tensor, ...]) -> tuple
     for op in pipeline.ops:
         if op.writes_extras and any(extra.is_neg() for extra in given[1:]):
             raise _negative(f"{op.label} extra input", "a tensor to overwrite", "pass extra.resolve_neg()")
-    return tuple(each.resolve_neg() for each in given)
+    return tuple(tensor.resolve_neg() for tensor in given)
 
 
 def _negative(where: str, wanted: str, cure: str) -> UnsupportedError:

@@ -21,7 +21,7 @@ import torch
 
 from opfuse.errors import UnsupportedError, describe
 from opfuse.events import FIRST_RUN, silenced
-from opfuse.recipes import note_use
+from opfuse.recipes import mark_region_used
 from opfuse.recipes.counting import PassAround, count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass, in_compiled_autograd, running
 from opfuse.torch_private.autograd import backward_pass, outside_function, saving_hooks
@@ -93,7 +93,7 @@ def _search(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
                 part.reached[found.again] = at + 1
                 count_in(part.outer)
                 _join(first, part.record, at, running_pass() if first and not in_compiled_autograd() else None)
-                note_use()  # in the region that the function has entered again, if it has
+                mark_region_used()  # in the region that the function has entered again, if it has
                 return lambda run: calls[at].context.copy().run(_again, run)
             if found.strict:
                 raise _changed(pipeline, calls[at].pipeline if at < len(calls) else None)

@@ -94,15 +94,15 @@ class Gradients:
         if not (node.params or context.grad_params or len(node.inputs) > 1 or context.grad_inputs):
             return
         params = tuple((name, sig.shape) for name, sig in node.params if sig is not None)
-        for (name, shape), grad in _each(context, "parameters", params, context.grad_params):
+        for (name, shape), grad in _paired(context, "parameters", params, context.grad_params):
             self.params[node.op, name] = needed = grad if name in node.needs else None
             if shape is not None and needed is not None and needed.shape != shape:
                 _check_sums_to(f"{context.op.label} gradient of {name}", shape, needed.shape)
-        for value, grad in _each(context, "extra inputs", node.inputs[1:], context.grad_inputs):
+        for value, grad in _paired(context, "extra inputs", node.inputs[1:], context.grad_inputs):
             self.add(value, grad)
 
 
-def _each(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+def _paired(context: Context, what: str, wanted: Sequence[Any], grads: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     """Pairs of ``wanted`` and ``grads``. PipelineError unless there are as many of both."""
     if len(grads) != len(wanted):
         cure = "return one gradient, or None, for each, in order"

@@ -12,7 +12,7 @@ import torch
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, Node
 from opfuse.compiler.plan import Plan, Segment
-from opfuse.compiler.remade import RemadeOperand
+from opfuse.compiler.rematerialize import RematerializedOperand
 from opfuse.compiler.rules import Fusion
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, in_memory, plain, plain_or_none
@@ -26,7 +26,7 @@ from opfuse.events import TensorSaved, emit, listeners
 from opfuse.recipes.counting import PassAround
 from opfuse.runtime.interpret.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
 from opfuse.runtime.interpret.observed import GroupEvents
-from opfuse.runtime.replay.partial import RepeatedCast, repeat, told_of
+from opfuse.runtime.replay.partial import RepeatedCast, context_fingerprints, repeat
 from opfuse.runtime.weights.cast_cache import PrecomputedCast
 from opfuse.runtime.weights.packed import PlaceInBlock, from_blocks, to_blocks
 from opfuse.torch_private.dispatch import active_modes
@@ -41,7 +41,7 @@ Result = list[torch.Tensor | None]
 
 
 class Interpreter:
-    """One segment of a plan over live ops, in one call. held: casts of weights that are made already.
+    """One segment of a plan over live ops, in one call. precomputed: casts of weights that are made already.
 
     in_parts: whether what is the library's in passes with code of the user's own is repeated. events: emits each group that runs;
     None where nobody listens. places: where in blocks of kept casts the saved tensors lie. outer: the backward pass that
@@ -56,7 +56,7 @@ class Interpreter:
         segment: Segment,
         ops: Sequence[BasicOperation],
         kwargs: Kwargs,
-        held: Sequence[PrecomputedCast] = (),
+        precomputed: Sequence[PrecomputedCast] = (),
         *,
         in_parts: bool = False,
         events: GroupEvents | None = None,
@@ -66,8 +66,8 @@ class Interpreter:
         self.ops = ops
         self.kwargs = kwargs
         self.in_parts, self.events = in_parts, events
-        self.held = {each.node: each.storage for each in held} if held else {}
-        self.blocks = [*{id(block): block for each in held for block in each.blocks}.values()] if held else []
+        self.precomputed = {cast.node: cast.storage for cast in precomputed} if precomputed else {}
+        self.blocks = [*{id(block): block for cast in precomputed for block in cast.blocks}.values()] if precomputed else []
         self.places: tuple[PlaceInBlock, ...] = ()
         self.contexts: dict[int, Context] = {}
         self.dirty: list[tuple[int, torch.Tensor]] = []
@@ -82,8 +82,8 @@ class Interpreter:
                 self._forward_group(group, values)
             else:
                 self.events.forward(self._forward_group, group, values)
-        if self.plan.remade:
-            self._keep_scales()
+        if self.plan.rematerialized:
+            self._save_scales()
         return [values[value] for value in self.segment.outputs]
 
     def _forward_group(self, group: Group, values: dict[int, Value]) -> None:
@@ -100,10 +100,10 @@ class Interpreter:
     def _context(self, node: Node, values: Mapping[int, Value]) -> Context:
         op: Any = self._cast_of(node) if node.is_cast else self.ops[node.op]
         context = Context(op, self.plan.key.env, node.needs)
-        if node.index in self.plan.remade:
-            context.remade = frozenset(each.role for each in self._remade(node.index))
-        if node.travel is not None:
-            context.travel = node.travel if node.index in self.plan.postponed else node.travel.at_once()
+        if node.index in self.plan.rematerialized:
+            context.rematerialized = frozenset(operand.role for operand in self._rematerialized(node.index))
+        if node.transfer is not None:
+            context.transfer = node.transfer if node.index in self.plan.postponed else node.transfer.at_once()
         if node.inputs and node.inputs[0] in values:
             x = values[node.inputs[0]]
             context._input_shape, context._input_dtype = x.shape, x.dtype
@@ -132,8 +132,8 @@ class Interpreter:
             context._before = self.contexts.get(graph.producer[value])
 
     def _forward_cast(self, node: Node, values: dict[int, Value]) -> None:
-        if node.index in self.held:
-            values[node.outputs[0]] = self.held[node.index]
+        if node.index in self.precomputed:
+            values[node.outputs[0]] = self.precomputed[node.index]
             return
         cast = self._cast_of(node)
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
@@ -147,31 +147,31 @@ class Interpreter:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
         return self.plan.cast_once.get(node.index) or self.plan.casts[node.index]
 
-    def _remade(self, reader: int) -> Iterator[RemadeOperand]:
-        """The operands of a product that this call does not save: all that may be remade but kept casts, which are there."""
-        return (each for each in self.plan.remade.get(reader, ()) if each.source not in self.held)
+    def _rematerialized(self, reader: int) -> Iterator[RematerializedOperand]:
+        """The operands of a product that this call does not save: all that the plan rematerializes but precomputed casts."""
+        return (operand for operand in self.plan.rematerialized.get(reader, ()) if operand.source not in self.precomputed)
 
-    def _keep_scales(self) -> None:
+    def _save_scales(self) -> None:
         """Save the scales of casts that the backward pass makes anew: by then they may have been updated."""
         for reader in self.segment.nodes:
-            for each in self._remade(reader):
-                if each.anew is not None and each.anew.is_delayed:
-                    context = self.contexts.setdefault(each.source, Context(each.forward, self.plan.key.env, frozenset()))
-                    context._keep({"scale": each.anew.scale_of_call()})
+            for operand in self._rematerialized(reader):
+                if operand.anew is not None and operand.anew.is_delayed:
+                    context = self.contexts.setdefault(operand.source, Context(operand.forward, self.plan.key.env, frozenset()))
+                    context._store({"scale": operand.anew.scale_of_call()})
 
     def _make_anew(self, group: Group, contexts: Mapping[int, Context]) -> None:
         """Put into the contexts of products what the forward pass has not saved."""
-        for each in (each for reader in group.nodes for each in self.plan.remade.get(reader, ())):
-            context = contexts.get(each.reader)
-            if context is None or each.role not in context.remade:
+        for operand in (operand for reader in group.nodes for operand in self.plan.rematerialized.get(reader, ())):
+            context = contexts.get(operand.reader)
+            if context is None or operand.role not in context.rematerialized:
                 continue
-            anew = each.anew
+            anew = operand.anew
             if anew is not None and anew.is_delayed:
-                anew = anew.under(contexts[each.source].saved.scale)
-            if isinstance(anew, GroupedCast) and each.chain:
+                anew = anew.under(contexts[operand.source].saved.scale)
+            if isinstance(anew, GroupedCast) and operand.chain:
                 anew = replace(anew, splits=vars(context).get("sizes") or context.saved.splits)
-            chain, parameter = [contexts[i] for i in each.chain], cast(torch.Tensor, context._saved[each.name])
-            context._saved[each.name] = chain[0].op.remake(chain, anew) if chain else cast(Cast, anew)(parameter)
+            chain, parameter = [contexts[i] for i in operand.chain], cast(torch.Tensor, context._saved[operand.name])
+            context._saved[operand.name] = chain[0].op.remake(chain, anew) if chain else cast(Cast, anew)(parameter)
 
     def _forward_op(self, node: Node, values: dict[int, Value]) -> None:
         op = self.ops[node.op]
@@ -260,9 +260,9 @@ class Interpreter:
     def _absorbed(self, group: Group, op: int) -> Mapping[str, Callable[..., Value]]:
         """The casts of one op that a user's fused op took over, or that the op makes by itself, by role."""
         nodes = [node for i in group.nodes if (node := self.plan.graph.nodes[i]).op == op]
-        own = [self.plan.own_casts.get(node.index, {}) for node in nodes]
-        taken = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
-        return {role: self._caster(group.nodes[0], cast) for casts in (*own, taken) for role, cast in casts.items()}
+        inside = [self.plan.own_casts.get(node.index, {}) for node in nodes]
+        around = {node.spec.role: self.plan.casts[node.index] for node in nodes if node.is_cast}
+        return {role: self._caster(group.nodes[0], cast) for casts in (*inside, around) for role, cast in casts.items()}
 
     def released(self) -> list[torch.Tensor]:
         """The saved tensors of the segment; whatever else its contexts hold of this call is let go."""
@@ -274,7 +274,7 @@ class Interpreter:
         saved = [tensor for context in self.contexts.values() for tensor in context.release()]
         if self.blocks:
             saved, self.places = to_blocks(saved, self.blocks)
-        self.dirty, self.kwargs, self.held, self.blocks = [], (), {}, []
+        self.dirty, self.kwargs, self.precomputed, self.blocks = [], (), {}, []
         return saved
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -296,15 +296,15 @@ class Interpreter:
         for value, grad in grad_outputs.items():
             grads.add(value, grad)
         if self.in_parts and not active_modes():
-            repeat(self.plan, self.segment, self._told, grads, self._backward_groups)
+            repeat(self.plan, self.segment, self._fingerprints, grads, self._backward_groups)
         else:
             self._backward_groups(self.segment.backward, grads)
         return grads
 
     @cached_property
-    def _told(self) -> Sequence[tuple[Any, ...] | None]:
+    def _fingerprints(self) -> Sequence[tuple[Any, ...] | None]:
         """What the contexts tell each stretch of a backward pass that is repeated in part."""
-        return told_of(self.plan.user_code[self.segment.nodes.start].backward, self.contexts)
+        return context_fingerprints(self.plan.user_code[self.segment.nodes.start].backward, self.contexts)
 
     def _backward_groups(self, groups: Iterable[Group], grads: Gradients) -> None:
         nodes, contexts = self.plan.graph.nodes, grads.contexts
@@ -325,7 +325,7 @@ class Interpreter:
         last = self.plan.graph.nodes[group.nodes[-1]]
         if not grads.has([value for i in group.nodes for value in self.plan.graph.nodes[i].outputs]):
             return
-        if self.plan.remade:
+        if self.plan.rematerialized:
             self._make_anew(group, grads.contexts)
         if group.rule is not None:
             self._backward_fused(group.rule, group, grads)

@@ -78,20 +78,20 @@ CURES = {
 """What to do about a leaf, by the beginning of its path."""
 
 
-class Thrash:
-    """Looks at the misses of one cache of ``size`` plans, in order."""
+class ThrashingDetector:
+    """Detects misses of one cache of ``size`` plans that repeat."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.told = False
+        self.warned = False
         self._last: deque[Miss] = deque(maxlen=SAME)
 
-    def note(self, where: str, miss: Miss) -> str | None:
+    def record(self, where: str, miss: Miss) -> str | None:
         """The warning, once, when misses begin to repeat; else None. where: how the pipeline is called."""
         self._last.append(miss)
-        if self.told or (found := self._pattern()) is None:
+        if self.warned or (found := self._pattern()) is None:
             return None
-        self.told = True
+        self.warned = True
         path, got = found
         cure = next((cure for begin, cure in CURES.items() if path.startswith(begin)), "keep this value as it is")
         return describe(f"plans of {where}", wanted="keys that come back", got=got, cure=cure)

@@ -37,9 +37,9 @@ class _LocatedKey(PlanKey):
 def named_key(structure: str, env: tuple[Any, ...], inputs: Inputs, rules: str, call: tuple[int, str] | None) -> PlanKey:
     """A plan's key. call: the rows of the input and the source of the rules, for a key that tells where its values come from."""
     around = _Around(*env)
-    told = _LocatedKey(structure, around, inputs, rules)
+    key = _LocatedKey(structure, around, inputs, rules)
     if call is not None:
         place, region = caller(), region_source()
         around.sources = {"recipe": region, "amax_group": region, "rows_class": f"{call[0]} rows", "level": call[1]}
-        told.sources = {"env": place, "inputs": place}
-    return told
+        key.sources = {"env": place, "inputs": place}
+    return key

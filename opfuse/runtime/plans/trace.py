@@ -28,7 +28,7 @@ from opfuse.compiler.plan import Plan, PlanKey
 from opfuse.core.tracers import all_enrolled
 from opfuse.domains import checked_arguments
 from opfuse.environment import OTHERS, VARIABLES, variable
-from opfuse.errors import OpfuseWarning, OutputError, TraceError, describe, told_of
+from opfuse.errors import OpfuseWarning, OutputError, TraceError, describe, os_error_text
 from opfuse.events import PlanMissed, subscribe_everywhere
 from opfuse.keys import Cache, Leaf, Miss, leaves, plain
 from opfuse.recipes import RECIPES
@@ -46,7 +46,7 @@ MASK = "***"
 _INDEX = re.compile(r"^(\w+):\d+$")
 
 
-class Made(NamedTuple):
+class PlanRecord(NamedTuple):
     """A plan that was made. number: of the miss in the process. call: of the call in the pipeline. ms: milliseconds it took."""
 
     number: int
@@ -88,7 +88,7 @@ def versions() -> dict[str, str]:
 
 
 @cache
-def told_variables() -> frozenset[str]:
+def recorded_variables() -> frozenset[str]:
     """The variables that may change what is computed, or how fast: no others are written down, since some hold secrets."""
     rules = (rule for cls in RECIPES.values() for _, rule in settings_of(cls).values() if rule is not None)
     return frozenset((*VARIABLES, *OTHERS, *(name for rule in rules for name in rule.environment)))
@@ -108,7 +108,7 @@ def process() -> dict[str, Any]:
         "command": list(sys.argv) if variable(ARGUMENTS) == "1" else [*sys.argv[:1], *(MASK for _ in sys.argv[1:])],
         "versions": versions(),
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
-        "environment": {name: os.environ[name] for name in sorted(told_variables()) if name in os.environ},
+        "environment": {name: os.environ[name] for name in sorted(recorded_variables()) if name in os.environ},
         "settings": {
             "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -118,31 +118,33 @@ def process() -> dict[str, Any]:
     }
 
 
-def key_id(found: Iterator[Leaf]) -> str:
+def key_id(values_of_key: Iterator[Leaf]) -> str:
     """16 digits that are equal for equal keys in every process; sources and the number of the device do not count."""
-    told = [(leaf.path, _INDEX.sub(r"\1", value) if isinstance(value := plain(leaf.value), str) else value) for leaf in found]
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
+    rows = [
+        (leaf.path, _INDEX.sub(r"\1", value) if isinstance(value := plain(leaf.value), str) else value) for leaf in values_of_key
+    ]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
 
 
-def made(pipeline: TracedPipeline, found: Made, plan: Plan | None) -> dict[str, Any]:
+def plan_record(pipeline: TracedPipeline, record: PlanRecord, plan: Plan | None) -> dict[str, Any]:
     """A plan and why it was made. plan: None if the cache has dropped it."""
-    own = list(leaves(found.key))
-    nearest = found.miss.nearest
-    differences = [{**vars(each), "old": _side(each.old), "new": _side(each.new)} for each in found.miss.differences]
+    key_leaves = list(leaves(record.key))
+    nearest = record.miss.nearest
+    differences = [{**vars(each), "old": _side(each.old), "new": _side(each.new)} for each in record.miss.differences]
     return {
         "record": "plan",
-        "number": found.number,
-        "call": found.call,
-        "seconds": round(found.seconds, 3),
+        "number": record.number,
+        "call": record.call,
+        "seconds": round(record.seconds, 3),
         "pipeline": pipeline.where,
         "handle": pipeline.handle,
-        "ms": round(found.ms, 3),
-        "key": key_id(iter(own)),
+        "ms": round(record.ms, 3),
+        "key": key_id(iter(key_leaves)),
         "nearest": None if nearest is None else key_id(leaves(nearest)),
-        "again": found.miss.again,
+        "again": record.miss.again,
         "differences": differences,
-        "thrash": found.thrash,
-        "leaves": [{"path": leaf.path, "value": plain(leaf.value), "source": leaf.source} for leaf in own],
+        "thrash": record.thrash,
+        "leaves": [{"path": leaf.path, "value": plain(leaf.value), "source": leaf.source} for leaf in key_leaves],
         "plan": None if plan is None else plans.pipeline(plan),
         "outcomes": [] if plan is None else [plans.outcome(each) for each in plan.outcomes],
     }
@@ -156,19 +158,19 @@ def _side(value: object) -> Any:
 def counts(pipelines: list[TracedPipeline]) -> dict[str, Any]:
     """How often each pipeline found a plan."""
     rows = [(each, each.cache) for each in pipelines]
-    told = [
+    written = [
         {"pipeline": each.where, "handle": each.handle, "plans": len(own), "hits": own.hits, "misses": own.misses}
         for each, own in rows
         if own.misses
     ]
-    return {"record": "counts", "seconds": round(time.time() - _START, 3), "pipelines": told}
+    return {"record": "counts", "seconds": round(time.time() - _START, 3), "pipelines": written}
 
 
 def records(pipelines: list[TracedPipeline]) -> Iterator[dict[str, Any]]:
     """Everything that is known now."""
     yield process()
     for pipeline, one in in_order(pipelines):
-        yield made(pipeline, one, dict(pipeline.cache.items()).get(one.key))
+        yield plan_record(pipeline, one, dict(pipeline.cache.items()).get(one.key))
     yield counts(pipelines)
 
 
@@ -177,9 +179,9 @@ def traced() -> list[TracedPipeline]:
     return [each for each in all_enrolled() if hasattr(each, "history")]
 
 
-def in_order(pipelines: list[TracedPipeline]) -> list[tuple[TracedPipeline, Made]]:
+def in_order(pipelines: list[TracedPipeline]) -> list[tuple[TracedPipeline, PlanRecord]]:
     """The plans that the pipelines remember, in the order in which they were made."""
-    found = [(each, one) for each in pipelines for one in list(each.history)]  # another thread may plan
+    found = [(pipeline, one) for pipeline in pipelines for one in list(pipeline.history)]  # another thread may plan
     return sorted(found, key=lambda pair: pair[1].number)
 
 
@@ -195,7 +197,7 @@ def write(path: Path, pipelines: list[TracedPipeline]) -> Path:
         with open(path, "w", encoding="utf-8", opener=owner_only) as file:
             file.write(text(records(pipelines)))
     except OSError as error:
-        got = told_of(error)
+        got = os_error_text(error)
         raise OutputError(describe(str(path), wanted="a file to write", got=got, cure="name another path")) from None
     return path
 
@@ -237,7 +239,7 @@ class Writer:
                 file.write(text(iter([record])))
         except OSError as error:
             self.failed = True
-            got, cure = told_of(error), f"name a directory in {TRACE} that can be written"
+            got, cure = os_error_text(error), f"name a directory in {TRACE} that can be written"
             warnings.warn(
                 describe(f"trace {self.path}", wanted="a file to write", got=got, cure=cure), OpfuseWarning, stacklevel=2
             )
@@ -245,7 +247,7 @@ class Writer:
     def plan_missed(self, event: PlanMissed) -> None:
         """A plan was made."""
         self.pipelines[event.pipeline.handle] = event.pipeline
-        self.append(made(event.pipeline, event.record, event.plan))
+        self.append(plan_record(event.pipeline, event.record, event.plan))
 
     def end(self) -> None:
         """The process ends."""

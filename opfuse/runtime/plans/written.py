@@ -41,8 +41,8 @@ def unsealed(text: str) -> Any:
         _check_depth(record)
     except RecursionError:
         raise ValueError(_DEEP) from None
-    told = record.pop(_CHECKSUM, None) if isinstance(record, dict) else None
-    if told is not None and told != _checksum(record):
+    checksum = record.pop(_CHECKSUM, None) if isinstance(record, dict) else None
+    if checksum is not None and checksum != _checksum(record):
         raise ValueError("damaged data: the CRC-32 is not that of what was written")
     return record
 
@@ -51,8 +51,10 @@ def _check_depth(record: Any) -> None:
     """ValueError for lists and objects within each other beyond :data:`_DEPTH`."""
     level = [record]
     for _ in range(_DEPTH):
-        held = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list))]
-        level = [inner for each in held for inner in each]
+        branches = [
+            branch.values() if isinstance(branch, dict) else branch for branch in level if isinstance(branch, (dict, list))
+        ]
+        level = [inner for branch in branches for inner in branch]
     if level:
         raise ValueError(_DEEP)
 

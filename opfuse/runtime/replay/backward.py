@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from opfuse.runtime.interpret.interpreter import GradOutputs, Interpreter, Result
-from opfuse.runtime.replay.layout_key import given, layout_key
+from opfuse.runtime.replay.layout_key import layout_key, tensors_and_planes
 from opfuse.runtime.replay.packing import Packing
 from opfuse.runtime.replay.recorder import Recorder
 from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, REFUSED, Ran, Recorded, Replayable
@@ -18,7 +18,7 @@ from opfuse.torch_private.dispatch import active_modes
 
 @dataclass(eq=False)
 class BackwardPass:
-    """Of a segment, for all calls that repeat one forward pass.
+    """The backward passes of a segment, for all calls that repeat one forward pass.
 
     interpreter: has the contexts of that pass, as they were when it was recorded. replayable: by what comes in. packs: whether it
     has yet to be decided which saved tensors go in blocks. packing: how they do, if some do. packed: by what comes in blocks.
@@ -53,25 +53,25 @@ class BackwardPass:
             if unknown is None:
                 self._decide(found, count, len(saved), forward)
             else:
-                self._take_blocks(found, count, unknown)
+                self._enter_blocks(found, count, unknown)
         return self._run(self.replayable, key, grads, saved)
 
     def _key(self, grads: GradOutputs, saved: list[torch.Tensor]) -> tuple[Any, ...] | None:
         """What a program depends on; None if none may run."""
         if not self.replayable.limit or active_modes():
             return None
-        look = layout_key([*grads.values(), *saved])
-        return None if look is None else (*grads, *look)
+        layout = layout_key([*grads.values(), *saved])
+        return None if layout is None else (*grads, *layout)
 
     def _run(self, replayable: Replayable, key: Any, grads: GradOutputs, saved: list[torch.Tensor]) -> Result:
         def interpret(recorder: Recorder | None) -> Ran:
             return Ran(self.interpreter.gradients(grads, _one_by_one(saved)), packs=self.packs or self.packing is not None)
 
-        def let_go() -> None:
+        def release() -> None:
             saved.clear()
             grads.clear()
 
-        result: Result = replayable(key, given([*grads.values(), *saved]), interpret, let_go)[0]
+        result: Result = replayable(key, tensors_and_planes([*grads.values(), *saved]), interpret, release)[0]
         return result
 
     def _decide(self, backward: Recorded, grads: int, count: int, forward: tuple[Replayable, Any]) -> None:
@@ -91,19 +91,19 @@ class BackwardPass:
         else:
             packed = Replayable(replayable.device, replayable.where, BACKWARD_LOOKS)
             rest = BackwardPass(self.interpreter, self.replayable, packing=packing, packed=packed)
-            replayable.note(key, replace(recorded, program=packing.forward(made), rest=rest, behind=rest.replayables))
+            replayable.add(key, replace(recorded, program=packing.forward(made), rest=rest, behind=rest.replayables))
         recorded.program.settle()
 
-    def _take_blocks(self, backward: Recorded, grads: int, key: Any) -> None:
+    def _enter_blocks(self, backward: Recorded, grads: int, key: Any) -> None:
         """Have the next call of which this is the key run ``backward`` over blocks, if it reads what is in them by address."""
         if self.packing is not None and self.packed is not None:
             program = self.packing.backward(backward.program.recording, grads)
-            self.packed.note(key, REFUSED if program is None else replace(backward, program=program))
+            self.packed.add(key, REFUSED if program is None else replace(backward, program=program))
             backward.program.settle()
 
 
 def _one_by_one(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors in order, each of which is let go when it is taken."""
+    """The tensors in order, each released when it is taken."""
     tensors.reverse()
     while tensors:
         yield tensors.pop()

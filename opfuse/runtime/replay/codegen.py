@@ -79,7 +79,7 @@ class Line:
     def write(
         self,
         steps: Sequence[Step],
-        given: Sequence[int],
+        arguments: Sequence[int],
         results: Sequence[int],
         *,
         inside: Collection[int],
@@ -88,21 +88,21 @@ class Line:
     ) -> tuple[CompiledText, ProgramFunction]:
         """The text, and the function that it defines over the constants.
 
-        given, results: numbers of the inputs and results. slab: its bytes, of which the first ``zeroed`` are set to 0. inside:
-        numbers of tensors that lie there and so have no variable.
+        arguments, results: numbers of the inputs and results. slab: its bytes, of which the first ``zeroed`` are set to 0.
+        inside: numbers of tensors that lie there and so have no variable.
         """
-        last, kept = last_reads(steps), {*inside, *results}
-        self._start(given, last, kept)
+        last, lasting = last_reads(steps), {*inside, *results}
+        self._start(arguments, last, lasting)
         self._make_slab(slab, zeroed)
-        defined = {*given, *inside}
+        defined = {*arguments, *inside}
         for i, step in enumerate(steps):
-            _check_made(step, defined)
-            made = [n for n in getattr(step, "results", ()) if n not in defined]
+            _check_defined(step, defined)
+            new = [n for n in getattr(step, "results", ()) if n not in defined]
             if not (isinstance(step, OpStep) and len(step.results) == 1 and step.results[0] in inside):
                 self._step(step)
-                self._moved(made)
-            defined.update(made)
-            self._let_go([n for n in dict.fromkeys((*step.reads(), *made)) if last.get(n, i) == i and n not in kept])
+                self._moved(new)
+            defined.update(new)
+            self._release([n for n in dict.fromkeys((*step.reads(), *new)) if last.get(n, i) == i and n not in lasting])
         self._say(f"return [{', '.join(map(_name, results))}]")
         return self._function()
 
@@ -130,14 +130,14 @@ class Line:
             found = self._names[id(value)] = self._constant(sys.intern(f"c{len(self._constants)}"), value)
         return found
 
-    def _start(self, given: Sequence[int], last: Mapping[int, int], kept: Collection[int]) -> None:
-        if given:
-            self._say(f"{_targets(given)}given")
+    def _start(self, arguments: Sequence[int], last: Mapping[int, int], lasting: Collection[int]) -> None:
+        if arguments:
+            self._say(f"{_targets(arguments)}given")
         self._say("given.clear()")
         if self._addressed:
             self._say("at, move, arguments, products = frame.at, frame.move, frame.arguments, frame.products")
-        self._moved(given)
-        self._let_go([number for number in given if number not in last and number not in kept])
+        self._moved(arguments)
+        self._release([number for number in arguments if number not in last and number not in lasting])
 
     def _make_slab(self, size: int, zeroed: int) -> None:
         if size:
@@ -154,7 +154,7 @@ class Line:
                 self._say(f"address = {_name(number)}.data_ptr()")
                 self._say(f"if address != at[{base}]: move({base}, address)")
 
-    def _let_go(self, numbers: Collection[int]) -> None:
+    def _release(self, numbers: Collection[int]) -> None:
         if numbers:
             self._say(f"del {', '.join(map(_name, numbers))}")
 
@@ -247,7 +247,7 @@ def plain_room(step: Step, device: torch.device | None) -> tuple[Sequence[int], 
 _USUAL = {"dtype", "device", "layout", "pin_memory"}
 
 
-def _check_made(step: Step, defined: Collection[int]) -> None:
+def _check_defined(step: Step, defined: Collection[int]) -> None:
     """PipelineError for a step that reads memory which no step before it has made: a kernel would take any address."""
     if unmade := [number for number in step.reads() if number not in defined]:
         got, cure = f"{step} before {', '.join(map(_name, unmade))}", "set OPFUSE_PROGRAMS=0, and report this"

@@ -1,4 +1,4 @@
-"""Who runs a segment: the interpreter, or a program that it has recorded.
+"""The choice of what runs a segment: the interpreter, or a program that it has recorded.
 
 Only what the library itself computes is recorded: a user's op, rule or quantizer may do what no recorder sees. A pass
 that has one is repeated in parts (``partial.py``), the other one as a whole.
@@ -28,8 +28,8 @@ from opfuse.recipes.counting import PassAround
 from opfuse.runtime.interpret.interpreter import GradOutputs, Interpreter, Kwargs, Result
 from opfuse.runtime.interpret.observed import GroupEvents
 from opfuse.runtime.replay.backward import BackwardPass
-from opfuse.runtime.replay.layout_key import firsts, given, layout_key
-from opfuse.runtime.replay.partial import made_before
+from opfuse.runtime.replay.layout_key import firsts, layout_key, tensors_and_planes
+from opfuse.runtime.replay.partial import precomputed_casts
 from opfuse.runtime.replay.recorder import Recorder
 from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Ran, Replayable
 from opfuse.runtime.replay.user_code import user_code
@@ -62,26 +62,26 @@ def interpreted() -> Iterator[None]:
 def runner_of(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
 ) -> Interpreter | ReplayedSegment:
-    """Who runs ``segment`` in this call. tensors: its inputs, then the parameters of its ops; None: the interpreter shall."""
-    kept = cached_casts(plan, segment, ops)
+    """The runner of ``segment`` for this call. tensors: its inputs, then parameters of its ops; None forces the interpreter."""
+    cached = cached_casts(plan, segment, ops)
     if heard := listeners():
         if GroupRan in heard:
-            return Interpreter(plan, segment, ops, kwargs, kept.casts, events=GroupEvents(plan, ops, heard))
+            return Interpreter(plan, segment, ops, kwargs, cached.casts, events=GroupEvents(plan, ops, heard))
         if not INTERPRETED.isdisjoint(heard):
             tensors = None
-    own = plan.user_code.get(segment.nodes.start) or _user_code(plan, segment, ops)
-    before = made_before(plan, segment, ops, own.before, tensors) if own.before and tensors is not None else ()
-    held = (*before, *kept.casts) if before else kept.casts
+    code = plan.user_code.get(segment.nodes.start) or _user_code(plan, segment, ops)
+    before = precomputed_casts(plan, segment, ops, code.before, tensors) if code.before and tensors is not None else ()
+    precomputed = (*before, *cached.casts) if before else cached.casts
     if tensors is None or not _enabled.get() or active_modes():
-        return Interpreter(plan, segment, ops, kwargs, held)
-    key = None if FORWARD in own.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, kept=kept)
+        return Interpreter(plan, segment, ops, kwargs, precomputed)
+    key = None if FORWARD in code.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, cached=cached)
     if key is None:
-        return Interpreter(plan, segment, ops, kwargs, held, in_parts=bool(own.why))
+        return Interpreter(plan, segment, ops, kwargs, precomputed, in_parts=bool(code.why))
     if segment.requires_grad and _are_saved_one_by_one():
         key = *key, HOOKED
-    if held:
-        tensors = [*tensors, *[tensor for each in before for tensor in each.tensors], *kept.tensors]
-    return ReplayedSegment(plan, segment, ops, held, key=key, tensors=given(tensors))
+    if precomputed:
+        tensors = [*tensors, *[tensor for cast in before for tensor in cast.tensors], *cached.tensors]
+    return ReplayedSegment(plan, segment, ops, precomputed, key=key, tensors=tensors_and_planes(tensors))
 
 
 def _key(
@@ -91,29 +91,29 @@ def _key(
     tensors: Sequence[torch.Tensor | None],
     *,
     before: Sequence[PrecomputedCast],
-    kept: CachedCasts,
+    cached: CachedCasts,
 ) -> tuple[Any, ...] | None:
     """What a program of this call depends on beside the key of its plan; None if no program may run.
 
-    before, kept: the casts that are made already; those that were kept told their look when they were made.
+    before, cached: the casts that are made already; those of an earlier call have their layout.
     """
-    if before and any(each.look is None for each in before):
+    if before and any(cast.layout is None for cast in before):
         return None
-    look = layout_key([*tensors, *[tensor for each in before for tensor in each.tensors]] if before else tensors)
-    if look is None:
+    layout = layout_key([*tensors, *[tensor for cast in before for tensor in cast.tensors]] if before else tensors)
+    if layout is None:
         return None
     if before:
-        look += tuple([(each.node, each.look) for each in before])
-        ids = [id(each.storage) for each in before]
+        layout += tuple([(cast.node, cast.layout) for cast in before])
+        ids = [id(cast.storage) for cast in before]
         if len(set(ids)) < len(ids):  # one weight of several ops
-            look += tuple(firsts(ids))
-    if kept.casts:
-        look = *look, kept.look
-    return (*look, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else look
+            layout += tuple(firsts(ids))
+    if cached.casts:
+        layout = *layout, cached.layout
+    return (*layout, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else layout
 
 
 def _user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
-    """What of the user's own runs in the segment, which is told once."""
+    """What of the user's own runs in the segment, which is logged once."""
     found = plan.user_code[segment.nodes.start] = user_code(plan, segment, ops)
     for side, why in found.why.items():
         _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
@@ -163,13 +163,13 @@ _KEEP_ROWS = frozenset(("elementwise", GROUPED))
 
 def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Sequence[tuple[Node, Grouping, Sequence[Cast]]]:
     """The segment's ops with groups of rows, and their casts; looked for once, since experts have many nodes."""
-    found = plan.grouped.get(segment.nodes.start)
-    if found is None:
+    groups = plan.grouped.get(segment.nodes.start)
+    if groups is None:
         nodes = [plan.graph.nodes[i] for i in segment.nodes]
         grouped = [(node, node.grouping) for node in nodes if node.grouping is not None]
         casts = {node.op: [cast for cast in plan.casts.values() if cast.op is ops[node.op]] for node, _ in grouped}
-        found = plan.grouped[segment.nodes.start] = tuple((*each, casts[each[0].op]) for each in grouped)
-    return found
+        groups = plan.grouped[segment.nodes.start] = tuple((*group, casts[group[0].op]) for group in grouped)
+    return groups
 
 
 # -- repeating -------------------------------------------------------------------------------------------------------------------
@@ -196,14 +196,14 @@ class ReplayedSegment:
         plan: Plan,
         segment: Segment,
         ops: Sequence[BasicOperation],
-        held: Sequence[PrecomputedCast],
+        precomputed: Sequence[PrecomputedCast],
         *,
         key: tuple[Any, ...],
         tensors: list[torch.Tensor],
     ) -> None:
         """tensors: all that come in."""
         self.plan, self.segment = plan, segment
-        self._ops, self._held = ops, held
+        self._ops, self._precomputed = ops, precomputed
         self._key, self._tensors = key, tensors
         self._replayable = Replayable.of(plan, segment.nodes.start, segment.nodes)
         self._backward: Any = None
@@ -227,12 +227,12 @@ class ReplayedSegment:
     def _interpret(self, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> Ran:
         """The outputs, then the saved tensors; and the backward pass behind them, if there is one."""
         plan, segment, stepped = self.plan, self.segment, BACKWARD in self.plan.user_code[self.segment.nodes.start].why
-        interpreter = Interpreter(plan, segment, self._ops, ({},) * len(self._ops), self._held)
+        interpreter = Interpreter(plan, segment, self._ops, ({},) * len(self._ops), self._precomputed)
         if recorder is None:
             with compiled_ahead(partial(rehearsed, interpreter, inputs)):
                 values = interpreter.forward(inputs)
         else:
-            interpreter.held = {each.node: each.unpack() for each in self._held}
+            interpreter.precomputed = {cast.node: cast.unpack() for cast in self._precomputed}
             values = interpreter.forward(inputs)
             if interpreter.dirty:
                 recorder.refuse("a tensor of the caller is changed in place")
@@ -246,9 +246,9 @@ class ReplayedSegment:
         return Ran([*values, *saved], backward, backward.replayables, backward.packs)
 
     def released(self) -> list[torch.Tensor]:
-        """The tensors that are saved for the backward pass; whatever else is held of this call is let go."""
+        """The tensors that are saved for the backward pass; whatever else is precomputed of this call is let go."""
         saved, self._saved = self._saved, []
-        self.dirty, self._held = (), ()
+        self.dirty, self._precomputed = (), ()
         return saved
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:

@@ -64,7 +64,7 @@ class OpStep:
         return {argument.name: given.get(argument.name, argument.default_value) for argument in declared}
 
     def renamed(self, names: Mapping[int, int]) -> OpStep:
-        """The same step with other numbers for the tensors that it reads."""
+        """A copy of the step that reads tensors of other numbers."""
         if names.keys().isdisjoint(self.reads()):
             return self
         args, kwargs = tree_map_only(Ref, lambda ref: Ref(names.get(ref.number, ref.number)), (self.args, self.kwargs), _is_ref)
@@ -118,7 +118,7 @@ class ProductStep:
 
 @dataclass(frozen=True, eq=False)
 class CallStep:
-    """A host function that returns tensors of the same look at every call, such as the scale and amax of a delayed cast."""
+    """A host function that returns tensors of the same layout at every call, such as the scale and amax of a delayed cast."""
 
     function: Callable[[], Sequence[torch.Tensor]]
     results: tuple[int, ...]

@@ -45,9 +45,11 @@ class Frame:
         self.words = memoryview(self._buffer).cast("B")[: starts[-1]].cast("Q")
         self.at = [0] * len(readers)
         all_readers = [readers[base] for base in range(len(readers))]
-        self._holes = [[(starts[step] // WORD + word, offset) for step, word, offset in each.launches] for each in all_readers]
+        self._holes = [
+            [(starts[step] // WORD + word, offset) for step, word, offset in readers.launches] for readers in all_readers
+        ]
         self._operands = [
-            [(self.products[step].addresses, at, offset) for step, at, offset in each.products] for each in all_readers
+            [(self.products[step].addresses, at, offset) for step, at, offset in readers.products] for readers in all_readers
         ]
 
     @property

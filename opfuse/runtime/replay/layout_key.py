@@ -18,11 +18,11 @@ _KNOWN = frozenset((*_PLAIN, QuantizedTensor, type(None)))
 # Mapped over tensors, since every call of a pipeline looks at all that it reads: no function of Python runs for each.
 _ADDRESS, _STRIDES, _SHOWN = torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("shape", "dtype", "device")
 _OFFSET = (VECTOR - 1).__and__
-"""Of an address from the last multiple of VECTOR, a power of two."""
+"""An address modulo VECTOR, a power of two."""
 
 
 def layout_key(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The look of ``tensors``: how each lies in memory, and which of them are the same.
+    """The layout of ``tensors``: how each lies in memory, and which of them are the same.
 
     None for a tensor of an unknown class, and for two tensors over the same memory, since each counts its own writes.
     """
@@ -32,16 +32,16 @@ def layout_key(tensors: Sequence[Any]) -> tuple[Any, ...] | None:
         return None
     leaves = tensors if plain else [leaf for tensor in tensors for leaf in _leaves(tensor)]
     addresses = [*map(_ADDRESS, leaves)]
-    look: list[Any] = [*map(_SHOWN, leaves), *map(_STRIDES, leaves), *map(_OFFSET, addresses)]
+    layout: list[Any] = [*map(_SHOWN, leaves), *map(_STRIDES, leaves), *map(_OFFSET, addresses)]
     if not plain:
-        look += [_structure(tensor) for tensor in tensors]
+        layout += [_structure(tensor) for tensor in tensors]
     if len(set(addresses)) < len(addresses):
         lying = [(leaf, address) for leaf, address in zip(leaves, addresses) if address]  # one without elements lies nowhere
         first = firsts([address for _, address in lying])
         if any(lying[i][0] is not leaf for i, (leaf, _) in zip(first, lying)):
             return None
-        return (*look, *first)
-    return tuple(look)
+        return (*layout, *first)
+    return tuple(layout)
 
 
 def firsts(values: Iterable[Hashable]) -> list[int]:
@@ -58,11 +58,11 @@ def _leaves(tensor: Any) -> Sequence[torch.Tensor]:
 
 
 def _structure(tensor: Any) -> Any:
-    """What a look says of a tensor beside its leaves: which there are, and what they mean."""
+    """What a layout says of a tensor beside its leaves: which there are, and what they mean."""
     return (tensor.shape, tensor.signature) if type(tensor) is QuantizedTensor else tensor is None
 
 
-def given(tensors: Sequence[Any]) -> list[torch.Tensor]:
+def tensors_and_planes(tensors: Sequence[Any]) -> list[torch.Tensor]:
     """The tensors that are not None, followed by the planes of quantized ones."""
     there = [tensor for tensor in tensors if tensor is not None]
     if QuantizedTensor in map(type, there):

@@ -51,7 +51,7 @@ def slab_of(
         return Slab(aligned(reserved), {})
     as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
     apart, last = as_tensors.union(results), last_reads(steps)
-    alive: list[_Piece] = []  # by start
+    alive: list[_LiveRange] = []  # by start
     offsets: dict[int, int] = {}
     size = begin = aligned(reserved)
     for first, step in enumerate(steps):
@@ -64,13 +64,13 @@ def slab_of(
         if reuses:
             alive = [piece for piece in alive if piece.last >= first]
             offset = _first_gap(alive, begin, needed)
-            insort(alive, _Piece(offset, offset + needed, last.get(number, first)))
+            insort(alive, _LiveRange(offset, offset + needed, last.get(number, first)))
         offsets[number] = offset
         size = max(size, offset + needed)
     return Slab(size, offsets)
 
 
-class _Piece(NamedTuple):
+class _LiveRange(NamedTuple):
     """Bytes from ``start`` to ``end`` that a tensor takes until the step ``last`` has read it."""
 
     start: int
@@ -78,7 +78,7 @@ class _Piece(NamedTuple):
     last: int
 
 
-def _first_gap(alive: Sequence[_Piece], begin: int, needed: int) -> int:
+def _first_gap(alive: Sequence[_LiveRange], begin: int, needed: int) -> int:
     """The first offset from ``begin`` on with ``needed`` bytes that none of ``alive``, in the order of their starts, takes."""
     offset = begin
     for start, end, _ in alive:
@@ -105,14 +105,14 @@ def shared_rooms(
     as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
     apart, last = as_tensors.union(results), last_reads(steps)
     own = {n: last[n] for n in large if n in last and n not in apart}
-    groups = made_together(steps, made_by, own, lasting)
+    groups = allocated_together(steps, made_by, own, lasting)
     return with_rooms(steps, dict(enumerate(groups, first_free(numbers_of(steps)))), large)
 
 
-def made_together(
+def allocated_together(
     steps: Sequence[Step], made_by: object, ends: Mapping[int, object], lasting: Collection[int]
 ) -> list[list[int]]:
-    """Of the tensors in ``ends`` those that end alike, and between whose making no memory is freed.
+    """The tensors in ``ends``, grouped if they end alike and nothing is freed between their allocations.
 
     lasting: tensors whose memory nobody frees before the end.
     """
@@ -161,7 +161,7 @@ def first_free(numbers: Iterable[int]) -> int:
 
 
 def _moved(step: Step, places: Mapping[int, TensorOffset]) -> Step:
-    """The same for other places of what it reads by address."""
+    """A copy of the step that reads other addresses."""
 
     def there(place: TensorOffset) -> TensorOffset:
         at = places.get(place.number)

@@ -17,7 +17,7 @@ import torch
 
 from opfuse.runtime.replay.codegen import MAKES_ROOM, plain_room
 from opfuse.runtime.replay.instructions import OpStep, Step
-from opfuse.runtime.replay.memory_plan import aligned, last_reads, made_together
+from opfuse.runtime.replay.memory_plan import aligned, allocated_together, last_reads
 from opfuse.runtime.replay.program import Program, Recording
 
 
@@ -63,7 +63,7 @@ class Packing:
         }
         last = last_reads(read.steps)
         large = {number: last.get(grads + at) for number, at in positions.items() if number not in recording.sizes}
-        together = made_together(recording.steps, MAKES_ROOM[0], large, recording.lasting)
+        together = allocated_together(recording.steps, MAKES_ROOM[0], large, recording.lasting)
         small = [number for number in positions if number not in large]
         groups = [[positions[number] for number in group] for group in (small, *together) if len(group) > 1]
         return cls(groups, {at: made[number] for number, at in positions.items()}, count) if groups else None

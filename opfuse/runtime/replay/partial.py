@@ -20,10 +20,10 @@ from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, Node
 from opfuse.compiler.plan import Plan, Segment, Stretch
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value, identity, told_by
+from opfuse.core.context import Context, Value, fingerprint_of, identity
 from opfuse.core.operation import BasicOperation
 from opfuse.runtime.interpret.gradients import Gradients
-from opfuse.runtime.replay.layout_key import given, layout_key
+from opfuse.runtime.replay.layout_key import layout_key, tensors_and_planes
 from opfuse.runtime.replay.recorder import Recorder
 from opfuse.runtime.replay.replayable import LOOKS, Ran, Replayable
 from opfuse.runtime.replay.user_code import is_library_cast
@@ -37,15 +37,15 @@ Interpret = Callable[[Sequence[Group], Gradients], None]
 _WANTS_GRADIENT = attrgetter("requires_grad")
 
 
-def made_before(
+def precomputed_casts(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], nodes: Sequence[Node], inputs: Sequence[Any]
 ) -> tuple[PrecomputedCast, ...]:
-    """What ``nodes`` cast, in their order. inputs: of the segment first. A look is None where no program may take the cast."""
+    """What ``nodes`` cast, in their order. inputs: of the segment first. A layout is None where no program may take the cast."""
     with torch.no_grad():
-        return tuple(_made(plan, segment, ops, nodes, inputs))
+        return tuple(_precomputed(plan, segment, ops, nodes, inputs))
 
 
-def _made(
+def _precomputed(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], nodes: Sequence[Node], inputs: Sequence[Any]
 ) -> Iterator[PrecomputedCast]:
     for node in nodes:
@@ -77,30 +77,39 @@ class RepeatedCast:
         # A mode or a transform of torch, or autograd, follows each op.
         followed = active_modes() or in_transform()
         key = None if followed or (source.requires_grad and torch.is_grad_enabled()) else layout_key([source])
-        values: Any = replayable(key, given([source]), lambda recorder: Ran([self.cast(source)]))[0]
+        values: Any = replayable(key, tensors_and_planes([source]), lambda recorder: Ran([self.cast(source)]))[0]
         value: Value = values[0]
         return value
 
 
-def told_of(stretches: Sequence[Stretch], contexts: dict[int, Context]) -> Sequence[tuple[Any, ...] | None]:
+def context_fingerprints(stretches: Sequence[Stretch], contexts: dict[int, Context]) -> Sequence[tuple[Any, ...] | None]:
     """What the contexts that each stretch reads hold beside tensors; None for more than plain values, and for the user's code."""
     read = [(*stretch.nodes, *stretch.beside) for stretch in stretches]
     pairs = zip(stretches, read)
-    return [told_by([contexts[i] for i in nodes if i in contexts]) if each.repeats else None for each, nodes in pairs]
+    return [
+        fingerprint_of([contexts[i] for i in nodes if i in contexts]) if stretch.repeats else None for stretch, nodes in pairs
+    ]
 
 
-def repeat(plan: Plan, segment: Segment, told: Sequence[tuple[Any, ...] | None], grads: Gradients, interpret: Interpret) -> None:
-    """Run a backward pass stretch by stretch. told: as of :func:`told_of`. grads: those so far, to which its own are added."""
-    for at, (stretch, each) in enumerate(zip(plan.user_code[segment.nodes.start].backward, told)):
-        if each is None:
+def repeat(
+    plan: Plan, segment: Segment, fingerprints: Sequence[tuple[Any, ...] | None], grads: Gradients, interpret: Interpret
+) -> None:
+    """Run a backward pass stretch by stretch.
+
+    fingerprints: as of :func:`context_fingerprints`. grads: the gradients so far, to which this function adds.
+    """
+    for at, (stretch, fingerprint) in enumerate(zip(plan.user_code[segment.nodes.start].backward, fingerprints)):
+        if fingerprint is None:
             interpret(stretch.groups, grads)
         else:
             nodes = range(min(stretch.nodes), max(stretch.nodes) + 1)
-            _repeat(stretch, each, grads, interpret, Replayable.of(plan, (segment.nodes.start, BACKWARD, at), nodes))
+            _repeat(stretch, fingerprint, grads, interpret, Replayable.of(plan, (segment.nodes.start, BACKWARD, at), nodes))
 
 
-def _repeat(stretch: Stretch, told: tuple[Any, ...], grads: Gradients, interpret: Interpret, replayable: Replayable) -> None:
-    key, tensors = _comes_in(stretch, told, grads)
+def _repeat(
+    stretch: Stretch, fingerprint: tuple[Any, ...], grads: Gradients, interpret: Interpret, replayable: Replayable
+) -> None:
+    key, tensors = _comes_in(stretch, fingerprint, grads)
 
     def interpreted(recorder: Recorder | None) -> Ran:
         rest = grads.rest()
@@ -108,17 +117,19 @@ def _repeat(stretch: Stretch, told: tuple[Any, ...], grads: Gradients, interpret
         left, values = rest.left()
         return Ran(values, left)
 
-    def let_go() -> None:
+    def release() -> None:
         grads.values.clear()
         for i in stretch.nodes:
             if i in grads.contexts:
                 grads.contexts[i].forget()
 
-    values, left = replayable(key, tensors, interpreted, let_go)
+    values, left = replayable(key, tensors, interpreted, release)
     grads.enter(left, values)
 
 
-def _comes_in(stretch: Stretch, told: tuple[Any, ...], grads: Gradients) -> tuple[tuple[Any, ...] | None, list[torch.Tensor]]:
+def _comes_in(
+    stretch: Stretch, fingerprint: tuple[Any, ...], grads: Gradients
+) -> tuple[tuple[Any, ...] | None, list[torch.Tensor]]:
     """The key of a stretch, None if no program may run, and the tensors that it reads."""
     contexts = grads.contexts
     values = [
@@ -126,11 +137,11 @@ def _comes_in(stretch: Stretch, told: tuple[Any, ...], grads: Gradients) -> tupl
     ]
     saved = [part for i in (*stretch.nodes, *stretch.beside) if i in contexts for part in Context.parts(contexts[i])]
     tensors = [*values, *saved]
-    look = None if any(map(_WANTS_GRADIENT, values)) else layout_key(tensors)
-    if look is None:
+    layout = None if any(map(_WANTS_GRADIENT, values)) else layout_key(tensors)
+    if layout is None:
         return None, []
     try:
-        structures = [identity(each) for each in grads.values.values() if isinstance(each, QuantizedStorage)]
+        structures = [identity(value) for value in grads.values.values() if isinstance(value, QuantizedStorage)]
     except KeyError:  # a record of another class
         return None, []
-    return (*told, *grads.values, *map(type, grads.values.values()), *structures, *look), given(tensors)
+    return (*fingerprint, *grads.values, *map(type, grads.values.values()), *structures, *layout), tensors_and_planes(tensors)

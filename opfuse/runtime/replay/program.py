@@ -48,8 +48,8 @@ class Recording:
     @classmethod
     def of(cls, recorder: Recorder, results: Sequence[int]) -> Recording:
         """The recorded steps without those that nobody needs, with launches joined, and products by cuBLASLt where possible."""
-        told = _without_same_views(recorder, _joined(recorder.steps), results)
-        steps = _needed([each for step in told for each in _by_address(recorder, step)], results)
+        joined = _without_same_views(recorder, _joined(recorder.steps), results)
+        steps = _needed([substep for step in joined for substep in _by_address(recorder, step)], results)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
         parameters = frozenset(i for i, t in enumerate(recorder.given) if isinstance(t, torch.nn.Parameter))
         made = cls(tuple(steps), tuple(range(len(recorder.given))), tuple(results), device, {}, parameters)
@@ -111,7 +111,7 @@ class Program:
 
     recording: Recording | None
     used: int
-    _held: int | None
+    _bytes: int | None
 
     def __init__(self, recorder: Recorder, results: Sequence[int]) -> None:
         """results: the numbers of the tensors that a call returns."""
@@ -126,11 +126,11 @@ class Program:
 
     def settle(self) -> None:
         """Let go of the recording, of which nothing else will be made: most of what a program takes on the host."""
-        self.recording, self._held = None, None
+        self.recording, self._bytes = None, None
 
     def _make(self, recording: Recording) -> None:
         self.recording, self.used = recording, next(_USES)
-        self._held = None
+        self._bytes = None
         self.launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
         self.products = [step for step in recording.steps if isinstance(step, ProductStep)]
         self._device = recording.device
@@ -187,11 +187,11 @@ class Program:
         return self.slab.size
 
     @property
-    def own_bytes(self) -> int:
+    def instance_bytes(self) -> int:
         """Bytes of the host's memory that it takes beside its code, which equal layers share."""
-        if self._held is None:
-            self._held = bytes_of([self, self.constants], without=[self.code]) + self.frame_bytes
-        return self._held
+        if self._bytes is None:
+            self._bytes = bytes_of([self, self.constants], without=[self.code]) + self.frame_bytes
+        return self._bytes
 
     @property
     def frame_bytes(self) -> int:
@@ -228,7 +228,7 @@ _USES = itertools.count()
 def host_bytes(programs: Iterable[Program]) -> int:
     """Bytes of the host's memory that programs take together. Code that some share counts once."""
     every = list({id(each): each for each in programs}.values())
-    return sum(each.own_bytes for each in every) + sum({id(each.code): each.code.nbytes for each in every}.values())
+    return sum(each.instance_bytes for each in every) + sum({id(each.code): each.code.nbytes for each in every}.values())
 
 
 def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:

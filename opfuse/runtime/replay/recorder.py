@@ -1,10 +1,9 @@
 """Recording one run: every torch op and every kernel launch, with tensors as numbers.
 
-What a run does follows from its caller's key and from the looks of the tensors that come in: shapes, strides, dtypes, alignment.
-So all runs of one look do the same. A recorder is a torch dispatch mode, which sees each op below autograd and autocast;
-it listens to each kernel that is launched. A tensor is recognised by the memory that it shows, an
-address in a kernel's parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so no
-memory is used twice.
+What a run does follows from its caller's key and from the layouts of the tensors that come in: shapes, strides, dtypes,
+alignment. So all runs of one layout do the same. A recorder is a torch dispatch mode, which sees each op below autograd and
+autocast; it listens to each kernel that is launched. A tensor is recognised by the memory that it shows, an address in a kernel's
+parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so no memory is used twice.
 
 If something cannot be repeated, the recording ends, and the run goes on: a value that the host reads, a shape that depends on
 values, a tensor that came from outside without a number. ``refusal`` says which.
@@ -198,7 +197,7 @@ class Recorder(TorchDispatchMode):
         result = self._run(func, args, kwargs)
         if not self.refusal:
             with self._refusing():
-                self._note(func, filled, result)
+                self._record_op(func, filled, result)
         return result
 
     def _filled(self, value: Any) -> Any:
@@ -208,7 +207,7 @@ class Recorder(TorchDispatchMode):
         kind = type(value)
         if kind is tuple or kind is list:
             return kind(map(self._filled, value))
-        return {name: self._filled(each) for name, each in value.items()} if kind is dict else value
+        return {name: self._filled(part) for name, part in value.items()} if kind is dict else value
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of the op. If memory runs out, the recording is given up with the tensors it keeps, and the op rerun."""
@@ -218,7 +217,7 @@ class Recorder(TorchDispatchMode):
             self.refuse("there is no memory to keep all tensors of the run")
         return func(*args, **kwargs)
 
-    def _note(self, func: Any, filled: tuple[Any, Any], result: Any) -> None:
+    def _record_op(self, func: Any, filled: tuple[Any, Any], result: Any) -> None:
         if func is _aten.detach.default or self._is_the_same(func, result):  # the same memory, under the same number
             self._alive.append(result)
             return
@@ -229,11 +228,11 @@ class Recorder(TorchDispatchMode):
         if not all(type(tensor) in PLAIN for tensor in tensors):
             raise Unrecordable(f"{func} returns more than tensors")
         written = schema_of(func).is_mutable
-        numbers = [self._views[look] if written and (look := _view_key(t)) in self._views else self._new(t) for t in tensors]
+        numbers = [self._views[key] if written and (key := _view_key(t)) in self._views else self._new(t) for t in tensors]
         self.steps.append(OpStep(func, *filled, tuple(numbers), single))
 
     def _is_the_same(self, func: Any, result: Any) -> bool:
-        """Whether a view has the look of a tensor that the run has already made, as a transposed vector does."""
+        """Whether a view has the layout of a tensor that the run has already made, as a transposed vector does."""
         return bool(func.is_view) and type(result) in PLAIN and self._views.get(_view_key(result), -1) >= len(self.given)
 
     def launched(self, launch: KernelLaunched) -> None:

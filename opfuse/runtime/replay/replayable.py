@@ -60,7 +60,9 @@ class Recorded:
     def programs(self) -> Iterator[Program]:
         """All that are kept for this key."""
         yield self.program
-        yield from (program for each in self.behind for _, recorded in each.recorded() for program in recorded.programs())
+        yield from (
+            program for replayable in self.behind for _, recorded in replayable.recorded() for program in recorded.programs()
+        )
 
     def repeat(self, device: str, given: list[torch.Tensor]) -> Sequence[Value | None]:
         """The values for other tensors, without torch.autocast: that has acted on the ops when they were recorded."""
@@ -103,18 +105,18 @@ class Replayable(dict[Any, Any]):
         key: Any,
         given: list[torch.Tensor],
         interpret: Callable[[Recorder | None], Ran],
-        let_go: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> tuple[Any, Any]:
         """The values of a run and what it returns beside them.
 
         key: None if no program may run. given: the tensors that come in; the list is emptied.
-        interpret: runs without a program, and gets a recorder where the run is recorded. let_go: called before a program runs,
+        interpret: runs without a program, and gets a recorder where the run is recorded. release: called before a program runs,
         which then alone holds what comes in, and lets each tensor go when it is read.
         """
         found = self.get(key)
         if isinstance(found, Recorded):
-            if let_go is not None:
-                let_go()
+            if release is not None:
+                release()
             return found.repeat(self.device, given), found.rest
         # A program may want kernels that no call has launched: a capture loads none.
         if key is None or found is REFUSED or is_capturing() or self._is_new(key):
@@ -124,7 +126,7 @@ class Replayable(dict[Any, Any]):
             recorder = Recorder(given)
             with recorder.recording():
                 ran = interpret(recorder)
-            self.note(key, self._recorded(recorder, ran))
+            self.add(key, self._recorded(recorder, ran))
             given.clear()
         return ran.values, ran.rest
 
@@ -147,10 +149,10 @@ class Replayable(dict[Any, Any]):
         """Whether this is the first call with a key; notes that it came."""
         if not INTERPRETED_FIRST or key in self:
             return False
-        self.note(key, SEEN)
+        self.add(key, SEEN)
         return True
 
-    def note(self, key: Any, what: Any) -> None:
+    def add(self, key: Any, what: Any) -> None:
         """Enter ``what`` for a key, and forget the oldest entry if there are too many."""
         self.pop(key, None)  # so that it is entered as the latest
         self[key] = what
@@ -244,14 +246,14 @@ def _make_room(new: Recorded) -> None:
     if _spare.takes(host_bytes(new.programs()), most):
         return
     while True:
-        known = [each for ref in _ALL.valuerefs() if (each := ref()) is not None]
-        found = [(replayable, key, what) for replayable in known for key, what in replayable.recorded()]
-        total = host_bytes(program for _, _, what in found for program in what.programs())
-        old = [each for each in found if new.program not in each[2].programs()] if total > most else []
+        known = [recording for ref in _ALL.valuerefs() if (recording := ref()) is not None]
+        recordings = [(replayable, key, what) for replayable in known for key, what in replayable.recorded()]
+        total = host_bytes(program for _, _, what in recordings for program in what.programs())
+        old = [recording for recording in recordings if new.program not in recording[2].programs()] if total > most else []
         if not old:
             _spare.counted(total, most)
             return
-        replayable, key, _ = min(old, key=lambda each: max(program.used for program in each[2].programs()))
+        replayable, key, _ = min(old, key=lambda recording: max(program.used for program in recording[2].programs()))
         if replayable.pop(key, None) is not None:
             replayable.dropped += 1
             _log.info("dropped a program, the least recently used: all may take %d bytes (OPFUSE_PROGRAM_BYTES)", most)

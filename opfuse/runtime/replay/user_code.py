@@ -41,17 +41,17 @@ class _Reason(NamedTuple):
 
 def user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
     """For each pass why a program cannot repeat all of it, and the casts to run before the segment; other passes are left out."""
-    found = list(_user_code(plan, segment, ops))
-    casts = [each.cast for each in found if each.side == FORWARD]
+    parts = list(_user_code(plan, segment, ops))
+    casts = [part.cast for part in parts if part.side == FORWARD]
     before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
     if len(before) < len(casts):
         before = ()
-    why = {BEFORE_FORWARD if before and each.side == FORWARD else each.side: each.why for each in reversed(found)}
-    theirs = {i for each in found if each.side == BACKWARD for i in each.nodes}
+    why = {BEFORE_FORWARD if before and part.side == FORWARD else part.side: part.why for part in reversed(parts)}
+    theirs = {i for part in parts if part.side == BACKWARD for i in part.nodes}
     casting = {i: plan.casts[i] for i in segment.nodes if plan.graph.nodes[i].is_cast}
     # A cast in groups leaves the gradient itself in the context of its reader, which may be in another stretch.
     theirs |= {i for i, cast in casting.items() if isinstance(cast, GroupedCast) or not is_library_cast(cast)}
-    users = frozenset(each.side for each in found if each.is_users)
+    users = frozenset(part.side for part in parts if part.is_users)
     stretches = _stretches(plan, segment.backward, theirs if BACKWARD in why else ()) if why else ()
     return UserCode(why, users, before, tuple(stretches))
 
@@ -92,8 +92,8 @@ def _stretches(plan: Plan, groups: Sequence[Group], theirs: Collection[int]) -> 
 
 def _read_by(plan: Plan, group: Group) -> set[int]:
     """The nodes whose contexts a group reads in a backward pass: its own, and those from which operands are made anew."""
-    remade = [each for reader in group.nodes for each in plan.remade.get(reader, ())]
-    return {*group.nodes, *(i for each in remade for i in (each.source, *each.chain))}
+    rematerialized = [operand for reader in group.nodes for operand in plan.rematerialized.get(reader, ())]
+    return {*group.nodes, *(i for operand in rematerialized for i in (operand.source, *operand.chain))}
 
 
 def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:

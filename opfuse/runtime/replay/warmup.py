@@ -72,24 +72,24 @@ class _Harmless(TorchDispatchMode):
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an op writes to, as its schema says."""
     declared = arguments_of(func)
-    given = {each.name: value for each, value in zip(declared, args)} | dict(kwargs)
-    return [given[each.name] for each in declared if each.is_write and each.name in given]
+    values = {argument.name: value for argument, value in zip(declared, args)} | dict(kwargs)
+    return [values[argument.name] for argument in declared if argument.is_write and argument.name in values]
 
 
 def _memory(values: Any) -> set[int]:
     """Where the tensors among some values lie."""
-    return {each.untyped_storage().data_ptr() for each in tree_leaves(values) if isinstance(each, torch.Tensor)}
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
 
 def rehearsed(interpreter: Interpreter, tensors: Sequence[torch.Tensor]) -> list[Variant]:
     """The kernels that both passes of a segment launch for inputs like ``tensors``, as far as they can be found."""
     plan, segment, ops = interpreter.plan, interpreter.segment, interpreter.ops
     parameters = [value for i in segment.ops for value in ops[i].parameter_values() if value is not None]
-    if not all(type(each) in PLAIN for each in (*tensors, *parameters)):
+    if not all(type(tensor) in PLAIN for tensor in (*tensors, *parameters)):
         return []
     devices = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
     twin = Interpreter(plan, segment, ops, ({},) * len(ops))
-    twin.held = dict(interpreter.held)
+    twin.precomputed = dict(interpreter.precomputed)
     with dry_run() as needed, running(Pass.DRY_RUN), torch.random.fork_rng(devices), torch.no_grad():
         try:
             with _Harmless():

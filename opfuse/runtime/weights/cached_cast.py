@@ -23,7 +23,7 @@ _ADDRESS, _STRIDES, _MEMORY = torch.Tensor.data_ptr, torch.Tensor.stride, torch.
 
 
 def _lying(weights: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Of each weight how often it was written, as autograd counts, its address, the number of its memory, its look."""
+    """For each weight: its version as autograd counts writes, its address, the number of its memory, its layout."""
     memory = map(_MEMORY, weights)
     found: Iterable[Iterable[Any]] = (
         *(map(version_of, weights), map(_ADDRESS, weights), map(number_of, memory)),
@@ -46,7 +46,7 @@ class Unchanged:
     def watch(self, made: Iterable[torch.Tensor], states: Iterable[DelayedScalingState]) -> None:
         """Watch what was made of the weight, and the states of its scale, from now on."""
         self._made = {id(tensor): (tensor, version_of(tensor)) for tensor in made}
-        self._states = [(state, state.look, state.turn, version_of(state.scale)) for state in states]
+        self._states = [(state, state.tensors_id, state.generation, version_of(state.scale)) for state in states]
 
     def changed(self) -> None:
         """Note a write that nobody has counted."""
@@ -54,13 +54,13 @@ class Unchanged:
 
     @classmethod
     def together(cls, many: Sequence[Unchanged]) -> Unchanged:
-        """Whether all of ``many`` are."""
+        """One check that is true while every cast in ``many`` is valid."""
         whole = cls.__new__(cls)
-        whole._weights = tuple([weight for each in many for weight in each._weights])
-        whole._memory = [memory for each in many for memory in each._memory]
-        whole._lying = [[value for part in parts for value in part] for parts in zip(*(each._lying for each in many))]
-        whole._made = {key: made for each in many for key, made in each._made.items()}
-        whole._states = [state for each in many for state in each._states]
+        whole._weights = tuple([weight for unchanged in many for weight in unchanged._weights])
+        whole._memory = [memory for unchanged in many for memory in unchanged._memory]
+        whole._lying = [[value for part in parts for value in part] for parts in zip(*(unchanged._lying for unchanged in many))]
+        whole._made = {key: made for unchanged in many for key, made in unchanged._made.items()}
+        whole._states = [state for unchanged in many for state in unchanged._states]
         return whole
 
     @property
@@ -75,20 +75,21 @@ class Unchanged:
             if version_of(tensor) != writes:
                 return False
         return not self._states or all(
-            (s.look, s.turn, version_of(s.scale)) == (look, turn, version) for s, look, turn, version in self._states
+            (s.tensors_id, s.generation, version_of(s.scale)) == (tensors_id, generation, version)
+            for s, tensors_id, generation, version in self._states
         )
 
 
 class CachedCast:
     """A cast of a weight, and everything that its validity depends on. :func:`settle` completes it.
 
-    tensors: its memory without the weight's own, ``blocks`` first. look: how they lie, the same object for all that lie alike.
+    tensors: its memory without the weight's own, ``blocks`` first. layout: how they lie, the same object for all that lie alike.
     served: whether a second call has found it. users: what has bound it, to be ended with it.
     """
 
     blocks: tuple[torch.Tensor, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
-    look: CachedLayout
+    layout: CachedLayout
 
     def __init__(self, cast: Cast, parameter: torch.Tensor, stream: int) -> None:
         with _plainly():
@@ -117,25 +118,25 @@ class CachedCast:
         self.blocks = tuple([block for block in blocks if any(block is each for each in lying)])
         lying, places = to_blocks(self.storage.tensors(), self.blocks)
         self.tensors = tuple({id(t): t for t in lying if storage_number(t) != memory}.values())
-        self.look = interned((places, *((t.shape, t.stride(), t.dtype) for t in self.tensors)))
+        self.layout = interned((places, *((t.shape, t.stride(), t.dtype) for t in self.tensors)))
         self.unchanged.watch(self.tensors, self._cast.live_states)
 
 
 def settle(casts: Sequence[CachedCast]) -> None:
     """Lay ``casts``, which were just made, one for each weight of an op, together in a block for each direction."""
-    blocks, weights = list[torch.Tensor](), [each.parameter for each in casts]
+    blocks, weights = list[torch.Tensor](), [cast.parameter for cast in casts]
     for usage in USAGES:
         with _plainly():
-            storages, made = pack([each.storage for each in casts], usage, weights)
+            storages, made = pack([cast.storage for cast in casts], usage, weights)
         blocks += made
-        for each, storage in zip(casts, storages):
-            each.storage = storage
-    for each in casts:
-        each._settle(blocks)
+        for cast, storage in zip(casts, storages):
+            cast.storage = storage
+    for cast in casts:
+        cast._settle(blocks)
 
 
 class CachedLayout:
-    """How kept casts lie in memory, as one object for all that lie alike: looks of calls are compared by it."""
+    """How kept casts lie in memory, as one object for all that lie alike: layouts of calls are compared by it."""
 
     def __init__(self, what: tuple[Any, ...]) -> None:
         self.what = what

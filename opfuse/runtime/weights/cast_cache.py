@@ -45,14 +45,14 @@ VAIN, REST = 3, 32
 class PrecomputedCast(NamedTuple):
     """A cast that a segment finds made. node: the quantize node that need not run.
 
-    tensors: the memory of the storage without the weight's own, ``blocks`` first. look: the structure of the storage, of a cast
+    tensors: the memory of the storage without the weight's own, ``blocks`` first. layout: the structure of the storage, of a cast
     that is not kept.
     """
 
     node: int
     storage: QuantizedStorage
     tensors: tuple[torch.Tensor, ...]
-    look: tuple[Any, ...] | None = None
+    layout: tuple[Any, ...] | None = None
     blocks: tuple[torch.Tensor, ...] = ()
 
     def unpack(self) -> QuantizedStorage:
@@ -65,22 +65,24 @@ class CachedCasts(NamedTuple):
 
     casts: tuple[PrecomputedCast, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
-    look: CachedLayout | None = None
+    layout: CachedLayout | None = None
 
     @classmethod
     def of(cls, found: Mapping[int, CachedCast]) -> CachedCasts:
-        """Of casts by node."""
+        """The cached casts, from casts by node."""
         tensors = {id(tensor): tensor for cast in found.values() for tensor in cast.tensors}
         at = {key: i for i, key in enumerate(tensors)}
-        look = interned(tuple((node, cast.look, *(at[id(tensor)] for tensor in cast.tensors)) for node, cast in found.items()))
+        layout = interned(
+            tuple((node, cast.layout, *(at[id(tensor)] for tensor in cast.tensors)) for node, cast in found.items())
+        )
         casts = (PrecomputedCast(node, cast.storage, cast.tensors, blocks=cast.blocks) for node, cast in found.items())
-        return cls(tuple(casts), tuple(tensors.values()), look)
+        return cls(tuple(casts), tuple(tensors.values()), layout)
 
 
 _NOTHING = CachedCasts()
 
 
-class _Wanted(NamedTuple):
+class _CastRequest(NamedTuple):
     """A cast that a call needs."""
 
     node: Node
@@ -122,7 +124,7 @@ class KeptWeights:
         """Forget all casts: the next call of each makes it anew. For writes that autograd does not count."""
         with self._lock:
             entries, self._entries, self._vain = self._entries, {}, {}
-            _end(entry for each in entries.values() for entry in each)
+            _end(entry for casts in entries.values() for entry in casts)
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer steps, or has stepped: a fused one writes its parameters without a count."""
@@ -141,14 +143,14 @@ class KeptWeights:
         """Whether casts of it are kept."""
         return self._open and self._parameters.get(id(parameter)) is parameter
 
-    def find(self, wanted: Sequence[_Wanted], *, make: bool) -> list[CachedCast | None]:
+    def find(self, wanted: Sequence[_CastRequest], *, make: bool) -> list[CachedCast | None]:
         """The kept casts of parameters that the scope owns; missing ones are made and kept if ``make`` is set.
 
         None also where keeping has been in vain: the weight changes before every call. Casts that are made together, for one op,
         lie in the same blocks.
         """
         with self._lock:
-            there = {id(each.parameter): self._entries.get(id(each.parameter), []) for each in wanted}
+            there = {id(request.parameter): self._entries.get(id(request.parameter), []) for request in wanted}
             served = {key: [entry.served for entry in entries] for key, entries in there.items()}
             stale = [entry for entries in there.values() for entry in entries if not entry.unchanged]
             there = {key: [entry for entry in entries if entry not in stale] for key, entries in there.items()}
@@ -157,22 +159,22 @@ class KeptWeights:
                 stale.clear()
                 self._entries |= there
                 there = self._with_missing(wanted, there, served)
-            return [_serving(there[id(each.parameter)], each) for each in wanted]
+            return [_serving(there[id(request.parameter)], request) for request in wanted]
 
     def _with_missing(
-        self, wanted: Sequence[_Wanted], there: Mapping[int, list[CachedCast]], served: Mapping[int, list[bool]]
+        self, wanted: Sequence[_CastRequest], there: Mapping[int, list[CachedCast]], served: Mapping[int, list[bool]]
     ) -> dict[int, list[CachedCast]]:
         """The casts ``there``, and new ones. served: of each cast of a parameter before this call, whether one has found it."""
         every = {key: [*entries] for key, entries in there.items()}
         new: dict[tuple[int, torch.device], list[CachedCast]] = {}
-        for each in wanted:
-            key = id(each.parameter)
-            if (found := _serving(every[key], each)) is not None:
+        for request in wanted:
+            key = id(request.parameter)
+            if (found := _serving(every[key], request)) is not None:
                 found.served = True
             elif not self._is_vain(key, served[key]):
-                entry = CachedCast(each.cast, each.parameter, each.stream)
+                entry = CachedCast(request.cast, request.parameter, request.stream)
                 every[key].append(entry)
-                new.setdefault((each.node.op, each.parameter.device), []).append(entry)
+                new.setdefault((request.node.op, request.parameter.device), []).append(entry)
         for made in new.values():
             settle(made)
         if self._open:
@@ -180,11 +182,11 @@ class KeptWeights:
             self._entries |= {key: entries[-CASTS:] for key, entries in every.items()}
         return every
 
-    def bound(self, owners: Mapping[int, KeptWeights], found: Mapping[int, CachedCast]) -> _Bound | None:
+    def bound(self, owners: Mapping[int, KeptWeights], casts: Mapping[int, CachedCast]) -> _Bound | None:
         """The casts that a segment has found, by node; None if one has gone since."""
         with self._lock:
-            kept = all(cast in self._entries.get(id(cast.parameter), ()) for cast in found.values())
-            return _Bound(owners, found) if kept else None
+            valid = all(cast in self._entries.get(id(cast.parameter), ()) for cast in casts.values())
+            return _Bound(owners, casts) if valid else None
 
     def _is_vain(self, key: int, served: Sequence[bool]) -> bool:
         """Whether the weight changes before every call, so that this call should cast without keeping."""
@@ -197,7 +199,7 @@ class KeptWeights:
         return count >= VAIN and count % REST != 0
 
 
-def _serving(entries: Sequence[CachedCast], wanted: _Wanted) -> CachedCast | None:
+def _serving(entries: Sequence[CachedCast], wanted: _CastRequest) -> CachedCast | None:
     return next((entry for entry in entries if entry.serves(wanted.cast, wanted.stream)), None)
 
 
@@ -280,7 +282,7 @@ class _Bound:
             entry.users.add(self)
 
     def casts(self, owners: Mapping[int, KeptWeights], weights: Sequence[object], run: Pass | None) -> CachedCasts | None:
-        """They, if a call with these scopes and weights would find them; else None."""
+        """The cached casts; None if scopes or weights have changed."""
         if (what := self._what) is None:
             return None
         mine, numbers, unchanged, casts = what
@@ -328,25 +330,25 @@ def cached_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) ->
     run, stream = current_pass(), _stream(weights[0].device)
     bound = keepable.bound.get(stream)
     found = None if bound is None else bound.casts(owners, weights, run)
-    return _found_casts(keepable, owners, weights, run) if found is None else found
+    return _looked_up_casts(keepable, owners, weights, run) if found is None else found
 
 
-def _found_casts(
+def _looked_up_casts(
     keepable: _Keepable, owners: Mapping[int, KeptWeights], weights: Sequence[torch.Tensor | None], run: Pass | None
 ) -> CachedCasts:
-    """The same, looked for one by one, and bound if all are there."""
+    """Slow path of :func:`cached_casts`: look up each weight; if all hit, remember the set."""
     streams = {device: _stream(device) for device in {weight.device for weight in weights if weight is not None}}
-    wanted: dict[KeptWeights, list[_Wanted]] = {}
+    wanted: dict[KeptWeights, list[_CastRequest]] = {}
     for (node, cast), parameter in zip(keepable.casts, weights):
         owner = owners.get(id(parameter))
         if owner is None or parameter is None or not owner.owns(parameter) or parameter.is_inference():
             continue
         if (stream := streams[parameter.device]) is not None and not (run is not None and cast.live_states):
-            wanted.setdefault(owner, []).append(_Wanted(node, cast, parameter, stream))
+            wanted.setdefault(owner, []).append(_CastRequest(node, cast, parameter, stream))
     found: dict[int, CachedCast] = {}
-    for owner, each in wanted.items():
-        casts = owner.find(each, make=run is not Pass.DRY_RUN)
-        found |= {one.node.index: cast for one, cast in zip(each, casts) if cast is not None}
+    for owner, requests in wanted.items():
+        casts = owner.find(requests, make=run is not Pass.DRY_RUN)
+        found |= {one.node.index: cast for one, cast in zip(requests, casts) if cast is not None}
     if len(found) == len(keepable.casts) and len(wanted) == len(streams) == 1:
         ((scope, _),), ((_, stream),) = wanted.items(), streams.items()
         if bound := scope.bound(owners, found):

@@ -38,7 +38,7 @@ class BlockPart(NamedTuple):
 
 
 PlaceInBlock = tuple[int, BlockPart] | None
-"""Of a tensor: the position of its block among blocks, and where in it; None: it lies in none."""
+"""The position of a tensor's block among blocks, and the place in that block; None if it lies in none."""
 
 
 def pack(
@@ -92,7 +92,7 @@ def to_blocks(
 
 
 def from_blocks(tensors: Iterator[torch.Tensor], places: Sequence[PlaceInBlock]) -> Iterator[torch.Tensor]:
-    """The tensors of which :func:`to_blocks` told the ``places``, from what it returned, or from themselves."""
+    """The tensors at ``places``, which :func:`to_blocks` gave: views of its blocks, or the tensors themselves."""
     blocks: dict[int, torch.Tensor] = {}
     for place in places:
         if place is None:
@@ -124,7 +124,7 @@ def to_blocks_again(tensors: Sequence[torch.Tensor], places: Sequence[PlaceInBlo
 
 
 def unpack(storage: QuantizedStorage, blocks: Sequence[torch.Tensor]) -> QuantizedStorage:
-    """The same record over views that are made now, which a recorder sees come from ``blocks``."""
+    """A copy of the record over new views, which a recorder sees come from ``blocks``."""
     tensors, places = to_blocks(storage.tensors(), blocks)
     return storage.with_tensors([*from_blocks(iter(tensors), places)])
 

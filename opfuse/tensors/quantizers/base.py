@@ -82,8 +82,8 @@ class Quantizer(ABC):
 
     def __repr__(self) -> str:
         """The class and the settings that differ from their defaults."""
-        told = [f for f in fields(self) if f.repr and (f.default is MISSING or getattr(self, f.name) != f.default)]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in told)})"
+        shown = [f for f in fields(self) if f.repr and (f.default is MISSING or getattr(self, f.name) != f.default)]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     def __getstate__(self) -> dict[str, Any]:
         """All settings but a process group, which belongs to the process that made it."""
@@ -110,7 +110,7 @@ class Quantizer(ABC):
         self, shape: Sequence[int], dtype: torch.dtype, encoding: Encoding, encoded: Sequence[EncodedArrays]
     ) -> QuantizedStorage:
         """What :meth:`quantize` makes of a tensor of ``shape`` and ``dtype`` whose ``encoding`` gave ``encoded``."""
-        planes = [plane_of(layout, *each) for layout, each in zip(encoding.layouts, encoded, strict=True)]
+        planes = [plane_of(layout, *arrays) for layout, arrays in zip(encoding.layouts, encoded, strict=True)]
         return self._storage(torch.Size(shape), dtype, planes)
 
     @torch.no_grad()
@@ -238,8 +238,8 @@ class Quantizer(ABC):
         if misfit is not None:
             size, axis = misfit.lines[1], "last dimension" if misfit.usage == ROWWISE else "product of the leading dimensions"
             wanted = f"a {axis} divisible by {misfit.format.multiple} for {misfit.usage} {misfit.format} data"
-            got, told = f"{size} of shape {tuple(shape)}", (cure or _padding)(misfit)
-            raise ShapeError(describe(where or type(self).__name__, wanted=wanted, got=got, cure=told))
+            got, remedy = f"{size} of shape {tuple(shape)}", (cure or _padding)(misfit)
+            raise ShapeError(describe(where or type(self).__name__, wanted=wanted, got=got, cure=remedy))
 
     def _check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         if not self.usages:
@@ -290,7 +290,7 @@ class CastingQuantizer(Quantizer):
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
         layouts = self._layouts(x.shape)
-        return [plane_of(layout, *each) for layout, each in zip(layouts, self._encoding(layouts)(x.detach()), strict=True)]
+        return [plane_of(layout, *arrays) for layout, arrays in zip(layouts, self._encoding(layouts)(x.detach()), strict=True)]
 
     def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
         return [zero_plane(layout, device) for layout in self._layouts(shape)]

@@ -137,5 +137,5 @@ class HybridQuantizer(Quantizer):
     def input_dtypes(self) -> tuple[torch.dtype, ...] | None:
         """The dtypes that every direction asked for takes."""
         subs = ((self.rowwise_quantizer, self.rowwise), (self.columnwise_quantizer, self.columnwise))
-        taken = [sub.input_dtypes for sub, wanted in subs if wanted and sub.input_dtypes is not None]
-        return tuple(dtype for dtype in taken[0] if all(dtype in each for each in taken)) if taken else None
+        accepted = [sub.input_dtypes for sub, wanted in subs if wanted and sub.input_dtypes is not None]
+        return tuple(dtype for dtype in accepted[0] if all(dtype in dtypes for dtypes in accepted)) if accepted else None

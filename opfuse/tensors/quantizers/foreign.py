@@ -42,12 +42,12 @@ class ForeignQuantizer(Quantizer):
         return DEQUANTIZED, DEQUANTIZED
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
-        own = copy.copy(self.own)
+        foreign = copy.copy(self.own)
         for name, usage in _USAGES.items():
-            if hasattr(own, name):
-                setattr(own, name, usage in self.usages or usage == ROWWISE)
-        made = own.quantize(x.detach().reshape(matrix_shape(x.shape)))
-        values = {usage: _values(own, made, usage, x) for usage in self.usages}
+            if hasattr(foreign, name):
+                setattr(foreign, name, usage in self.usages or usage == ROWWISE)
+        result = foreign.quantize(x.detach().reshape(matrix_shape(x.shape)))
+        values = {usage: _values(foreign, result, usage, x) for usage in self.usages}
         return [Plane(layout.usage, layout.format, layout.shape, values[layout.usage]) for layout in self._layouts(x.shape)]
 
     def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:

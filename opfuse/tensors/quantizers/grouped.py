@@ -40,7 +40,7 @@ class GroupedQuantizer(Quantizer):
     def __post_init__(self) -> None:
         distinct = {id(q): q for q in self.quantizers}
         formats = [q.formats for q in distinct.values()]
-        if not formats or any(each != formats[0] for each in formats):
+        if not formats or any(formats_of_group != formats[0] for formats_of_group in formats):
             cure = "give every group a quantizer of the same class and settings"
             raise QuantizerError(describe("GroupedQuantizer", wanted="quantizers of equal formats", got=formats, cure=cure))
         pinned = {key: self._pinned(q) for key, q in distinct.items()}
@@ -90,11 +90,11 @@ class GroupedQuantizer(Quantizer):
 
     def _planes(self, x: torch.Tensor) -> list[Plane]:
         sizes = self._sizes(x.shape)
-        pieces = self._pieces(x, sizes)
+        pieces = self._padded_groups(x, sizes)
         made = [quantizer.quantize(piece) for quantizer, piece in zip(self.quantizers, pieces)]
         return [self._joined(x, [storage.plane(usage) for storage in made], pieces, sizes) for usage in self.usages]
 
-    def _pieces(self, x: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    def _padded_groups(self, x: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """The rows of each group, with those that pad it."""
         multiple = self.multiple
         pieces = x.reshape(matrix_shape(x.shape)).split(sizes)
@@ -112,7 +112,7 @@ class GroupedQuantizer(Quantizer):
     def _empty_planes(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> list[Plane]:
         x = torch.zeros(tuple(shape), dtype=dtype, device=device)
         sizes = self._sizes(shape)
-        pieces = self._pieces(x, sizes)
+        pieces = self._padded_groups(x, sizes)
         made = [q.make_empty(piece.shape, dtype=dtype, device=device) for q, piece in zip(self.quantizers, pieces)]
         return [self._joined(x, [storage.plane(usage) for storage in made], pieces, sizes) for usage in self.usages]
 

@@ -134,7 +134,7 @@ class NVFP4Quantizer(CastingQuantizer):
         """The global amax of each plane: one tensor for both, unless they hold rotated or row-scaled data."""
         own = self.with_rht or self.row_scaled_nvfp4
         needed = layouts if own else layouts[:1]
-        known = {} if amax is None else {each: amax for each in needed if not (each.format.rht or each.format.per_row)}
+        known = {} if amax is None else {plane: amax for plane in needed if not (plane.format.rht or plane.format.per_row)}
         unknown = [layout for layout in needed if layout not in known]
         known |= zip(unknown, amaxes_nv(x, unknown) if unknown else ())
         amaxes = [known[layout] for layout in needed]

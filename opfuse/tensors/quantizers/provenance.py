@@ -18,7 +18,7 @@ def is_library_quantizer(quantizer: Any) -> bool:
     if getattr(quantizer, "with_amax_reduction", False) or getattr(quantizer, "runs_code_of_others", False):
         return False
     return is_library_code(type(quantizer)) and all(
-        is_library_quantizer(getattr(quantizer, each.name)) for each in fields(quantizer)
+        is_library_quantizer(getattr(quantizer, field.name)) for field in fields(quantizer)
     )
 
 
@@ -35,7 +35,7 @@ def casts_itself(quantizer: Any) -> bool:
         return True
     cast = getattr(type(quantizer), "quantize", None)
     known = cast is None or (is_library_code(cast) and not getattr(quantizer, "runs_code_of_others", False))
-    return known and all(casts_itself(getattr(quantizer, each.name)) for each in fields(quantizer))
+    return known and all(casts_itself(getattr(quantizer, field.name)) for field in fields(quantizer))
 
 
 def draws(quantizer: Any) -> bool:

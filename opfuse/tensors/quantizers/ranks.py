@@ -39,13 +39,13 @@ def reduce_amax(amax: torch.Tensor, group: AmaxRanks) -> torch.Tensor:
     if not in_distributed_run():
         return amax
     word = amax.view(torch.int32).clone()
-    for each in group if isinstance(group, tuple) else (group,):
-        word = word.to(meeting_place(each, word.device))
-        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=each)
+    for process_group in group if isinstance(group, tuple) else (group,):
+        word = word.to(collective_device(process_group, word.device))
+        dist.all_reduce(word, op=dist.ReduceOp.MAX, group=process_group)
     return word.view(torch.float32).to(amax.device)
 
 
-def meeting_place(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+def collective_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
     """``device``, if ``group`` has a backend for its kind, else the first kind that it has one for."""
-    kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
+    kinds = [backend.partition(":")[0] for backend in dist.get_backend_config(group).split(",")]
     return device if device.type in kinds else torch.device(kinds[0])

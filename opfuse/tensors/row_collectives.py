@@ -17,7 +17,7 @@ from opfuse.torch_private.sharding import functional_collectives
 """Collectives that take and return tensors alone, so that a program repeats them as it does any other op."""
 
 
-class Travel(NamedTuple):
+class PlaneTransfer(NamedTuple):
     """Which planes of a cast travel to all ranks, and when.
 
     now: planes that travel when the collective runs. later: planes that only the backward pass reads, and that travel then.
@@ -28,9 +28,9 @@ class Travel(NamedTuple):
     later: tuple[Usage, ...] = ()
     mirror: bool = False
 
-    def at_once(self) -> Travel:
-        """The same with nothing left for later."""
-        return Travel((*self.now, *self.later), mirror=self.mirror)
+    def at_once(self) -> PlaneTransfer:
+        """A copy that transfers all planes now."""
+        return PlaneTransfer((*self.now, *self.later), mirror=self.mirror)
 
 
 def gathered(x: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:

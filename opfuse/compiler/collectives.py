@@ -26,9 +26,9 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.recipes import DelayedScaling, Recipe, current_amax_group
-from opfuse.tensors.meeting import Travel
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.quantizers.provenance import draws, is_library_quantizer
+from opfuse.tensors.row_collectives import PlaneTransfer
 
 CARRIERS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
     {
@@ -67,7 +67,7 @@ class Carried(NamedTuple):
     """A cast that changes places with a collective, and how its planes travel; or why it does not."""
 
     spec: CastSpec
-    travel: Travel | None = None
+    transfer: PlaneTransfer | None = None
     why: str = ""
 
 
@@ -89,15 +89,15 @@ def carried(spec: CastSpec, beside: Beside) -> Carried:
     """The cast of this rank's rows and how its planes travel, or why values travel in high precision."""
     usages = spec.quantizer.usages
     if not carrier(beside.collective, beside.direction) or beside.collective.process_group_size == 1:
-        return Carried(spec, Travel(usages))
+        return Carried(spec, PlaneTransfer(usages))
     if why := next(_refusals(spec, beside), None):
         return Carried(spec, why=why)
     quantizer, sent = cast(Quantizer, _together(spec, beside)), _sent(spec.quantizer)
     if _waits(spec.quantizer, beside):
-        return Carried(replace(spec, quantizer=quantizer), Travel(sent[:1], sent[1:]))
+        return Carried(replace(spec, quantizer=quantizer), PlaneTransfer(sent[:1], sent[1:]))
     mirror = sent != usages
     return Carried(
-        replace(spec, quantizer=quantizer.wanting(columnwise=False) if mirror else quantizer), Travel(sent, (), mirror)
+        replace(spec, quantizer=quantizer.wanting(columnwise=False) if mirror else quantizer), PlaneTransfer(sent, (), mirror)
     )
 
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
-from opfuse.tensors.meeting import gathered_rows
 from opfuse.tensors.planes import map_tensors, mirrored
 from opfuse.tensors.quantized import Quantized
+from opfuse.tensors.row_collectives import gathered_rows
 from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.shards import is_mirror
 from opfuse.tensors.storage import Plane, QuantizedStorage
@@ -32,7 +32,7 @@ from opfuse.torch_private.stack import owners
 _WHY = "it did not travel in this pass"
 
 
-class Halves(NamedTuple):
+class PlaneRecords(NamedTuple):
     """The records of a whole parameter, each of one plane, over memory that FSDP2 fills and frees.
 
     shard: this rank's part. group: the ranks from which a missing plane is fetched; None if the columnwise plane is made from the
@@ -43,7 +43,7 @@ class Halves(NamedTuple):
     shard: Quantized
     group: Any
 
-    def __deepcopy__(self, memo: Any) -> Halves:
+    def __deepcopy__(self, memo: Any) -> PlaneRecords:
         return self
 
     def away(self, held: QuantizedStorage) -> dict[str, NumberFormat]:
@@ -62,7 +62,7 @@ class Halves(NamedTuple):
         return rowwise if usage == ROWWISE else mirrored(rowwise)
 
     def _fetched(self, held: QuantizedStorage, usage: str) -> Plane:
-        piece = _half_on(held.device, self.shard, usage)
+        piece = _one_plane_on(held.device, self.shard, usage)
         return gathered_rows(piece, dist.get_world_size(self.group), self.group).plane(usage)
 
 
@@ -84,33 +84,33 @@ def alone(shard: Quantized, ranks: int) -> str | None:
     return COLUMNWISE if group is not None and training_state(group).name == "PRE_BACKWARD" else ROWWISE
 
 
-def half(storage: QuantizedStorage, usage: str) -> QuantizedStorage:
+def one_plane(storage: QuantizedStorage, usage: str) -> QuantizedStorage:
     """The record of one plane."""
     return storage.only(usage, why=_WHY)
 
 
 def mirrors(storage: QuantizedStorage) -> dict[str, QuantizedStorage]:
     """A record of each plane of ``storage``."""
-    return {usage: half(storage, usage) for usage in storage.usages}
+    return {usage: one_plane(storage, usage) for usage in storage.usages}
 
 
-def halves(shard: Quantized, here: QuantizedStorage, gathered: Sequence[torch.Tensor]) -> dict[str, QuantizedStorage]:
+def records_of_planes(shard: Quantized, here: QuantizedStorage, gathered: Sequence[torch.Tensor]) -> dict[str, QuantizedStorage]:
     """The record ``here`` of the plane that came as ``gathered``, and one of the other plane, over the same buffers."""
     (usage,) = here.usages
     other = COLUMNWISE if usage == ROWWISE else ROWWISE
-    piece, rows = _half_on(here.device, shard, other), here.shape[0] // shard.shape[0]
+    piece, rows = _one_plane_on(here.device, shard, other), here.shape[0] // shard.shape[0]
     views = [buffer.view(rows * part.shape[0], *part.shape[1:]) for buffer, part in zip(gathered, row_parts(piece), strict=True)]
     there = replace(join_rows(piece, views, here.shape), dtype=here.dtype)
     return {usage: here, other: there}
 
 
-def _half_on(device: torch.device, shard: Quantized, usage: str) -> QuantizedStorage:
+def _one_plane_on(device: torch.device, shard: Quantized, usage: str) -> QuantizedStorage:
     """The record of one plane of a shard, which FSDP2 may keep on the CPU."""
-    return map_tensors(half(shard.record, usage), lambda plane: plane.to(device, non_blocking=True))
+    return map_tensors(one_plane(shard.record, usage), lambda plane: plane.to(device, non_blocking=True))
 
 
 def _sizes(shard: Quantized, usage: str) -> tuple[tuple[int, torch.dtype], ...]:
-    return tuple((part.numel(), part.dtype) for part in row_parts(half(shard.record, usage)))
+    return tuple((part.numel(), part.dtype) for part in row_parts(one_plane(shard.record, usage)))
 
 
 def _group_of_parameters() -> Any:

@@ -1,6 +1,6 @@
 """Operands of products that the backward pass makes anew, if a recipe's ``keep`` asks for it: from what, and by which cast.
 
-An operand is remade if it is a cast of a parameter, or of a result that follows from saved state: that of a norm or of an
+An operand is rematerialized if it is a cast of a parameter, or of a result that follows from saved state: that of a norm or of an
 elementwise op that saved its input, and of elementwise ops after it. All code that this takes must be the library's own and
 deterministic; any other operand is saved.
 
@@ -34,7 +34,7 @@ _FOLLOWED = frozenset(("elementwise", "norm"))
 
 
 @dataclass(frozen=True, eq=False)
-class RemadeOperand:
+class RematerializedOperand:
     """An operand that is not saved.
 
     reader: node of the product. role: of the operand, which would be saved as ``name``. source: node of the cast. forward: the
@@ -51,28 +51,30 @@ class RemadeOperand:
     chain: tuple[int, ...] = ()
 
 
-Remade = Mapping[int, tuple[RemadeOperand, ...]]
+Rematerialized = Mapping[int, tuple[RematerializedOperand, ...]]
 """Operands that are made anew, by the node of the product that reads them."""
 
 
-def remade_operands(
+def rematerialized_operands(
     graph: Graph, ops: Sequence[BasicOperation], env: Env, casts: Mapping[int, Cast], groups: Sequence[Group]
-) -> Remade:
+) -> Rematerialized:
     """What the backward pass makes anew. groups: of both passes."""
-    waits = any(node.travel is not None and node.travel.later for node in graph.nodes)
+    waits = any(node.transfer is not None and node.transfer.later for node in graph.nodes)
     if not env.grad or (env.keep is None and not waits):
         return {}
-    foreign = {i for group in groups if not _is_own(group) for i in group.nodes}
-    found = {}
+    foreign = {i for group in groups if not _saves_like_its_ops(group) for i in group.nodes}
+    by_reader = {}
     for node in graph.nodes:
         if GEMM in node.traits and not node.is_cast and node.index not in foreign:
-            each_of = [*_postponed(graph, ops, casts, node)]
-            each_of += _of_reader(graph, ops, env, casts, node) if env.keep is not None else ()
-            found[node.index] = tuple(each for each in each_of if foreign.isdisjoint((each.source, *each.chain)))
-    return {reader: operands for reader, operands in found.items() if operands}
+            candidates = [*_postponed(graph, ops, casts, node)]
+            candidates += _of_reader(graph, ops, env, casts, node) if env.keep is not None else ()
+            by_reader[node.index] = tuple(
+                operand for operand in candidates if foreign.isdisjoint((operand.source, *operand.chain))
+            )
+    return {reader: operands for reader, operands in by_reader.items() if operands}
 
 
-def _is_own(group: Group) -> bool:
+def _saves_like_its_ops(group: Group) -> bool:
     """Whether a group saves and reads the same state as its ops would one by one."""
     rule = group.rule
     if rule is None:
@@ -81,42 +83,44 @@ def _is_own(group: Group) -> bool:
     return len(sides) == 1 and is_library_code(sides[0])
 
 
-def _postponed(graph: Graph, ops: Sequence[BasicOperation], casts: Mapping[int, Cast], reader: Node) -> Iterator[RemadeOperand]:
+def _postponed(
+    graph: Graph, ops: Sequence[BasicOperation], casts: Mapping[int, Cast], reader: Node
+) -> Iterator[RematerializedOperand]:
     """The input of a product, if a collective before it sends a plane in the backward pass only."""
     collective = graph.nodes[graph.producer[reader.inputs[0]]] if reader.inputs[0] in graph.producer else None
-    if collective is not None and collective.travel is not None and collective.travel.later:
-        source, name = graph.producer[collective.inputs[0]], ops[reader.op].remade_as["input"]
+    if collective is not None and collective.transfer is not None and collective.transfer.later:
+        source, name = graph.producer[collective.inputs[0]], ops[reader.op].rematerialized_as["input"]
         anew = replace(casts[source], quantizer=_only(casts[source].quantizer, COLUMNWISE))
-        yield RemadeOperand(reader.index, "input", name, source, casts[source], anew, (collective.index,))
+        yield RematerializedOperand(reader.index, "input", name, source, casts[source], anew, (collective.index,))
 
 
 def _of_reader(
     graph: Graph, ops: Sequence[BasicOperation], env: Env, casts: Mapping[int, Cast], reader: Node
-) -> Iterator[RemadeOperand]:
+) -> Iterator[RematerializedOperand]:
     values = {"input": reader.inputs[0], **dict(reader.operands)}
-    for role, name in ops[reader.op].remade_as.items():
+    for role, name in ops[reader.op].rematerialized_as.items():
         value = values.get(role)
         source = graph.nodes[graph.producer[value]] if value is not None and value in graph.producer else None
         if source is None or not source.is_cast or graph.consumers[source.outputs[0]] != (reader.index,):
             continue
-        readers = ops[reader.op].remade_as.keys() - {"input"} if role == "input" else {"input"}  # whose gradients read it
+        readers = ops[reader.op].rematerialized_as.keys() - {"input"} if role == "input" else {"input"}  # whose gradients read it
         cast, saved = casts[source.index], OVERRIDES[env.backward_override].saved
         if readers.isdisjoint(reader.needs) or source.outputs[0] in graph.outputs or not _can_repeat(cast.quantizer):
             continue
         chain = () if source.side else _chain(graph, ops, env, source.inputs[0])
-        if chain is None or (source.side and _keeps_itself(cast.quantizer, saved)):
+        if chain is None or (source.side and _saves_the_parameter(cast.quantizer, saved)):
             continue
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE))
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
-        yield RemadeOperand(reader.index, role, name, source.index, forward, anew, chain)
+        yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain)
 
 
 def _can_repeat(quantizer: Quantizer) -> bool:
     return is_library_quantizer(quantizer) and not draws(quantizer)
 
 
-def _keeps_itself(quantizer: Quantizer, saved: str) -> bool:
+def _saves_the_parameter(quantizer: Quantizer, saved: str) -> bool:
     """Whether the parameter itself would be saved, so that there is nothing to gain."""
     return saved == "original" or (saved == "columnwise" and quantizer.formats[1].family == IDENTITY.family)
 

@@ -1,7 +1,7 @@
 """What files may name of other packages: ops and functions that an installed distribution offers as entry points.
 
-A file imports nothing: ``op: mish`` means what the entry point ``mish`` of :data:`OWN_OPS` names, if a distribution has one, and
-``emit: norm_gate`` what the entry point ``norm_gate`` of :data:`FUNCTIONS` names.
+A file imports nothing: ``op: mish`` means what the entry point ``mish`` of :data:`OP_PLUGINS` names, if a distribution has one,
+and ``emit: norm_gate`` what the entry point ``norm_gate`` of :data:`FUNCTION_PLUGINS` names.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from opfuse.errors import OpfuseWarning, describe
 from opfuse.fusions.declared import EMITTERS, learn
 from opfuse.ops import OPS
 
-OWN_OPS = "opfuse.ops"
-FUNCTIONS = "opfuse.fusions"
+OP_PLUGINS = "opfuse.ops"
+FUNCTION_PLUGINS = "opfuse.fusions"
 
 PointFault = tuple[str, str, str] | None
 """What an entry point should be, is, and what to do; None if it is that."""
 
 
-def own_ops() -> Mapping[str, type[FusibleOperation]]:
+def plugin_ops() -> Mapping[str, type[FusibleOperation]]:
     """The classes by the names of their entry points; what is none of an op, or fails, is told by a warning and left out."""
-    found = dict(_offered(OWN_OPS, _fault_of_op))
+    found = dict(_offered(OP_PLUGINS, _fault_of_op))
     for cls in found.values():
         learn(cls)
     return found
 
 
-def own_functions() -> Mapping[str, Callable[..., Any]]:
+def plugin_functions() -> Mapping[str, Callable[..., Any]]:
     """The functions that declared rules may emit, by the names of their entry points; anything else is told and left out."""
-    return dict(_offered(FUNCTIONS, _fault_of_function))
+    return dict(_offered(FUNCTION_PLUGINS, _fault_of_function))
 
 
 def _offered(group: str, fault_of: Callable[[EntryPoint, Any], PointFault]) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from opfuse.tensors.storage import QuantizedStorage
 _CURE = "write all rows, with pieces of one tensor"
 
 
-class Cut(NamedTuple):
+class RowSpan(NamedTuple):
     """Where a piece lies: entries [start, stop) of the first dimension of ``whole``."""
 
     whole: Quantized
@@ -30,23 +30,23 @@ class Cut(NamedTuple):
     stop: int
 
 
-def paste(cut: Cut, rows: QuantizedStorage) -> QuantizedStorage:
+def paste(span: RowSpan, rows: QuantizedStorage) -> QuantizedStorage:
     """Write ``rows``, quantized in the layout of the piece; returns a copy on the device of the whole, which the piece holds.
 
     QuantizedTensorError if pieces of several scales make the whole.
     """
-    whole, device = cut.whole, cut.whole.device
+    whole, device = span.whole, span.whole.device
     rows = map_tensors(rows, lambda plane: plane.to(device, copy=True))  # what is read from a file is on the CPU
     whole.check_writable("copy_ of rows", casting=False)
-    if not whole.pieces and _alike(whole.held, rows):
-        _write(whole, {cut.start: (cut.stop, rows)})
+    if not whole.partial_rows and _alike(whole.held, rows):
+        _write(whole, {span.start: (span.stop, rows)})
         return rows
-    kept = {start: piece for start, piece in whole.pieces.items() if piece[0] <= cut.start or start >= cut.stop}
-    kept[cut.start] = (cut.stop, rows)
+    kept = {start: piece for start, piece in whole.partial_rows.items() if piece[0] <= span.start or start >= span.stop}
+    kept[span.start] = (span.stop, rows)
     if sum(stop - start for start, (stop, _) in kept.items()) < whole.shape[0]:
-        whole.pieces = kept
+        whole.partial_rows = kept
         return rows
-    whole.pieces = {}
+    whole.partial_rows = {}
     if not all(_alike(rows, piece) for _, piece in kept.values()):
         wanted, got = "pieces of one tensor", "pieces whose rows share different scales, or amaxes"
         cure = "save shards after their first forward pass, from when they share them; or load values"
@@ -64,8 +64,8 @@ def _write(whole: Quantized, pieces: Mapping[int, tuple[int, QuantizedStorage]])
 
 def check_whole(tensor: Quantized) -> None:
     """QuantizedTensorError while rows are missing."""
-    if tensor.pieces:
-        got = ", ".join(f"{start} to {stop}" for start, (stop, _) in sorted(tensor.pieces.items()))
+    if tensor.partial_rows:
+        got = ", ".join(f"{start} to {stop}" for start, (stop, _) in sorted(tensor.partial_rows.items()))
         raise QuantizedTensorError(describe(f"reading {tensor!r}", wanted="all rows", got=f"rows {got} only", cure=_CURE))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opfuse.errors import QuantizedTensorError
-from opfuse.tensors import QuantizedTensor, pieces
+from opfuse.tensors import QuantizedTensor, partial_writes
 from tests.tensors.quantized_samples import QUANTIZERS, make, planes, same_bytes
 
 SHAPE, CUT = (256, 96), 128
@@ -40,14 +40,14 @@ def test_pieces_from_another_device_are_compared_and_written_on_that_of_the_whol
         met.append({plane.device.type for record in records for plane in record.tensors()})
         return len(met) > 1
 
-    monkeypatch.setattr(pieces, "_alike", alike)
+    monkeypatch.setattr(partial_writes, "_alike", alike)
     source, target = make(kind, SHAPE, seed=1), make(kind, SHAPE, seed=2).to("meta")
     for piece, rows in zip(halves(target), halves(source)):
         piece.copy_(rows)
         assert {plane.device.type for plane in piece.held.tensors()} == {"meta"}
     assert met
     assert all(devices == {"meta"} for devices in met)
-    assert not target.pieces
+    assert not target.partial_rows
 
 
 @pytest.mark.parametrize("kind", SHARING)

@@ -86,5 +86,9 @@ def test_a_first_use_inside_a_capture_is_refused(device):
         type("Late", (SoftThreshold,), {})
     )()
     x = torch.randn(16, device=device)
-    with pytest.raises(PlanMissError, match="wants a plan made before"), torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(PlanMissError, match="wants a plan made before"),
+        torch.no_grad(),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         op(x)

@@ -176,16 +176,6 @@ def on_device(device: int) -> Iterator[None]:
 def bind(device: int) -> None:
     """Give this thread the context of ``device``, which must be the current one, if it has none.
 
-    The threads of a backward pass have none, and without one each call of the runtime looks for it anew: ``torch.empty`` takes
-    8 us in place of 2 there.
-    """
-    if driver().ctxGetCurrent() == 0:
-        runtime().setDevice(device)
-
-
-def bind(device: int) -> None:
-    """Give this thread the context of ``device``, which must be the current one, if it has none.
-
     The threads of a backward pass have none, and a kernel's launch does not need one. But without it each call of the runtime
     looks for it anew (``torch.empty`` takes 8 us in place of 2), and torch warns before a product of cuBLAS.
     """

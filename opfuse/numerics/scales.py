@@ -18,6 +18,7 @@ from opfuse.numerics.scalars import (
     MANTISSA,
     bits,
     decode,
+    decode_e8m0,
     encode,
     encode_e8m0,
     exponent_of_max,
@@ -83,6 +84,20 @@ def e8m0_from_amax(amax: torch.Tensor, element: Element, rounding: ScaleRounding
     else:
         code = ((magnitude_bits(amax) >> 23) - exponent_of_max(element)).clamp_(min=0).to(torch.uint8)
     return code.masked_fill(~torch.isfinite(amax), E8M0_NAN)
+
+
+def e8m0_of_pow2(scale: torch.Tensor) -> torch.Tensor:
+    """uint8 E8M0 codes of fp32 decode scales that are powers of two, 2^-127 to 2^127; of all others 255, as of NaN.
+
+    Zero becomes 2^-127: it stands in padding and in planes of zeros alone, over codes of zero.
+    """
+    code = encode_e8m0(scale)
+    return code.masked_fill((bits(decode_e8m0(code)) != bits(scale)) & (magnitude_bits(scale) != 0), E8M0_NAN)
+
+
+def are_pow2(scale: torch.Tensor) -> bool:
+    """Whether :func:`e8m0_of_pow2` keeps the values of fp32 scales, NaN with them; the host reads the answer."""
+    return bool(((e8m0_of_pow2(scale) != E8M0_NAN) | scale.isnan()).all())
 
 
 def nvfp4_global_scale(amax: torch.Tensor, encode_max: int) -> torch.Tensor:

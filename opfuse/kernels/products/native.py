@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +35,10 @@ from opfuse.kernels.products.backends import (
     SHAPES,
     Backend,
     Machine,
+    Operand,
     Rule,
     Version,
     backend_of,
-    library_name,
-    library_operand,
 )
 from opfuse.kernels.products.certificate import certified, known_certificate, standing
 from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_faster
@@ -118,18 +117,24 @@ def multiply(
         own = not refusal(left, right, out_dtype, device, own=True)
         if own and is_faster(left, right, fast=fast):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
-        if _library_takes(left, right, out_dtype):
-            return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
+        if (library := _library_for(left, right, out_dtype)) is not None:
+            return _scaled_mm(library, left, right, out_dtype=out_dtype, fast=fast, out=out)
         if own:
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply(*_operands(left, right), dtype=out_dtype)
 
 
-def _library_takes(left: Stored, right: Stored, out_dtype: torch.dtype) -> bool:
-    """Whether the library multiplies two planes on their device, and is known to do so rightly there."""
-    index = left.data.get_device()
+def _library_for(left: Stored, right: Stored, out_dtype: torch.dtype) -> Backend | None:
+    """The product of the library for two planes on their device, if it takes them and is known to be right there."""
+    index, family = left.data.get_device(), left.layout.format.family
     device = _machine(index)
-    return not refusal(left, right, out_dtype, device) and is_certified(left.layout.format.family, index)
+    takes = not refusal(left, right, out_dtype, device) and is_certified(family, index)
+    return _library(family, device) if takes else None
+
+
+def _library(family: str, machine: Machine) -> Backend:
+    """The product of the library for a family, on a machine that has it."""
+    return cast(Backend, backend_of(BACKENDS[family], machine))
 
 
 def is_certified(family: str, device: int) -> bool:
@@ -137,9 +142,9 @@ def is_certified(family: str, device: int) -> bool:
     return certified(family, device, _machine(device), library_product).passed
 
 
-def library_product(left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
-    """The product by the library, whatever is known of it; the arguments are those of :func:`multiply`."""
-    return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast)
+def library_product(backend: Backend, left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+    """The product ``backend`` of the library, whatever is known of it; the other arguments are those of :func:`multiply`."""
+    return _scaled_mm(backend, left, right, out_dtype=out_dtype, fast=fast)
 
 
 def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
@@ -150,11 +155,16 @@ def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
     return "" if known is None or known.passed else f"wrong here: {known.fault}"
 
 
+def library_name(family: str, machine: Machine) -> str:
+    """What people call the library's product of a family on a machine that has it."""
+    return _library(family, machine).name
+
+
 def native_name(left: NumberFormat, right: NumberFormat, machine: Machine) -> str:
     """Who makes native products of two formats: the library (``scaled_mm``), or it or the package's own kernel (``product.cu``),
     as is faster for their sizes (:data:`~opfuse.kernels.products.hopper.FASTER`).
     """
-    notes = filter(None, (library_name(left.family), standing(left.family, machine)))
+    notes = filter(None, (library_name(left.family, machine), standing(left.family, machine)))
     library, scaling = ", ".join(notes), SCALING.get((left.block, right.block))
     own = backend_of(OWN.get(left.family, ()), machine)
     if isinstance(own, str) or not any(scaling == each for each, _ in FASTER):
@@ -194,7 +204,7 @@ def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: boo
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
         family = left.layout.format.family
         if not invariant_refusal(left.layout, right.layout, out_dtype, device) and is_certified(family, left.data.get_device()):
-            return _in_tiles(left, right, out_dtype=out_dtype, fast=fast, out=out)
+            return _in_tiles(_library(family, device), left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply_tiles(*_operands(left, right), dtype=out_dtype)
 
 
@@ -211,7 +221,9 @@ TILE_START = 256
 """Bytes on which operands start that a library takes for aligned ones, which is part of how it chooses."""
 
 
-def _in_tiles(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
+def _in_tiles(
+    library: Backend, left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None
+) -> torch.Tensor:
     """The product by the library, in tiles in place, all on one alignment. Lines that fill no whole tile are copied."""
     (lines, _), columns = left.layout.lines, right.layout.lines[0]
     if not on_bytes(left.data, TILE_START):
@@ -222,9 +234,9 @@ def _in_tiles(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool
     for start in range(0, lines, rows):
         tile, part = _tile(left, start, rows), out[start : start + rows]
         if len(part) == rows:
-            _scaled_mm(tile, right, out_dtype=out_dtype, fast=fast, out=part)
+            _scaled_mm(library, tile, right, out_dtype=out_dtype, fast=fast, out=part)
         else:
-            part.copy_(_scaled_mm(tile, right, out_dtype=out_dtype, fast=fast)[: len(part)])
+            part.copy_(_scaled_mm(library, tile, right, out_dtype=out_dtype, fast=fast)[: len(part)])
     return out
 
 
@@ -266,7 +278,7 @@ def multiply_groups(
     first = lefts[0].data
     on_device = first.is_cuda and runs_kernels(first)
     if lefts[0].layout.format.family not in OWN:
-        native = on_device and all(_library_takes(*pair, out_dtype) for pair in zip(lefts, rights, strict=True))
+        native = on_device and all(_library_for(*pair, out_dtype) for pair in zip(lefts, rights, strict=True))
         return None if invariant or native else emulation.multiply_groups(lefts, rights, lines, dtype=out_dtype)
     if not on_device:
         return None
@@ -277,10 +289,10 @@ def multiply_groups(
 
 
 def _scaled_mm(
-    left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
+    library: Backend, left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    a, b = library_operand(left, is_right=False), library_operand(right, is_right=True)
-    fast = fast and has_fast_sums(left.layout.format.family, _machine(left.data.get_device()))
+    operand = cast(Operand, library.operand)
+    a, b, fast = operand(left, False), operand(right, True), fast and library.fast
     if out is None or tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16):
         return F.scaled_mm(
             a.codes,
@@ -296,12 +308,6 @@ def _scaled_mm(
         )
     levels = ((each.scales, [kind.value for kind in each.scaling], [order.value for order in each.swizzle]) for each in (a, b))
     return scaled_mm_into(a.codes, b.codes.t(), *next(levels), *next(levels), None, out_dtype, [], fast, out=out)
-
-
-def has_fast_sums(family: str, machine: Machine) -> bool:
-    """Whether the library's product of a family can keep its sums in the matrix unit of a machine."""
-    backend = backend_of(BACKENDS[family], machine)
-    return isinstance(backend, Backend) and backend.fast
 
 
 def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:

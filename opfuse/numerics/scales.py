@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from opfuse.formats import E2M1, E4M3, Element
+from opfuse.formats import E2M1, E4M3, ROWWISE, Element, mxfp8
+from opfuse.numerics.layouts import Layout, layout_of, load_scale, store_scale
 from opfuse.numerics.scalars import (
     E8M0_NAN,
     FLT_MAX,
@@ -98,6 +99,23 @@ def e8m0_of_pow2(scale: torch.Tensor) -> torch.Tensor:
 def are_pow2(scale: torch.Tensor) -> bool:
     """Whether :func:`e8m0_of_pow2` keeps the values of fp32 scales, NaN with them; the host reads the answer."""
     return bool(((e8m0_of_pow2(scale) != E8M0_NAN) | scale.isnan()).all())
+
+
+def mx_layout(blocks: Layout) -> Layout:
+    """Where MXFP8 keeps the lines of a plane of FP8 blocks, scales in swizzled order."""
+    return layout_of(mxfp8(blocks.element), ROWWISE, blocks.lines, swizzled=True)
+
+
+def scales_of_blocks(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The fp32 scales of a plane of FP8 blocks as uint8 E8M0 scales of MXFP8 in swizzled order, with zero padding.
+
+    The scale of 128 elements is that of their four blocks of 32, and that of a 128x128 block that of each of its lines. That is
+    exact as far as :func:`e8m0_of_pow2` is.
+    """
+    made = mx_layout(layout)
+    lines, blocks = made.blocks
+    codes = e8m0_of_pow2(load_scale(scale, layout)).repeat_interleave(layout.block[0], 0)[:lines]
+    return store_scale(codes.repeat_interleave(layout.block[1] // made.block[1], 1)[:, :blocks], made)
 
 
 def nvfp4_global_scale(amax: torch.Tensor, encode_max: int) -> torch.Tensor:

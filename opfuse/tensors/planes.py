@@ -82,7 +82,8 @@ def with_formats(storage: QuantizedStorage, formats: Mapping[str, NumberFormat])
     new |= {usage: fmt for usage, fmt in formats.items() if new.get(usage) == fmt.as_stored}
     if new == old:
         return storage
-    return replace(storage, **{usage: storage.plane(usage).with_format(fmt) for usage, fmt in new.items()})
+    rowwise, columnwise = (storage.plane(usage).with_format(new[usage]) if usage in new else None for usage in USAGES)
+    return replace(storage, rowwise=rowwise, columnwise=columnwise)
 
 
 def tensor_pairs(target: QuantizedStorage, source: QuantizedStorage) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
-from opfuse.formats import E2M1, E4M3, E5M2, ROWWISE, mxfp8
+from opfuse.formats import E2M1, E4M3, E5M2
 from opfuse.kernels.engine.variants import on_bytes
+from opfuse.kernels.products.block_scales import scales_of_blocks
 from opfuse.kernels.products.stored import Stored
-from opfuse.numerics.layouts import Layout, layout_of, load_scale, relayout_scale, store_scale
-from opfuse.numerics.scales import e8m0_of_pow2
+from opfuse.numerics.layouts import Layout, relayout_scale
 
 Version = tuple[int, int]
 
@@ -64,7 +64,7 @@ class LibraryOperand(NamedTuple):
     swizzle: list[SwizzleType]
 
 
-Operand = Callable[[Stored, bool], LibraryOperand]
+AsOperand = Callable[[Stored, bool], LibraryOperand]
 """The arrays of a plane as the library reads them, on the left or, if True, on the right: its own memory, but for what must move.
 
 Copied are fp32 scales that do not start on 16 bytes, codes that are stored with lines as columns (columnwise MXFP8), and byte
@@ -84,7 +84,7 @@ class Backend(NamedTuple):
     below: Version
     rules: tuple[Rule, ...]
     cuda: Version
-    operand: Operand | None = None
+    operand: AsOperand | None = None
     fast: bool = False
     recorded: bool = False
 
@@ -167,21 +167,10 @@ def _mx(plane: Stored, is_right: bool) -> LibraryOperand:
     return LibraryOperand(_fp8(plane), [scales], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
 
 
-_MX_BLOCKS = 128 // 32
-"""Blocks of MXFP8 in one of FP8."""
-
-
 def _mx_of_blocks(plane: Stored, is_right: bool) -> LibraryOperand:
-    """FP8 blocks as MXFP8: the scale of 128 elements for each of their blocks of 32, that of 128x128 for each line as well.
-
-    That is exact where scales are powers of two, as :func:`~opfuse.numerics.scales.e8m0_of_pow2` says; other scales become NaN.
-    """
-    codes = e8m0_of_pow2(load_scale(plane.scale, plane.layout))
-    layout = layout_of(mxfp8(plane.layout.element), ROWWISE, plane.layout.lines, swizzled=True)
-    lines, blocks = layout.blocks
-    scales = codes.repeat_interleave(plane.layout.block[0], 0)[:lines].repeat_interleave(_MX_BLOCKS, 1)[:, :blocks]
-    tiled = store_scale(scales, layout).reshape(-1).view(torch.float8_e8m0fnu)
-    return LibraryOperand(_fp8(plane), [tiled], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
+    """FP8 blocks as MXFP8, which is exact where scales are powers of two; others become NaN."""
+    scales = scales_of_blocks(plane.scale, plane.layout).reshape(-1).view(torch.float8_e8m0fnu)
+    return LibraryOperand(_fp8(plane), [scales], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
 
 
 def _nv(plane: Stored, is_right: bool) -> LibraryOperand:

@@ -33,9 +33,9 @@ from opfuse.kernels.products.backends import (
     BACKENDS,
     ONE_E5M2,
     SHAPES,
+    AsOperand,
     Backend,
     Machine,
-    Operand,
     Rule,
     Version,
     backend_of,
@@ -291,7 +291,7 @@ def multiply_groups(
 def _scaled_mm(
     library: Backend, left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    operand = cast(Operand, library.operand)
+    operand = cast(AsOperand, library.operand)
     a, b, fast = operand(left, False), operand(right, True), fast and library.fast
     if out is None or tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16):
         return F.scaled_mm(

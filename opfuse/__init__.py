@@ -55,12 +55,12 @@ _NAMES = {
     "host_times": "opfuse.inspect.host",
     "compare_ranks": "opfuse.inspect.ranks",
     "checkpoint": "opfuse.runtime.interpret.checkpoint",
-    "advise": "opfuse.convert.advise",
+    "advise": "opfuse.inspect.advise",
     "load": "opfuse.config",
     "fuse_": "opfuse.convert",
     "unfuse_": "opfuse.convert",
-    "export_weights": "opfuse.convert.foreign",
-    "import_weights": "opfuse.convert.foreign",
+    "export_weights": "opfuse.interchange.layouts",
+    "import_weights": "opfuse.interchange.layouts",
     "load_policy": "opfuse.config",
 }
 

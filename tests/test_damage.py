@@ -22,9 +22,9 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.cli import main
 from opfuse.cli.report import page_of
-from opfuse.convert import parity
 from opfuse.errors import OpfuseError
 from opfuse.inspect import trace
+from opfuse.interchange import parity
 from opfuse.kernels.engine.cubins import CUBIN, FACTS, CubinCache
 from opfuse.runtime.plans import trace as writing
 from opfuse.tensors import QuantizedTensor

@@ -121,6 +121,10 @@ def test_two_processes_of_fsdp2_train_as_one(tmp_path):
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
+def test_an_op_of_cuda_text_learns_in_a_pipeline():
+    assert script("raw_kernel").main() < 5
+
+
 def test_every_example_is_named_in_the_readme_and_tried_here():
     readme, tests = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8"), Path(__file__).read_text(encoding="utf-8")
     for path in EXAMPLES.glob("*.py"):

@@ -18,7 +18,7 @@ import opfuse
 PACKAGE = Path(opfuse.__file__).parent
 PACKAGES = (
     *("leaf", "numerics", "kernels", "tensors", "recipes", "core", "compiler", "runtime", "inspect"),
-    *("ops", "te", "fusions", "convert", "config", "train", "cli", "__main__"),
+    *("ops", "te", "fusions", "interchange", "convert", "config", "train", "cli", "__main__"),
 )
 """In import order: a package imports only itself and packages to its left."""
 LEAVES = dict.fromkeys(("formats", "keys", "errors", "domains", "environment", "sources", "events", "torch_private"), 0)

@@ -65,7 +65,7 @@ RUN = {
     "torch.md": {"python": "tests/test_readme.py", "py": "tests/test_readme.py"},
     "trace.md": {"py": "tests/test_trace.py"},
     "tutorial.md": {"python": "tests/test_readme.py"},
-    "weights.md": {"python": "tests/convert/test_foreign.py"},
+    "weights.md": {"python": "tests/interchange/test_layouts.py"},
 }
 """The tests that run the Python blocks of a page: those in ``python`` one after another, those in ``py`` each by itself."""
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from opfuse.cli.output import echo, echo_json
 from opfuse.config import Config, load
-from opfuse.convert.advise import Advice, LayerAdvice
-from opfuse.convert.advise import advise as advise_model
 from opfuse.errors import ConfigError, UnsupportedError, describe
+from opfuse.inspect.advise import Advice, LayerAdvice
+from opfuse.inspect.advise import advise as advise_model
 
 
 def advise(model: Path, *, kind: str, rows: int, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from opfuse.cli.output import echo, echo_json
-from opfuse.convert.parity import Verdict, compare, load
+from opfuse.interchange.parity import Verdict, compare, load
 
 _NAMED = 8  # tensors of one kind of difference that are named; the others are counted
 

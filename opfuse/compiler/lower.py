@@ -89,42 +89,45 @@ def lower(
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras, signatures = iter(inputs.extras), iter(inputs.params)
-    for index, (op, known) in enumerate(zip(ops, b.known)):
-        params = {name: next(signatures) for name in op.parameter_names}
-        extra_values = tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels)
-        needs = _needs(b, params, extra_values)
-        casts = _casts(b, index, op, params, needs)
-        own = tuple(casts.values()) if known.casts_itself else ()
-        if own:
-            casts = {}
-        grouping = op.grouping(needs) if GROUPED in known.traits else None
-        if "input" in casts:
-            _cast_input(b, index, casts["input"], () if grouping is None else (extra_values[grouping.splits],))
-        operands = tuple(_cast_parameter(b, index, spec) for role, spec in casts.items() if role in params)
-        # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
-        if not known.is_cast or (GRADIENT in casts and b.current == 0):
-            node = b.add(
-                kind="identity" if known.is_cast else known.word,
-                op=index,
-                spec=op.spec,
-                traits=known.traits,
-                params=tuple(params.items()),
-                inputs=(b.current, *extra_values),
-                outputs=tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs)),
-                operands=operands,
-                directions=BOTH if needs else frozenset((FORWARD,)),
-                needs=needs,
-                grouping=grouping,
-                casts=own,
-                takes_quantized=known.accepts_quantized,
-            )
-            _publish(b, op, node)
-            b.rows = rows_behind(op, b.rows)
-            _move_gradient_cast(b, node)
-        if GRADIENT in casts:
-            _cast_gradient(b, _caster(b, index, GRADIENT), casts[GRADIENT])
+    for index, op in enumerate(ops):
+        params = dict(zip(op.parameter_names, signatures))  # names first: zip takes no signature beyond them
+        _add_op(b, index, params, tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels))
     graph = Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
     return replace(graph, meetings=tuple(b.meetings))
+
+
+def _add_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | None], extra_values: tuple[int, ...]) -> None:
+    """The nodes of one op: the casts of its operands, the op, the cast of the gradient that comes back to it."""
+    op, known = b.ops[index], b.known[index]
+    needs = _needs(b, params, extra_values)
+    casts = _casts(b, index, op, params, needs)
+    inside, around = (tuple(casts.values()), {}) if known.casts_itself else ((), casts)
+    grouping = op.grouping(needs) if GROUPED in known.traits else None
+    if "input" in around:
+        _cast_input(b, index, around["input"], () if grouping is None else (extra_values[grouping.splits],))
+    operands = tuple(_cast_parameter(b, index, spec) for role, spec in around.items() if role in params)
+    # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
+    if not known.is_cast or (GRADIENT in around and b.current == 0):
+        node = b.add(
+            kind="identity" if known.is_cast else known.word,
+            op=index,
+            spec=op.spec,
+            traits=known.traits,
+            params=tuple(params.items()),
+            inputs=(b.current, *extra_values),
+            outputs=tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs)),
+            operands=operands,
+            directions=BOTH if needs else frozenset((FORWARD,)),
+            needs=needs,
+            grouping=grouping,
+            casts=inside,
+            takes_quantized=known.accepts_quantized,
+        )
+        _publish(b, op, node)
+        b.rows = rows_behind(op, b.rows)
+        _move_gradient_cast(b, node)
+    if GRADIENT in around:
+        _cast_gradient(b, _caster(b, index, GRADIENT), around[GRADIENT])
 
 
 def _extra_input(b: _GraphBuilder, name: str | None, extras: Iterator[TensorSig]) -> int:
@@ -147,28 +150,24 @@ def _needs(b: _GraphBuilder, params: Mapping[str, TensorSig | None], extra_value
 def _casts(
     b: _GraphBuilder, index: int, op: BasicOperation, params: Mapping[str, TensorSig | None], needs: frozenset[str]
 ) -> dict[str, CastSpec]:
-    """The quantize nodes of one op, by role. GemmError if formats do not meet in one of its products, and must."""
+    """The quantize nodes of one op, by role. GemmError if the formats of one of its products clash, and may not be mixed."""
     recipe = b.env.recipe
     if recipe is None:
         return {}
     multiplied = params.keys() & set(op.quantized_roles()) or params.keys()
     backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & multiplied else ())
     products = quantized_products(recipe.backward_override, backward)
+    left_out = {"input"} if _leaves_cast(b, index) else set()
     casts, stored = {}, {}
-    left = {"input"} if _leaves_cast(b, index) else set()
-    for role in (role for role in op.quantized_roles() if role not in left):
+    for role in op.quantized_roles():
+        if role in left_out:
+            continue
         signature = params.get(role)
-        if signature is not None and signature.quantized is not None:
-            found = stored_formats(op, role, recipe, products)
-            if found is not None:
-                stored[role] = found
-                continue
-        quantizer, state = b.ops[_caster(b, index, role)].make_quantizer(role, recipe)
-        if recipe.batch_invariant and op.quantizer_role(role).tensor_type == "input":
-            recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
-        narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
-        if narrowed is not None:
-            casts[role] = CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
+        is_stored = signature is not None and signature.quantized is not None
+        if is_stored and (formats := stored_formats(op, role, recipe, products)) is not None:
+            stored[role] = formats
+        elif (spec := _cast_of_operand(b, index, role, recipe, backward)) is not None:
+            casts[role] = spec
     for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
         if product.clash is not None and not recipe.allow_mixed_emulation:
             if product.name in backward:
@@ -179,6 +178,16 @@ def _casts(
         ragged = op.ragged_products({role: spec.quantizer for role, spec in casts.items()}, b.env, needs)
         casts = {role: replace(spec, ragged=ragged) if spec.groups else spec for role, spec in casts.items()}
     return casts
+
+
+def _cast_of_operand(b: _GraphBuilder, index: int, role: str, recipe: Recipe, backward: tuple[str, ...]) -> CastSpec | None:
+    """The cast of an operand with the planes that its products read; None if all of them read high precision."""
+    op = b.ops[index]
+    quantizer, state = b.ops[_caster(b, index, role)].make_quantizer(role, recipe)
+    if recipe.batch_invariant and op.quantizer_role(role).tensor_type == "input":
+        recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
+    narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
+    return None if narrowed is None else CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
 
 
 def _caster(b: _GraphBuilder, index: int, role: str) -> int:

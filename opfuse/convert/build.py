@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, chain_of
-from opfuse.convert.converted import Converted, Proven
-from opfuse.convert.fits import unfit
+from opfuse.convert.converted import Converted
+from opfuse.convert.guards import Proven
 from opfuse.convert.leaves import GATED, UNGATED, LeafModule, leaf_of, obstacle, runs, weight_of
-from opfuse.convert.pipeline import PipelineRun
-from opfuse.convert.policy import Choice, Policies
+from opfuse.convert.pipeline import PipelineRun, unfit
+from opfuse.convert.policy import Policies
 from opfuse.convert.record import LEADING, required_arguments
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import BasicOperation
@@ -45,19 +45,19 @@ class Build:
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
-    def add(self, steps: Sequence[ChainStep]) -> None:
-        """Add the ops of all ``steps``. NoChain for a submodule that is none."""
+    def add(self, steps: Sequence[ChainStep], within: str = "") -> None:
+        """Add the ops of all ``steps`` of the submodule at the path ``within``. NoChain for a submodule that is none."""
         for step in steps:
             match step:
                 case CallModule():
-                    self._call(step.path)
+                    self._call(_joined_path(within, step.path))
                 case Apply():
                     self._op(UNGATED[step.name](), step.name)
                 case Add():
                     self._op(AddExtraInput(), f"add{step.index}")
                     self.run.extras.append(step.index)
                 case GatedUnit():
-                    self._gate(step)
+                    self._gate(step, within)
 
     def _call(self, path: str) -> None:
         child = self.module.get_submodule(path)
@@ -77,7 +77,7 @@ class Build:
         self.members[path] = child
         self.inlined.append(child)
         self.dtypes.append(() if inner.dtype is None else (inner.dtype,))
-        self.add(inner.within(path))
+        self.add(inner.steps, path)
 
     def _leaf(self, child: nn.Module, path: str) -> LeafModule | None:
         if (hindered := obstacle(child)) is not None:
@@ -90,16 +90,17 @@ class Build:
                 self.run.made.append(leaf.made)
         return leaf
 
-    def _gate(self, step: GatedUnit) -> None:
+    def _gate(self, step: GatedUnit, within: str) -> None:
         if isinstance(step.act, Apply):
             name = step.act.name
         else:
-            leaf = self._leaf(self.module.get_submodule(step.act.path), step.act.path)
+            at = _joined_path(within, step.act.path)
+            leaf = self._leaf(self.module.get_submodule(at), at)
             name = leaf.name if leaf is not None else ""
             self.keeps_dtype &= leaf is not None and leaf.keeps_dtype
         if name not in GATED:
             raise NoChain(f"a gate of {step.act}", f"a gate that is one of {', '.join(GATED)}")
-        paths = [path for path in (step.gate, step.up) if path]
+        paths = [_joined_path(within, path) for path in (step.gate, step.up) if path]
         if paths:
             found = [weight_of(self.module.get_submodule(path)) for path in paths]
             if None in found:
@@ -134,7 +135,7 @@ class Build:
             raise NoChain(f"{path}: {choice.got}", "products that are converted")
         if (hindered := obstacle(weight.module)) is not None:
             raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
-        if (why := refusal(weight, choice)) is not None:
+        if choice.recipe is not None and (why := unfit(choice.recipe, weight.in_features, weight.out_features)) is not None:
             raise NoChain(f"{path} of {why[1]}", why[0])
         if self.weights and choice.recipe != self.recipe:
             raise NoChain(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
@@ -142,7 +143,7 @@ class Build:
         return weight
 
     def _named(self, path: str) -> str:
-        return f"{self.path}.{path}".lstrip(".")
+        return _joined_path(self.path, path)
 
     def result(self, chain: TracedChain) -> Converted:
         """The forward of the module. NoChain where it multiplies nothing."""
@@ -175,6 +176,10 @@ class Build:
         return common
 
 
+def _joined_path(parent: str, name: str) -> str:
+    return f"{parent}.{name}".lstrip(".")
+
+
 def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, Build]:
     """The new forward of a module whose forward is a chain, and how it was made. NoChain for any other, or without a product."""
     if "forward" in vars(module):
@@ -200,8 +205,3 @@ def build_alone(weight: Weight, path: str, recipe: Recipe | None, shared: Sequen
 def views_rows(weight: Weight) -> bool:
     """Whether the forward of a product may view its input as a matrix, as that of a Conv1D, and refuse one of other strides."""
     return not runs(weight.module, nn.Linear)
-
-
-def refusal(weight: Weight, choice: Choice) -> tuple[str, str] | None:
-    """What the recipe wants of a matrix, and what this one has; None: it can take it, or the recipe is not known yet."""
-    return None if choice.recipe is None else unfit(choice.recipe, weight.in_features, weight.out_features)

@@ -16,16 +16,17 @@ from typing import Any, NoReturn
 import torch
 from torch import fx, nn
 
-from opfuse.convert.effects import NotRecorded
+from opfuse.convert.code import NotRecorded
 from opfuse.convert.forms import activation_at
 from opfuse.convert.record import (
     LEADING,
-    MODES,
     NotOfThisWidth,
     RecordedForward,
     describe_node,
+    first_parameter,
     mode,
     record,
+    recordings,
     required_arguments,
     rows,
 )
@@ -82,10 +83,6 @@ class TracedChain:
     widths: tuple[int, ...] = ()
     in_autocast: bool = False
 
-    def within(self, path: str) -> tuple[ChainStep, ...]:
-        """The steps, with paths as seen from the module that has this one as its submodule ``path``."""
-        return tuple(_within(step, path) for step in self.steps)
-
 
 class NoChain(NotRecorded):
     """A forward is no chain."""
@@ -99,19 +96,26 @@ def chain_of(module: nn.Module) -> TracedChain:
     if not 1 <= len(names) <= MOST_ARGUMENTS:
         got = f"a forward that needs {', '.join(names) or 'nothing'}"
         raise NoChain(got, f"a forward that needs 1 to {MOST_ARGUMENTS} tensors")
-    first, found = _widths(module, names)
-    like = _first_parameter(module)
-    for each in MODES:
-        with mode(each) as training:
-            for leading in LEADING if each == next(iter(MODES)) else LEADING[:1]:
-                given = {name: rows(leading, width, like) for name, width in first.items()}
-                if (other := _read(record(module, given, training=training))) != found:
-                    _refuse(f"another chain in {each}: {other.steps}", "one chain, whose dropouts are submodules")
-    return replace(found, widths=tuple(first.values()), in_autocast=_is_same_in_autocast(module, first, found))
+    widths, chain = _widths(module, names)
+    same_in_autocast = torch.amp.is_autocast_available(_device(module))
+    for name, in_autocast, recording in recordings(module, widths):
+        if in_autocast:
+            same_in_autocast &= recording.ended is None and _is_chain(recording, chain)
+        elif (other := _read(recording)) != chain:
+            _refuse(f"another chain in {name}: {other.steps}", "one chain, whose dropouts are submodules")
+    return replace(chain, widths=tuple(widths.values()), in_autocast=same_in_autocast)
 
 
-def _first_parameter(module: nn.Module) -> torch.Tensor | None:
-    return next((p for p in module.parameters() if p.is_floating_point()), None)
+def _device(module: nn.Module) -> str:
+    like = first_parameter(module)
+    return "cpu" if like is None else like.device.type
+
+
+def _is_chain(recording: RecordedForward, chain: TracedChain) -> bool:
+    try:
+        return _read(recording) == chain
+    except NoChain:
+        return False
 
 
 def _widths(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, int], TracedChain]:
@@ -120,7 +124,7 @@ def _widths(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, int],
         :MOST_WIDTHS
     ] or [8]
     furthest, reached = NotRecorded("no input", "inputs of some width"), -1
-    like = _first_parameter(module)
+    like = first_parameter(module)
     with mode("training") as training:
         for widths in product(sizes, repeat=len(names)):
             given = {name: rows(LEADING[0], width, like) for name, width in zip(names, widths)}
@@ -136,23 +140,6 @@ def _widths(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, int],
 
 MOST_WIDTHS = 4
 """How many sizes of parameters are tried as widths of the inputs."""
-
-
-def _is_same_in_autocast(module: nn.Module, widths: Mapping[str, int], found: TracedChain) -> bool:
-    """Whether the forward takes the same steps under torch.autocast, with and without gradients."""
-    like = _first_parameter(module)
-    kind = "cpu" if like is None else like.device.type
-    if not torch.amp.is_autocast_available(kind):
-        return False
-    for each in MODES:
-        with mode(each) as training, torch.autocast(kind, dtype=torch.bfloat16):
-            given = {name: rows(LEADING[0], width, like) for name, width in widths.items()}
-            try:
-                if _read(record(module, given, training=training)) != found:
-                    return False
-            except NoChain:
-                return False
-    return True
 
 
 def _read(recording: RecordedForward) -> TracedChain:
@@ -267,14 +254,3 @@ def _gated(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _refuse(got: str, wanted: str) -> NoReturn:
     raise NoChain(got, wanted)
-
-
-def _within(step: ChainStep, path: str) -> ChainStep:
-    match step:
-        case CallModule():
-            return CallModule(f"{path}.{step.path}")
-        case GatedUnit():
-            act: Any = _within(step.act, path)
-            return replace(step, act=act, **{key: f"{path}.{getattr(step, key)}" for key in ("gate", "up") if getattr(step, key)})
-        case _:
-            return step

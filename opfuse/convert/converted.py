@@ -2,85 +2,42 @@
 
 It keeps its class, its submodules and its parameters. Under a recipe the new forward runs a pipeline over them, as long as all
 holds that the pipeline was proven on. Without a recipe, and for any other call, the forward of its class runs.
+
+In a graph of torch.compile it is one op, which decides by the recipe at run time, as an eager call does. Autograd does not see
+into the op, which runs over stand-ins of its arguments. So the modules inside are called as shallow copies with stand-ins for
+parameters, and the op runs an autograd of its own.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
-from itertools import pairwise
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from opfuse.convert.guards import ModuleGuard
-from opfuse.convert.in_graph import InGraph
+from opfuse.convert.code import code_of
+from opfuse.convert.guards import ModuleGuard, Proven
 from opfuse.convert.pipeline import PipelineRun
-from opfuse.convert.weights import MadeParameters, stand_ins
+from opfuse.convert.weights import MadeParameters, replica, stand_ins, taking
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, outside, prepared
+from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, enrolled, outside, prepared
+from opfuse.core.watched import Tree
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
-from opfuse.runtime.compile.custom_op import autocast_dtype, follow, hindrance
+from opfuse.runtime.compile.backward_tape import BackwardTape
+from opfuse.runtime.compile.custom_op import autocast_like, follow, hindrance, parameters_of
+from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.checkpoint_replay import repeated
+from opfuse.torch_private.compiler import constant_when_traced, fake_tensor_mode
+from opfuse.torch_private.dispatch import without_modes
 from opfuse.torch_private.stack import module_that_calls
-
-
-@dataclass(frozen=True)
-class Proven:
-    """The calls for which a pipeline was proven to compute what the forward does, by types, dtypes and shapes of their arguments.
-
-    linear: the pipeline is that of one linear layer, which takes what a linear layer takes. ranks: numbers of dimensions of
-    the input. dtypes: of inputs and parameters; empty: any. in_autocast: also under torch.autocast. columns: of each further
-    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix.
-    """
-
-    linear: bool = False
-    ranks: tuple[int, ...] = ()
-    dtypes: tuple[torch.dtype, ...] = ()
-    in_autocast: bool = False
-    columns: tuple[int, ...] = ()
-    views: bool = False
-
-    def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
-        """Whether a call with these arguments is one of them."""
-        dense = not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested)
-        if not dense or type(x) is not torch.Tensor:
-            return dense and self.linear
-        cast = autocast_dtype(x)
-        dtype = x.dtype if cast is None else cast
-        if cast is None and not all(p is None or p.dtype == dtype for p in parameters):
-            return False
-        if cast is not None and torch.float64 in (x.dtype, *[p.dtype for p in parameters if p is not None]):
-            return False  # which torch.autocast leaves alone
-        suits = not self.views or all(_is_matrix(each) for each in (x, *extras) if isinstance(each, torch.Tensor))
-        if self.linear or not suits:
-            return suits
-        if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast) or _is_tagged(x):
-            return False
-        fits = not self.dtypes or dtype in self.dtypes
-        return fits and all(self._adds(x, dtype, *pair) for pair in zip(extras, self.columns))
-
-    def _adds(self, x: torch.Tensor, dtype: torch.dtype, extra: Any, columns: int) -> bool:
-        plain = type(extra) is torch.Tensor and extra is not x
-        return plain and extra.dtype == dtype and extra.shape == (*x.shape[:-1], columns)
-
-
-def _is_matrix(x: torch.Tensor) -> bool:
-    """Whether ``x.view(-1, x.shape[-1])`` exists: its leading dimensions lie behind each other."""
-    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()) if size != 1]
-    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(sizes))
-
-
-def _is_tagged(x: torch.Tensor) -> bool:
-    """Whether somebody has assigned attributes to a tensor, which code that a pipeline stands for may read."""
-    return not torch.compiler.is_compiling() and any(not name.startswith("_dynamo") for name in vars(x))
 
 
 class Converted:
@@ -176,7 +133,7 @@ class Converted:
         return self._run(args, kwargs) if repeat is None else repeat(partial(self._run, args, kwargs))
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        if self._recipe() is None or any_transformed((*args, *kwargs.values(), *self._parameters())):
+        if current_recipe() is None or any_transformed((*args, *kwargs.values(), *self._parameters())):
             return self.plain(*args, **kwargs)
         given = self._given(args, kwargs)
         if given is None or not self._is_proven(given) or self.is_changed():
@@ -245,20 +202,14 @@ class Converted:
     def get_ready(self) -> None:
         """Make what dynamo reads."""
         if self.in_graph is None:
-            self.in_graph = InGraph(self)
+            self.in_graph = InGraph(self, [self], self.run if self.runs_alone else None)
 
-    def pipeline(self, *, shared: bool) -> PipelineRun | None:
-        """The pipeline of a call that runs nothing else; None if it runs more."""
-        return self.run if type(self).compute is Converted.compute else None
+    runs_alone = True
+    """Whether a call runs its pipeline, and nothing else."""
 
     def resembles(self, other: Converted) -> bool:
         """Whether a graph that was made for ``other``, of the same class, can serve this one."""
         return type(self.module) is type(other.module)
-
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """The results of all modules that share a product, as the columns of one tensor."""
-        result: torch.Tensor = self.compute(x, ())
-        return result
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Stand-ins of the outputs for ``given``, if its own forward cannot run on tensors without values."""
@@ -273,7 +224,7 @@ class Converted:
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The call as an op of a graph, or after a graph break; the forward of its class, where a pipeline would not run."""
         given = self._given(args, kwargs)
-        if given is None or not self._is_proven(given):
+        if given is None or not self._is_proven(given) or changed_when_traced(self.ticket):
             return type(self.module).forward(self.module, *args, **kwargs)
         return self._as_op(self.in_graph, given)
 
@@ -286,9 +237,129 @@ class Converted:
         made = outside(_call_outside)(call, *given)
         return made[0] if len(made) == 1 else made
 
-    def _recipe(self) -> Recipe | None:
-        """The recipe of this call."""
-        return current_recipe()
+
+@constant_when_traced
+def changed_when_traced(ticket: torch.Tensor) -> bool:
+    """Whether the module of a forward is not what it was, when dynamo traces the call. Later changes end the graph, or the op."""
+    return bool(enrolled(int(ticket)).is_changed())
+
+
+class InGraph:
+    """A call of a converted module, or of several, as an op knows a pipeline.
+
+    members: forwards that share one product, ``owner`` being the first; the op returns the columns of all in one tensor, of which
+    the graph takes views, since outputs of one op may not share memory. run: the pipeline of the call; None if it runs more.
+    """
+
+    ops: tuple[BasicOperation, ...] = ()
+    """No ops of the caller's."""
+
+    def __init__(self, owner: Converted, members: Sequence[Converted], run: PipelineRun | None) -> None:
+        self.ticket = enroll(self)
+        self.owner, self.members, self.run = owner, members, run
+        self.label = owner.label
+        self.modules = [member.module for member in members]
+        self.form = f"{type(owner).__name__} {owner.arguments} {self.modules!r}"
+        self._find()
+
+    def get_ready(self) -> None:
+        """Find the parameters, unless modules and names are those of the last time."""
+        if not all(tree.stands for tree in self._trees):
+            self._find()
+
+    def _find(self) -> None:
+        self._reached: Sequence[bool] | None = None
+        self.code = code_of(type(part) for module in self.modules for part in module.modules())
+        self._trees = tuple(map(Tree.of, self.modules))
+        self.slots = tuple((slot, name) for tree in self._trees for slot, names in tree.parameters for name in names)
+
+    def outline(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+        """Stand-ins of the outputs for ``given``, which may have no values."""
+        with autocast(enabled=False):
+            return list(self.owner.outline(given)) or [self._plain(*given)]
+
+    def reach(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Sequence[bool]:
+        """Whether a gradient comes to each input and parameter, by the forwards that the modules had; empty where these do not
+        tell of tensors without values. Which do is a matter of code, so of the first call's shapes and dtypes alone.
+        """
+        if self._reached is None:
+            try:
+                with torch.inference_mode(False), without_modes(), fake_tensor_mode()(allow_non_fake_inputs=True):
+                    self._reached = self._reach(list(map(_like, given)), dtype)
+            except Exception:  # of a stranger's code, on tensors without values
+                self._reached = ()
+        return self._reached
+
+    def _reach(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Sequence[bool]:
+        if self.owner.outline(given):
+            return ()
+        instead = {id(parameter): _like(parameter) for parameter in parameters_of(self)}
+        with torch.enable_grad(), autocast_like(given[0], dtype):
+            result = self._over(instead, partial(self._plain, *given))
+        arguments = [*given, *[instead[id(parameter)] for parameter in parameters_of(self)]]
+        wanted = [argument for argument in arguments if argument.requires_grad]
+        grads = torch.autograd.grad(result, wanted, result, allow_unused=True) if result.requires_grad else [None] * len(wanted)
+        reached = {id(argument) for argument, grad in zip(wanted, grads) if grad is not None}
+        return [id(argument) in reached for argument in arguments]
+
+    def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The call outside of a graph, after a break, as an eager one."""
+        return (self._around(partial(self._run, given)),)
+
+    def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
+        """The call inside of an op."""
+        result: tuple[torch.Tensor, ...] = self._around(partial(self._run_inside, call))
+        return result
+
+    def _around(self, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives under the recipe of this call."""
+        owner = self.owner
+        region = nullcontext() if owner.region is None or in_region() else owner.region
+        with region:
+            repeat = repeated(owner)
+            return run() if repeat is None else repeat(run)
+
+    def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
+        """A single pipeline notes its backward pass in a ledger; anything else is recorded by autograd."""
+        pipeline = self.run
+        if current_recipe() is None or pipeline is None or pipeline.spare_of(call.given[0]):
+            return call.recorded(lambda given, instead: self._over(instead, partial(self._run, given)))
+        self._check()
+
+        def alone(given: Sequence[torch.Tensor], ledger: BackwardTape) -> torch.Tensor:
+            x, *arguments = given
+            result: torch.Tensor = self._over(ledger, partial(pipeline, x, arguments))
+            return result
+
+        return call.noted(alone)
+
+    def _over(self, instead: Mapping[int, torch.Tensor] | BackwardTape, run: Callable[[], Any]) -> Any:
+        with taking(instead):
+            return run()
+
+    def _check(self) -> None:
+        for member in self.members:
+            member.check_unchanged()
+
+    def _run(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        if current_recipe() is None:
+            return self._plain(*given)
+        self._check()
+        x, *arguments = given
+        result: torch.Tensor = (self.run or self.owner.compute)(x, arguments)
+        return result
+
+    def _plain(self, x: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+        """The result by the modules' original forwards."""
+        results = [type(module).forward(replica(module, plain=True), x, *arguments) for module in self.modules]
+        result: torch.Tensor = torch.cat(results, dim=-1) if len(results) > 1 else results[0]
+        return result
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and dtype, that a gradient may come to. Of a size that is a symbol, one that it had."""
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+    return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.dtype.is_floating_point)
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -301,11 +372,13 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 
         @wraps(kind.forward, updated=())
         def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own = vars(self)[OWN] if isinstance(self, nn.Module) else self
+            own: Converted = vars(self)[OWN] if isinstance(self, nn.Module) else self
             if torch.compiler.is_compiling() or stand_ins() is not None:
                 return own(*args, **kwargs)
-            called = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
-            return own(*args, **kwargs) if called in (None, own.module) else own.beside(called, args, kwargs)
+            caller = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
+            if caller is None or caller is own.module or vars(caller).get(OWN) is not own:
+                return own(*args, **kwargs)
+            return own.beside(caller, args, kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from opfuse.convert.converted import Converted, Proven
-from opfuse.convert.effects import BUILTINS, NotRecorded, check_effects
+from opfuse.convert.code import BUILTINS, NotRecorded, check_effects
+from opfuse.convert.converted import Converted
+from opfuse.convert.guards import Proven
 from opfuse.convert.leaves import GATED, UNGATED, leaf_of, obstacle
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.record import (
@@ -32,7 +33,7 @@ from opfuse.convert.record import (
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.activation import Activation
 from opfuse.ops.grouped_linear import GroupedLinear
-from opfuse.ops.routing import by_group, rows_of
+from opfuse.ops.routing import by_group, combined, rows_of
 from opfuse.recipes import Recipe
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -202,6 +203,7 @@ class Routed(Converted):
     """The forward of a module with experts."""
 
     experts: int
+    runs_alone = False
 
     def _is_proven(self, given: Sequence[Any]) -> bool:
         """Tokens (n, width) of the dtype of the matrices, an integer (n, k) of experts, and weights (n, k)."""
@@ -234,8 +236,7 @@ class Routed(Converted):
         index = index.where(known, 0)
         order, places, splits = by_group(index, self.experts)
         rows = self.run(rows_of(x, order // index.shape[-1], places), [splits])
-        parts = rows_of(rows, places.flatten(), order.unsqueeze(1)).view(*index.shape, -1)
-        return (parts * weights.unsqueeze(-1)).where(known.unsqueeze(-1), 0).sum(-2).to(x.dtype)
+        return combined(rows, places.where(known, ~places), weights, x.dtype)
 
 
 def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Never, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from opfuse.convert.build import Build, build, build_alone, refusal
+from opfuse.convert.build import build, build_alone
+from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import OWN, Converted, converted
-from opfuse.convert.effects import NotRecorded
-from opfuse.convert.experts import Experts, build_experts, experts_of
-from opfuse.convert.fits import unfit
+from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.leaves import obstacle, weight_of, why_refused
 from opfuse.convert.norms import lone_norm, why_kept
+from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import Filter, Policies, Policy
-from opfuse.convert.report import NONE, Conversion, Report
+from opfuse.convert.report import NONE, Conversion, Report, Status
 from opfuse.convert.siblings import siblings
 from opfuse.convert.states import States
 from opfuse.convert.weights import Weight
@@ -73,19 +75,19 @@ def fuse_(
     try:
         walk = _Walk(Policies(model, recipe, policy, filter_fn))
         walk.visit(model, "")
-        if walk.made:
+        if walk.forwards:
             walk.convert_norms()
         walk.policies.check_used(name for name, _ in model.named_modules())
-        if not walk.made:
+        if not walk.forwards:
             raise _nothing(model, [*walk.entries.values()])
     except BaseException:
         _install(before)
         raise
-    _carry_over(before, walk.made)
-    _install(walk.made)
+    _carry_over(before, walk.forwards)
+    _install(walk.forwards)
     if pack:
-        for made in dict.fromkeys(each for forward in walk.made.values() for each in forward.made):
-            made.pack()
+        for parameters in dict.fromkeys(parameters for forward in walk.forwards.values() for parameters in forward.made):
+            parameters.pack()
     return Report(tuple(walk.entries.values()))
 
 
@@ -95,44 +97,44 @@ def unfuse_(model: AnyModule) -> AnyModule:
 
     ConversionError if no module is converted, or if one was given another forward since.
     """
-    found = _converted(model)
-    if not found:
+    forwards = _converted(model)
+    if not forwards:
         got, cure = f"none in a {type(model).__name__}", "call opfuse.fuse_ first"
         raise ConversionError(describe("unfuse_", wanted="modules that fuse_ has converted", got=got, cure=cure))
-    _restore(found)
+    _restore(forwards)
     return model
 
 
 def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
     """The modules that are converted. ConversionError if one has another forward by now, which may call that of fuse_."""
-    found = {module: own for module in model.modules() if (own := converted(module)) is not None}
+    forwards = {module: forward for module in model.modules() if (forward := converted(module)) is not None}
     for path, module in model.named_modules():
-        if module not in found and OWN in vars(module) and "forward" in vars(module):
+        if module not in forwards and OWN in vars(module) and "forward" in vars(module):
             where, got = f"{path or type(module).__name__}.forward", f"{vars(module)['forward']!r:.80}, put over it"
             cure = "undo what replaced it first (of accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
             raise ConversionError(describe(where, wanted="the one that fuse_ gave", got=got, cure=cure))
-    return found
+    return forwards
 
 
-def _install(made: dict[nn.Module, Converted]) -> None:
-    for module, forward in made.items():
+def _install(forwards: dict[nn.Module, Converted]) -> None:
+    for module, forward in forwards.items():
         vars(module).update({"forward": forward.forward, OWN: forward})
         States(module, forward.products).install()
-    for forward in made.values():
+    for forward in forwards.values():
         forward.guard.forwards = {path: converted(member) for path, member in forward.guard.members.items()}
 
 
-def _carry_over(before: dict[nn.Module, Converted], made: dict[nn.Module, Converted]) -> None:
+def _carry_over(before: dict[nn.Module, Converted], forwards: dict[nn.Module, Converted]) -> None:
     """Have ops that stand for what ops stood for before go on with their delayed scales."""
-    for module, forward in made.items():
+    for module, forward in forwards.items():
         earlier = before[module].products if module in before else {}
         for name, op in forward.products.items():
             if name in earlier and earlier[name].spec == op.spec:
                 op.__dict__["quantizer_states"] = earlier[name].quantizer_states
 
 
-def _restore(made: dict[nn.Module, Converted]) -> None:
-    for module in made:
+def _restore(forwards: dict[nn.Module, Converted]) -> None:
+    for module in forwards:
         for name in ("forward", OWN):
             vars(module).pop(name, None)
         States.remove(module)
@@ -157,131 +159,104 @@ class _Walk:
     def __init__(self, policies: Policies) -> None:
         self.policies = policies
         self.entries: dict[str, Conversion] = {}
-        self.made: dict[nn.Module, Converted] = {}
-        self.seen: set[nn.Module] = set()
+        self.forwards: dict[nn.Module, Converted] = {}
+        self.visited: set[nn.Module] = set()
         self.inlined: set[nn.Module] = set()
         self.taken: set[nn.Module] = set()
         self.lone: list[tuple[str, nn.Module]] = []
 
     def visit(self, module: nn.Module, path: str) -> None:
         """Convert ``module``, or what is in it."""
-        if module in self.seen:
+        if module in self.visited:
             return
-        self.seen.add(module)
+        self.visited.add(module)
         if isinstance(module, FusibleOperation):
-            self._ours(module, path)
-            return
-        weight, experts = weight_of(module), experts_of(module)
-        if weight is not None:
-            self._alone(weight, path)
-            return
-        if experts is not None:
-            self._experts(experts, path)
-            return
-        if module._modules and module not in self.inlined and self.policies.allows(module, path):
-            self._block(module, path)
-        self._own(module, path)
-        for name, child in module.named_children():
-            self.visit(child, f"{path}.{name}".lstrip("."))
-        if self.policies.allows(module, path):
-            self._join(module)
+            if elements := _matrix_elements(module.parameters()):
+                got, cure = "an op of opfuse already", "run it inside of opfuse.autocast(recipe=…)"
+                self._add(module, path, "kept", weights=elements, wanted="a module of torch", got=got, cure=cure)
+        elif (weight := weight_of(module)) is not None:
+            self._single(module, path, _elements(weight), (weight.in_features, weight.out_features), partial(build_alone, weight))
+        elif (experts := experts_of(module)) is not None:
+            self._single(module, path, experts.elements, experts.sizes[1:], partial(build_experts, experts))
+        else:
+            allowed = self.policies.allows(module, path)
+            if module._modules and module not in self.inlined and allowed:
+                self._block(module, path)
+            self._unknown_parameters(module, path)
+            for name, child in module.named_children():
+                self.visit(child, f"{path}.{name}".lstrip("."))
+            if allowed:
+                self._join(module)
+
+    def _single(
+        self, module: nn.Module, path: str, elements: int, sizes: tuple[int, int], make: Callable[..., Converted]
+    ) -> None:
+        """Convert a module that multiplies with parameters of its own. sizes: columns and rows of its matrices."""
+        choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
+        entry = partial(self._add, module, path, weights=elements)
+        if not choice.convert:
+            entry("kept", wanted="to be converted", got=choice.got, cure=choice.cure)
+        elif hindered is not None:
+            entry("refused", wanted="a plain product", got=hindered[0], cure=hindered[1])
+        elif choice.recipe is not None and (why := unfit(choice.recipe, *sizes)) is not None:
+            entry("refused", wanted=why[0], got=why[1], cure="give it another recipe in the policy, or other sizes")
+        else:
+            self.forwards[module] = forward = make(path, choice.recipe)
+            names = " → ".join(type(op).__name__ for op in forward.run.ops)
+            entry("fused", became=names if isinstance(forward, Routed) else "Linear", recipe=_recipe_name(forward))
 
     def _block(self, module: nn.Module, path: str) -> None:
         try:
-            made, how = build(module, path, self.policies)
+            forward, how = build(module, path, self.policies)
         except NotRecorded as no:
-            if not _matrices(module) and any(weight_of(child) is not None for child in module.children()):
+            if not _matrix_elements(_parameters(module)) and any(weight_of(child) is not None for child in module.children()):
                 self._add(module, path, "parts", wanted=no.wanted, got=no.got, cure="its submodules are converted one by one")
             return
-        self.made[module] = made
+        self.forwards[module] = forward
         self.inlined.update(how.inlined)
         self.taken.update(how.members.values())
-        self.seen.update(self.taken - self.inlined)
-        self._convert_alone(how)
-        weights = sum(_elements(weight) for weight in how.weights)
-        self._add(module, path, "fused", became=" → ".join(how.names), recipe=_recipe_name(made), weights=weights)
-
-    def _convert_alone(self, how: Build) -> None:
-        """Convert the products of a chain for calls that it is not for. One that is alone there has the same scales here."""
-        names = {member: path for path, member in how.members.items()}
-        for weight in how.weights:
-            if weight.module in self.made or weight.module is how.module:
+        self.visited.update(self.taken - self.inlined)
+        names = {member: name for name, member in how.members.items()}
+        for weight in how.weights:  # alone as well: one that is alone in the chain has the same scales here
+            if weight.module in self.forwards or weight.module is module:
                 continue
             name = names[weight.module]
-            ops = [op for at, op in zip(how.run.names, how.run.ops) if at in (name, f"{name}.bias") and op.owner is weight.module]
-            self.made[weight.module] = build_alone(weight, f"{how.path}.{name}".lstrip("."), how.recipe, ops)
+            shared = [
+                op for at, op in zip(how.run.names, how.run.ops) if at in (name, f"{name}.bias") and op.owner is weight.module
+            ]
+            self.forwards[weight.module] = build_alone(weight, f"{path}.{name}".lstrip("."), how.recipe, shared)
+        weights = sum(map(_elements, how.weights))
+        self._add(module, path, "fused", became=" → ".join(how.names), recipe=_recipe_name(forward), weights=weights)
 
     def _join(self, module: nn.Module) -> None:
         """Join products of one tensor."""
-        for group in siblings(module, {m: made for m, made in self.made.items() if m not in self.taken}):
+        for group in siblings(module, {part: forward for part, forward in self.forwards.items() if part not in self.taken}):
             first, *others = group
-            names = [each.path.rpartition(".")[2] for each in group]
-            weights = sum(self.entries[each.path].weights for each in group)
+            weights = sum(self.entries[sibling.path].weights for sibling in group)
             self._update(first.path, became=f"Linear×{len(group)}", weights=weights)
             for other in others:
-                self._update(other.path, status="joined", became=f"in {names[0]}", weights=0)
-            self.made.update({each.module: each for each in group})
-
-    def _update(self, path: str, **fields: Any) -> None:
-        self.entries[path] = replace(self.entries[path], **fields)
+                self._update(other.path, status="joined", became=f"in {first.path.rpartition('.')[2]}", weights=0)
+            self.forwards.update({sibling.module: sibling for sibling in group})
 
     def convert_norms(self) -> None:
         """Convert the norms that no pipeline begins with, each alone."""
         for path, module in self.lone:
             choice = self.policies.of(module, path)
-            made = lone_norm(module, path, choice.recipe) if choice.convert else None
-            if made is not None:
-                self.made[module], became = made
-                self._update(path, status="fused", became=became, recipe=_recipe_name(made[0]))
-            elif choice.convert:
+            if not choice.convert:
+                self._update(path, wanted="to be converted", got=choice.got, cure=choice.cure)
+            elif (norm := lone_norm(module, path, choice.recipe)) is not None:
+                self.forwards[module], became = norm
+                self._update(path, status="fused", became=became, recipe=_recipe_name(norm[0]))
+            else:
                 wanted, got, cure = why_kept(module)
                 self._update(path, wanted=wanted, got=got, cure=cure or NONE)
-            else:
-                self._update(path, wanted="to be converted", got=choice.got, cure=choice.cure)
 
-    def _alone(self, weight: Weight, path: str) -> None:
-        module, elements = weight.module, _elements(weight)
-        choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
-        if not choice.convert:
-            wanted = "to be converted"
-            self._add(module, path, "kept", weights=elements, wanted=wanted, got=choice.got, cure=choice.cure)
-        elif hindered is not None:
-            got, cure = hindered
-            self._add(module, path, "refused", weights=elements, wanted="a plain product", got=got, cure=cure)
-        elif (why := refusal(weight, choice)) is not None:
-            wanted, got = why
-            self._add(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=OTHER)
-        else:
-            self.made[module] = made = build_alone(weight, path, choice.recipe)
-            self._add(module, path, "fused", became="Linear", recipe=_recipe_name(made), weights=elements)
-
-    def _experts(self, experts: Experts, path: str) -> None:
-        module, (_, width, inner) = experts.module, experts.sizes
-        choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
-        told: dict[str, Any] = {"weights": experts.elements, "wanted": "to be converted"}
-        if not choice.convert:
-            self._add(module, path, "kept", **told, got=choice.got, cure=choice.cure)
-        elif hindered is not None:
-            self._add(module, path, "refused", **told, got=hindered[0], cure=hindered[1])
-        elif choice.recipe is not None and (why := unfit(choice.recipe, width, inner)) is not None:
-            self._add(module, path, "refused", **{**told, "wanted": why[0]}, got=why[1], cure=OTHER)
-        else:
-            self.made[module] = made = build_experts(experts, path, choice.recipe)
-            names = " → ".join(type(op).__name__ for op in made.run.ops)
-            self._add(module, path, "fused", became=names, recipe=_recipe_name(made), weights=experts.elements)
-
-    def _ours(self, module: FusibleOperation, path: str) -> None:
-        """Tell of an op of opfuse, which a model may have as well."""
-        if elements := sum(p.numel() for p in module.parameters() if p.dim() > 1):
-            got, cure = "an op of opfuse already", "run it inside of opfuse.autocast(recipe=…)"
-            self._add(module, path, "kept", weights=elements, wanted="a module of torch", got=got, cure=cure)
-
-    def _own(self, module: nn.Module, path: str) -> None:
-        """Tell of a module with parameters of its own that no row knows."""
-        own = [p for p in module._parameters.values() if p is not None]
-        if not own or module in self.made or module in self.inlined:
+    def _unknown_parameters(self, module: nn.Module, path: str) -> None:
+        """Report a module with parameters of its own that is no op."""
+        parameters = _parameters(module)
+        if not parameters or module in self.forwards or module in self.inlined:
             return
-        elements = _matrices(module)
+        elements = _matrix_elements(parameters)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             self._add(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
         elif not elements and not module._modules:
@@ -294,25 +269,29 @@ class _Walk:
             self._add(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=cure)
         else:
             names = ", ".join(name for name, p in module._parameters.items() if p is not None)
-            self._add(
-                module, path, "kept", wanted="a linear layer", got=f"{names} of its own, which its forward reads", cure=NONE
-            )
+            got = f"{names} of its own, which its forward reads"
+            self._add(module, path, "kept", wanted="a linear layer", got=got, cure=NONE)
 
-    def _add(self, module: nn.Module, path: str, status: Any, **fields: Any) -> None:
+    def _add(self, module: nn.Module, path: str, status: Status, **fields: Any) -> None:
         self.entries.setdefault(path, Conversion(path, type(module).__name__, status, **fields))
 
+    def _update(self, path: str, **fields: Any) -> None:
+        self.entries[path] = replace(self.entries[path], **fields)
 
-OTHER = "give it another recipe in the policy, or other sizes"
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module itself."""
+    return [p for p in module._parameters.values() if p is not None]
 
 
-def _matrices(module: nn.Module) -> int:
-    """Elements of the parameters of its own that are no vectors."""
-    return sum(p.numel() for p in module._parameters.values() if p is not None and p.dim() > 1)
+def _matrix_elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Elements of the parameters that are no vectors."""
+    return sum(p.numel() for p in parameters if p.dim() > 1)
 
 
 def _elements(weight: Weight) -> int:
     return weight.in_features * weight.out_features
 
 
-def _recipe_name(made: Converted) -> str:
-    return "autocast's" if made.recipe is None else type(made.recipe).__name__
+def _recipe_name(forward: Converted) -> str:
+    return "autocast's" if forward.recipe is None else type(forward.recipe).__name__

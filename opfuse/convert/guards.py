@@ -8,17 +8,73 @@ forward was tried on. Otherwise its own forward runs, over its converted submodu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from types import CodeType, MethodType
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from types import MethodType
 from typing import Any, NamedTuple, cast
-from zlib import crc32
 
 import torch
 from torch import nn
 
-from opfuse.convert.effects import CONSTANTS, FUNCTIONS, nested, reach_of
+from opfuse.convert.code import CONSTANTS, FUNCTIONS, bases_of, names_read, reach_of
 from opfuse.errors import Described, describe
+from opfuse.runtime.compile.custom_op import autocast_dtype
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
+
+# -- the call --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Proven:
+    """The calls for which a pipeline was proven to compute what the forward does, by types, dtypes and shapes of their arguments.
+
+    linear: the pipeline is that of one linear layer, which takes what a linear layer takes. ranks: numbers of dimensions of
+    the input. dtypes: of inputs and parameters; empty: any. in_autocast: also under torch.autocast. columns: of each further
+    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix.
+    """
+
+    linear: bool = False
+    ranks: tuple[int, ...] = ()
+    dtypes: tuple[torch.dtype, ...] = ()
+    in_autocast: bool = False
+    columns: tuple[int, ...] = ()
+    views: bool = False
+
+    def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
+        """Whether a call with these arguments is one of them."""
+        dense = not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested)
+        if not dense or type(x) is not torch.Tensor:
+            return dense and self.linear
+        cast = autocast_dtype(x)
+        dtype = x.dtype if cast is None else cast
+        if cast is None and not all(p is None or p.dtype == dtype for p in parameters):
+            return False
+        if cast is not None and torch.float64 in (x.dtype, *[p.dtype for p in parameters if p is not None]):
+            return False  # which torch.autocast leaves alone
+        suits = not self.views or all(_is_matrix(each) for each in (x, *extras) if isinstance(each, torch.Tensor))
+        if self.linear or not suits:
+            return suits
+        if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast) or _is_tagged(x):
+            return False
+        fits = not self.dtypes or dtype in self.dtypes
+        return fits and all(self._adds(x, dtype, *pair) for pair in zip(extras, self.columns))
+
+    def _adds(self, x: torch.Tensor, dtype: torch.dtype, extra: Any, columns: int) -> bool:
+        plain = type(extra) is torch.Tensor and extra is not x
+        return plain and extra.dtype == dtype and extra.shape == (*x.shape[:-1], columns)
+
+
+def _is_matrix(x: torch.Tensor) -> bool:
+    """Whether ``x.view(-1, x.shape[-1])`` exists: its leading dimensions lie behind each other."""
+    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()) if size != 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(sizes))
+
+
+def _is_tagged(x: torch.Tensor) -> bool:
+    """Whether somebody has assigned attributes to a tensor, which code that a pipeline stands for may read."""
+    return not torch.compiler.is_compiling() and any(not name.startswith("_dynamo") for name in vars(x))
+
 
 # -- the module as it was --------------------------------------------------------------------------------------------------------
 
@@ -65,8 +121,8 @@ class Settings(NamedTuple):
 def settings_of(module: nn.Module) -> Settings:
     """The settings of a module as it is now."""
     own, kind = vars(module), cast(Any, type(module))
-    of_classes = {name for base in _bases(kind) for name in vars(base)}
-    names = [name for name in sorted({*_read(kind), *SIZES}) if name in own or name in of_classes]
+    of_classes = {name for base in bases_of(kind) for name in vars(base)}
+    names = [name for name in sorted({*names_read(kind), *SIZES}) if name in own or name in of_classes]
     attributes = tuple((name, _seen(own[name], kind) if name in own else _default(kind, name)) for name in names)
     return Settings(attributes, _present(own["_parameters"]), tuple(own["_modules"]), kind.forward)
 
@@ -84,7 +140,7 @@ def _seen(value: Any, kind: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, partial):
         return (value.func, *_seen(value.args, kind, depth - 1), *_seen(value.keywords, kind, depth - 1))
     fields = getattr(value, "__dict__", None) or {}
-    return (type(value), *((name, _seen(fields[name], kind, depth - 1)) for name in sorted(_read(kind) & fields.keys())))
+    return (type(value), *((name, _seen(fields[name], kind, depth - 1)) for name in sorted(names_read(kind) & fields.keys())))
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -200,37 +256,3 @@ def _at(module: nn.Module, path: str) -> nn.Module | None:
             return None
         module = found
     return module
-
-
-# -- the code that a class runs --------------------------------------------------------------------------------------------------
-
-
-@cache
-def _read(kind: Any) -> frozenset[str]:
-    """Attributes that the forward of a class reads, with the methods and properties that it names."""
-    return frozenset(reach_of([kind]).names) - _OF_TORCH
-
-
-_OF_TORCH = {*vars(nn.Module()), "forward"}
-"""What torch and opfuse themselves assign in every module."""
-
-
-def codes_of(kind: type[nn.Module]) -> list[CodeType]:
-    """The code of a class's forward, and of all functions and methods that it names."""
-    return [code for function in reach_of([kind]).functions for code in nested(function)]
-
-
-def code_of(kinds: Iterable[Any]) -> int:
-    """A number for what the forwards of classes do, the same in every process."""
-    return crc32("".join([_text(kind) for kind in dict.fromkeys(kinds)]).encode())
-
-
-@cache
-def _text(kind: type[nn.Module]) -> str:
-    parts = [(code.co_code, code.co_names, [c for c in code.co_consts if isinstance(c, CONSTANTS)]) for code in codes_of(kind)]
-    return repr(sorted(map(repr, parts)))
-
-
-def _bases(kind: type[nn.Module]) -> Sequence[type]:
-    """The class and its bases below ``nn.Module``."""
-    return kind.__mro__[: kind.__mro__.index(nn.Module)]

@@ -7,7 +7,7 @@ A module is recognised by its forward, if that is torch's own, or by the formula
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.convert.forms import NoForm, activations, expression, products, rms_norm_form
-from opfuse.convert.record import LEADING, MODES, RecordedForward, mode, record, required_arguments, rows
+from opfuse.convert.record import recordings, required_arguments
 from opfuse.convert.weights import MadeParameters, Weight, borrowing
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
@@ -74,56 +74,26 @@ class ModuleFormula(NamedTuple):
     functions: frozenset[str]
 
 
-def formula(
-    module: nn.Module, width: int, like: torch.Tensor | None = None, dtypes: tuple[torch.dtype | None, ...] = (None,)
-) -> ModuleFormula | None:
+def formula(module: nn.Module, width: int, dtypes: Sequence[torch.dtype | None] = (None,)) -> ModuleFormula | None:
     """The one formula of a module in all modes and ``dtypes``, for rows of any leading dimensions; None if there is none.
 
-    The module has no submodules. like: the parameter whose device and, where none of ``dtypes`` is given, dtype inputs have.
+    The module has no submodules.
     """
     names = required_arguments(module)
     if len(names) != 1 or module._modules:
         return None
-    found: ModuleFormula | None = None
-    for recording, in_autocast in _recordings(module, names[0], width, like, dtypes):
+    first: ModuleFormula | None = None
+    for _, in_autocast, recording in recordings(module, {names[0]: width}, dtypes, may_write=True):
         try:
             now = expression(recording, in_autocast=in_autocast)
         except NoForm:
             return None
-        if found is not None and found.expression != now:
-            return None
-        if found is None:
+        if first is None:
             called = (str(node.target) for node in recording.nodes if node.op == "call_method")
-            found = ModuleFormula(now, frozenset(called))
-    return found
-
-
-def _recordings(
-    module: nn.Module, name: str, width: int, like: torch.Tensor | None, dtypes: tuple[torch.dtype | None, ...]
-) -> Iterator[tuple[RecordedForward, bool]]:
-    """The forward in all modes, in all dtypes and leading dimensions in one of them, and under torch.autocast."""
-    kind = "cpu" if like is None else like.device.type
-    for each in MODES:
-        with mode(each) as training:
-            first = each == next(iter(MODES))
-            for dtype in dtypes if first else dtypes[:1]:
-                for leading in LEADING if first else LEADING[:1]:
-                    x = rows(leading, width, like, dtype)
-                    yield record(_of_dtype(module, dtype), {name: x}, training=training, may_write=True), False
-            if torch.amp.is_autocast_available(kind) and torch.is_grad_enabled():
-                with torch.autocast(kind, dtype=torch.bfloat16):
-                    yield record(module, {name: rows(LEADING[0], width, like)}, training=training, may_write=True), True
-
-
-def _of_dtype(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The module, or a shallow copy of it with parameters of another dtype."""
-    if dtype is None or not module._parameters:
-        return module
-    copied = module.__new__(type(module))
-    vars(copied).update(vars(module))
-    cast = {name: p if p is None else nn.Parameter(p.detach().to(dtype)) for name, p in module._parameters.items()}
-    vars(copied)["_parameters"] = cast
-    return copied
+            first = ModuleFormula(now, frozenset(called))
+        if first.expression != now:
+            return None
+    return first
 
 
 def weight_of(module: nn.Module) -> Weight | None:
@@ -138,7 +108,7 @@ def weight_of(module: nn.Module) -> Weight | None:
         return None
     forms = products(module._parameters.get("bias") is not None)
     for transposed, (into, out) in ((False, weight.shape[::-1]), (True, weight.shape)):
-        found = formula(module, into, weight)
+        found = formula(module, into)
         if found is not None and forms.get(found.expression) is transposed:
             return Weight(module, into, out, transposed=transposed)
     return None
@@ -182,7 +152,7 @@ def _rms_norm(module: nn.Module) -> LeafModule | None:
         return LeafModule(borrowing(RMSNorm, (norm.normalized_shape, eps), module, "weight"))
     if weight.dim() != 1 or not weight.is_floating_point():
         return None
-    found = formula(module, weight.numel(), weight, NORM_DTYPES)
+    found = formula(module, weight.numel(), NORM_DTYPES)
     form = found and rms_norm_form(found.expression, name, weight.numel())
     if form is None:
         return None
@@ -213,7 +183,7 @@ KEEPING = {"relu", "silu", "gelu", "sigmoid", "tanh", "mul", "add"}
 def _activation(module: nn.Module) -> LeafModule | None:
     if any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
         return None
-    found = formula(module, 8, None, DTYPES)
+    found = formula(module, 8, DTYPES)
     name = found and activations().get(found.expression)
     if not found or not name:
         return None

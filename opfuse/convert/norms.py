@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from opfuse.convert.converted import Converted, Proven
+from opfuse.convert.converted import Converted
+from opfuse.convert.guards import Proven
 from opfuse.convert.leaves import NORM_DTYPES, norm_of, obstacle
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.record import required_arguments

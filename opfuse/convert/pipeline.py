@@ -1,8 +1,13 @@
-"""The pipeline that a converted module runs."""
+"""The pipeline that a converted module runs, and which operands its recipe can cast.
+
+Formats cut rows into blocks. For a number of tokens that does not fill the last block, the last row is repeated: rows of zeros
+would be divided by their size in a norm without eps, and become NaN in the sums of its gradients; a row that is there already
+changes no largest value, so no scale either.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import RLock
@@ -10,11 +15,15 @@ from typing import Any
 
 import torch
 
-from opfuse.convert.rows import UNITS, padded, spare_rows
 from opfuse.convert.weights import MadeParameters, Weight, product_of, stand_ins
 from opfuse.core.operation import BasicOperation
-from opfuse.recipes import current_recipe
+from opfuse.errors import Described, OpfuseError
+from opfuse.ops.linear import BasicLinear
+from opfuse.recipes import Recipe, current_recipe
 from opfuse.runtime.fuser import OperationFuser
+
+BLOCKS = (1, 16, 32, 128)
+"""Formats need a number of rows that is a multiple of one of these."""
 
 
 @dataclass(eq=False)
@@ -81,16 +90,61 @@ class PipelineRun:
         return result[: _rows(x)].view(*x.shape[:-1], -1)
 
     def spare_of(self, x: torch.Tensor) -> int:
-        """How many copies of the last row the recipe needs after those of ``x``."""
+        """How many copies of the last row the recipe needs after those of ``x``; 0 also if no number helps."""
         rows, recipe = _rows(x), current_recipe()
-        if not rows % UNITS[-1] or recipe is None:
+        if not rows % BLOCKS[-1] or recipe is None:
             return 0
-        key = recipe, rows % UNITS[-1], torch.is_grad_enabled()
+        key = recipe, rows % BLOCKS[-1], torch.is_grad_enabled()
         if key not in self.spare:
-            self.spare[key] = spare_rows(self.ops, recipe, rows, trains=key[-1])
+            products = [op for op in self.ops if isinstance(op, BasicLinear)]
+            counts = [-(-rows // block) * block for block in BLOCKS]
+            whole = next((count for count in counts if all(_fits(op, recipe, count, key[-1]) for op in products)), rows)
+            self.spare[key] = whole - rows
         return self.spare[key]
 
 
 def _rows(x: torch.Tensor) -> int:
     """None of a scalar or of rows without values, which the product refuses as they came."""
     return x.numel() // (x.shape[-1] or 1) if x.dim() else 0
+
+
+def padded(x: torch.Tensor, spare: int) -> torch.Tensor:
+    """``x`` of shape (..., n) as (rows + spare, n), its last row repeated at the end. It has at least one row."""
+    flat = x.reshape(-1, x.shape[-1])
+    return torch.cat((flat, flat[-1:].expand(spare, -1)))
+
+
+# -- what a recipe can cast ------------------------------------------------------------------------------------------------------
+
+
+def _fits(op: BasicLinear, recipe: Recipe, rows: int, trains: bool) -> bool:
+    """Whether ``recipe`` can cast an input of ``op``, of ``rows`` rows, and, if it trains, the output's gradient."""
+    shapes = {"input": (rows, op.in_features), "grad_output": (rows, op.out_features)}
+    return _error(op, recipe, shapes if trains else {"input": shapes["input"]}, trains=trains) is None
+
+
+def unfit(recipe: Recipe, columns: int, rows: int) -> tuple[str, str] | None:
+    """What a recipe wants of a matrix (rows, columns) and of what it multiplies, and what these are; None: it can take them."""
+    op = BasicLinear(columns, rows, device="meta", dtype=torch.float32)
+    shapes = {"weight": (rows, columns), "input": (BLOCKS[-1], columns), "grad_output": (BLOCKS[-1], rows)}
+    error = _error(op, recipe, shapes, trains=True)
+    if error is None:
+        return None
+    match error.args:
+        case [Described() as text]:
+            return text.wanted, text.got
+    return "operands that its quantizers take", str(error)
+
+
+def _error(op: BasicLinear, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], *, trains: bool) -> OpfuseError | None:
+    """The error of the first operand, of ``shapes`` by role, that the recipe cannot cast; None: it can cast all of them."""
+    for role, shape in shapes.items():
+        widest, _ = op.make_quantizer(role, recipe)
+        quantizer = op.narrow_quantizer(widest, role, recipe.backward_override, ("dgrad", "wgrad") if trains else ())
+        if quantizer is None:
+            continue
+        try:
+            quantizer.check(shape, (quantizer.input_dtypes or (torch.float32,))[0], where=role, cure=lambda _: "")
+        except OpfuseError as error:
+            return error
+    return None

@@ -12,6 +12,7 @@ from torch import nn
 
 from opfuse.domains import uncallable
 from opfuse.errors import ConversionError, describe, nearest
+from opfuse.inspect.heads import HEADS, heads_of
 from opfuse.recipes import Recipe, as_recipe
 
 Said = Recipe | None | Literal["default"]
@@ -30,25 +31,9 @@ class Choice(NamedTuple):
     cure: str = ""
 
 
-OUTPUT_HEAD = "the output head"
-ROUTER = "a router"
 ADAPTER = "a low-rank adapter"
 ADAPTERS = ("lora_A", "lora_B")
 """Steps of paths of adapters' matrices, which are small and whose updates are smaller."""
-
-HEADS = {
-    "lm_head": OUTPUT_HEAD,
-    "embed_out": OUTPUT_HEAD,
-    "head": OUTPUT_HEAD,
-    "score": OUTPUT_HEAD,
-    "classifier": OUTPUT_HEAD,
-    "qa_outputs": OUTPUT_HEAD,
-    "router": ROUTER,
-    "gate": ROUTER,
-}
-"""Last names of modules that stay in high precision unless a policy names them: their errors are those of the loss and of
-routing.
-"""
 
 
 class Policies:
@@ -175,15 +160,3 @@ def _counted(model: nn.Module, pattern: str) -> Iterator[str]:
         names = [*module._modules]
         if fnmatchcase(name, before) and 0 < int(step) <= len(names):
             yield from _counted(model, f"{name}.{names[-int(step)]}{after}".lstrip("."))
-
-
-def heads_of(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Modules that turn features into logits, by what the model says or by a weight that they share with an embedding."""
-    asked = getattr(model, "get_output_embeddings", None)
-    found = asked() if callable(asked) else None
-    if isinstance(found, nn.Module):
-        yield id(found), OUTPUT_HEAD
-    tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        if not isinstance(module, nn.Embedding) and id(module._parameters.get("weight")) in tied:
-            yield id(module), "tied to an embedding"

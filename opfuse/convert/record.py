@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -23,7 +23,7 @@ from torch.fx.node import map_aggregate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from opfuse.convert.effects import NotRecorded, check_effects
+from opfuse.convert.code import NotRecorded, check_effects
 from opfuse.core.operation import FusibleOperation
 from opfuse.torch_private.dispatch import GRAD_MODE
 from opfuse.torch_private.modules import forget_global_hook, has_global_hooks, has_hooks
@@ -36,22 +36,9 @@ class NotOfThisWidth(NotRecorded):
 
 # -- what is written down --------------------------------------------------------------------------------------------------------
 
-NAMES = {
-    "multiply": "mul",
-    "subtract": "sub",
-    "divide": "div",
-    "true_divide": "div",
-    "negative": "neg",
-    "__rsub__": "rsub",
-    "__rdiv__": "rdiv",
-    "__rtruediv__": "rdiv",
-    "__iadd__": "add_",
-    "__isub__": "sub_",
-    "__imul__": "mul_",
-    "__itruediv__": "div_",
-    "__ipow__": "pow_",
-    "concat": "cat",
-}
+NAMES = {"multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "negative": "neg", "concat": "cat"}
+NAMES |= {"__rsub__": "rsub", "__rdiv__": "rdiv", "__rtruediv__": "rdiv", "__iadd__": "add_", "__isub__": "sub_"}
+NAMES |= {"__imul__": "mul_", "__itruediv__": "div_", "__ipow__": "pow_"}
 """One name for functions that torch has under several."""
 
 ARITHMETIC = {
@@ -71,6 +58,7 @@ ARITHMETIC = {
     "erf",
     "mean",
 }
+ARITHMETIC |= {"mean"}
 ACTIVATIONS = {"tanh", "sigmoid", "relu", "silu", "gelu"}
 CASTS = {"to", "float", "half", "bfloat16", "double", "type_as"}
 VIEWS = {"view", "reshape", "flatten", "unflatten", "contiguous"}
@@ -358,22 +346,10 @@ def _refused(self: int, *others: Any) -> NoReturn:
 
 
 CALCULATIONS = {f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")} | {"__neg__"}
-OF_OBJECTS = {*vars(object)} - {
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__hash__",
-    "__str__",
-    "__repr__",
-    "__format__",
-}
+COMPARISONS = {f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash", "str", "repr", "format")}
+ALLOWED = {"__new__", "__index__", "__getnewargs__", "real", "imag", "numerator", "denominator"} | ({*vars(object)} - COMPARISONS)
 
-for _name in sorted(
-    vars(int).keys() - OF_OBJECTS - {"__new__", "__index__", "__getnewargs__", "real", "imag", "numerator", "denominator"}
-):
+for _name in sorted(vars(int).keys() - ALLOWED):
     setattr(_Uncompared, _name, _calculating(_name) if _name in CALCULATIONS else _refused)
 
 
@@ -423,6 +399,46 @@ def mode(name: str) -> Iterator[bool]:
                 left.enter_context(torch.autocast(kind, enabled=False))
         left.enter_context(entered())
         yield training
+
+
+def recordings(
+    module: nn.Module, widths: Mapping[str, int], dtypes: Sequence[torch.dtype | None] = (None,), *, may_write: bool = False
+) -> Iterator[tuple[str, bool, RecordedForward]]:
+    """The forward in every way in which it may be called: the mode, whether torch.autocast is on, and what it did.
+
+    Inputs have the dtype and the device of the first parameter; in the first mode also all of ``dtypes``, as its parameters do
+    then, and all leading dimensions. may_write: as in :func:`record`.
+    """
+    like = first_parameter(module)
+    kind = "cpu" if like is None else like.device.type
+
+    def run(leading: tuple[int, ...], dtype: torch.dtype | None = None) -> RecordedForward:
+        given = {argument: rows(leading, width, like, dtype) for argument, width in widths.items()}
+        return record(_of_dtype(module, dtype), given, training=training, may_write=may_write)
+
+    for number, name in enumerate(MODES):
+        ways = [(at, dtype) for dtype in dtypes for at in LEADING]
+        with mode(name) as training:
+            for way in ways[: 1 if number else None]:
+                yield name, False, run(*way)
+            if torch.amp.is_autocast_available(kind):
+                with torch.autocast(kind, dtype=torch.bfloat16):
+                    yield name, True, run(LEADING[0])
+
+
+def first_parameter(module: nn.Module) -> torch.Tensor | None:
+    """The first parameter of floats; None if there is none."""
+    return next((p for p in module.parameters() if p.is_floating_point()), None)
+
+
+def _of_dtype(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module, or a shallow copy of it with parameters of another dtype."""
+    if dtype is None or not module._parameters:
+        return module
+    copy: nn.Module = module.__new__(type(module))
+    cast = {name: p if p is None else nn.Parameter(p.detach().to(dtype)) for name, p in module._parameters.items()}
+    vars(copy).update({**vars(module), "_parameters": cast})
+    return copy
 
 
 @contextmanager

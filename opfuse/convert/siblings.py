@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from itertools import combinations
@@ -22,9 +22,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opfuse.convert.converted import Converted, casting
-from opfuse.convert.guards import codes_of
-from opfuse.convert.in_graph import InGraph
+from opfuse.convert.code import codes_of
+from opfuse.convert.converted import Converted, InGraph, casting, changed_when_traced
 from opfuse.convert.leaves import leaf_of, obstacle, weight_of
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.record import PARTS, SIZES, TRANSPOSES, VIEWS
@@ -38,7 +37,7 @@ from opfuse.torch_private.stack import run_of
 
 
 class CallingPlace(NamedTuple):
-    """Where modules are called: in a method of the class ``kind``, as children ``names``, beside ``known`` ones of self."""
+    """Where modules are called: in a method of the class ``kind``, as children ``names``, beside ``known`` attributes of self."""
 
     kind: type[nn.Module]
     names: tuple[str, ...]
@@ -48,26 +47,27 @@ class CallingPlace(NamedTuple):
 class Shared:
     """One product for several modules.
 
-    place: where they are called. waiting: by the input, the run of the code at that place, and columns that are computed and not
-    yet returned, by module. members: the modules' forwards, in order. inside, followed: in a graph of torch.compile, whether it
-    follows that code; the moment of the product, and the columns not yet returned.
+    place, code: where they are called. wrapped: by adapters, whose code nobody has read. waiting: by the input, the run of the
+    code at that place, how often the input was written, and columns that are computed and not yet returned, by module. members:
+    the modules' forwards, in order. inside, followed: in a graph of torch.compile, whether it follows that code; the moment of
+    the product, and the columns not yet returned.
     """
 
-    def __init__(self, run: PipelineRun, columns: Sequence[int], place: CallingPlace) -> None:
+    def __init__(self, run: PipelineRun, columns: Sequence[int], place: CallingPlace, wrapped: bool) -> None:
         self.run = run
         self.columns = tuple(columns)
-        self.place = place
-        self.waiting: MutableMapping[torch.Tensor, tuple[int, dict[int, torch.Tensor]]] = WeakTensorKeyDictionary()
+        self.place, self.code, self.wrapped = place, _code_at(place), wrapped
+        self.waiting: MutableMapping[torch.Tensor, tuple[int, int, dict[int, torch.Tensor]]] = WeakTensorKeyDictionary()
         self.members: list[Sibling] = []
         self.in_graph: InGraph | None = None
         self.inside = False
         self.followed: tuple[Any, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "waiting": None, "in_graph": None, "followed": None}
+        return {**self.__dict__, "code": None, "waiting": None, "in_graph": None, "followed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, waiting=WeakTensorKeyDictionary())
+        vars(self).update(state, code=_code_at(state["place"]), waiting=WeakTensorKeyDictionary())
 
     def views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The columns of all modules in a graph."""
@@ -75,32 +75,37 @@ class Shared:
 
     def first(self, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of the first module; those of the others wait until they are taken, or ``x`` is gone. None: it is alone."""
-        run = self.running()
-        if run is None:
+        run, writes = self.running(), self._writes(x)
+        if run is None or writes is None:
             return None
         one, *others = _Columns.apply(self.run(x, ()), self.columns, self.run.made[0])  # type: ignore[no-untyped-call]
-        self.waiting[x] = run, dict(enumerate(others, 1))
+        self.waiting[x] = run, writes, dict(enumerate(others, 1))
         return one  # type: ignore[no-any-return]
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of another module; None if they were not computed for this tensor in this run."""
-        run, left = self.waiting.get(x, (None, {}))
-        if run is None or run != self.running():
+        run, writes, waiting = self.waiting.get(x, (None, 0, {}))
+        if run is None or run != self.running() or writes != self._writes(x):
             return None
-        found = left.pop(index, None)
-        if not left:
+        columns = waiting.pop(index, None)
+        if not waiting:
             self.waiting.pop(x, None)
-        return found
+        return columns
+
+    def _writes(self, x: torch.Tensor) -> int | None:
+        """How often ``x`` was written, where adapters may write to it; None if torch does not count."""
+        if not self.wrapped:
+            return 0
+        return None if x.is_inference() else x._version
 
     def running(self, *, followed: bool = False) -> int | None:
         """The run of the code at the place, as the ``id()`` of its frame; followed: of dynamo's own frame, which follows it.
 
         None if they are called from elsewhere, or with hooks, which may write to their input where nothing counts it.
         """
-        code = _code_at(self.place)
-        if code is None or has_global_hooks() or any(has_hooks(each.module) for each in self.members):
+        if self.code is None or has_global_hooks() or any(has_hooks(each.module) for each in self.members):
             return None
-        return run_of(code, followed=followed)
+        return run_of(self.code, followed=followed)
 
 
 class _Columns(torch.autograd.Function):
@@ -146,18 +151,13 @@ class Sibling(Converted):
         (product,) = casting([self.shared.run]).values()
         return alone | {"shared": product}
 
-    def check_unchanged(self) -> None:
-        """Check this module; the first checks all, since its product reads the parameters of all."""
-        for each in [self] if self.index else self.shared.members:
-            Converted.check_unchanged(each)
-
     def get_ready(self) -> None:
         """Make what dynamo reads; the first also makes the call for all."""
         super().get_ready()
         shared = self.shared
         shared.inside = shared.running(followed=True) is not None
         if not self.index and shared.in_graph is None:
-            shared.in_graph = InGraph(self, others=[each for each in shared.members if each is not self])
+            shared.in_graph = InGraph(self, shared.members, shared.run)
 
     def _as_op(self, call: Any, given: Sequence[Any]) -> Any:
         """In a graph the first computes all; the others recognise the tensor as long as nothing that the product read is written.
@@ -168,7 +168,7 @@ class Sibling(Converted):
         if whole is None or not shared.inside or hindrance(whole, x, (), None):
             return super()._as_op(call, given)
         if self.index == 0:
-            if self._trains_apart(x):
+            if self._trains_apart(x) or any(changed_when_traced(member.ticket) for member in shared.members):
                 return super()._as_op(call, given)
             first, *others = shared.views(super()._as_op(whole, given))
             shared.followed = moment(whole, x), others
@@ -178,14 +178,6 @@ class Sibling(Converted):
         if self.index < len(followed[1]):
             shared.followed = followed
         return followed[1][self.index - 1]
-
-    def pipeline(self, *, shared: bool) -> PipelineRun | None:
-        """The pipeline of all modules, if ``shared``."""
-        return self.shared.run if shared else None
-
-    def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """The columns of all modules, in one tensor."""
-        return self.shared.run(x, ())
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         if self.index:
@@ -205,28 +197,35 @@ class Sibling(Converted):
         return len(wants) > 1 and not x.requires_grad
 
 
-def siblings(module: nn.Module, made: Mapping[nn.Module, Converted]) -> Iterator[list[Sibling]]:
+def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Iterator[list[Sibling]]:
     """Groups of submodules of ``module``, each converted alone so far, that can share a product, in the order of their calls."""
-    alone = {name: weight for name, child in module.named_children() if (weight := _alone(child, made)) is not None}
-    seen, kind = set[str](), cast(Any, type(module))
-    methods = _methods(kind) if len(alone) > 1 else ()
-    views = {method.code.co_name for method in methods if method.only_views}
-    for method in methods:
-        names = list(dict.fromkeys(call.name for call in method.calls if call.name in alone and call.name not in seen))
-        leaves = {name for name in method.called_between(names) if _is_leaf(module._modules.get(name))}
-        groups = list[CallingPlace]()
-        for name in names:
-            places = [place._replace(names=(*place.names, name)) for place in groups]
-            fits = [_agree(alone[place.names[0]], alone[name], made) and _code_at(place) is not None for place in places]
+    alone = {name: weight for name, child in module.named_children() if (weight := _alone(child, converted)) is not None}
+    if len(alone) < 2:
+        return
+    kind = cast(Any, type(module))
+    methods = _methods(kind)
+    pure = {method.code.co_name for method in methods if not method.span}
+    leaves = {name for method in methods for name in method.called_between(alone) if _is_leaf(module._modules.get(name))}
+    known = frozenset({*alone, *leaves, *pure})
+    grouped = set[str]()
+    for method in _methods(kind, known):
+        names = [call.name for call in method.calls if call.name in alone and call.name not in grouped]
+        groups = list[tuple[str, ...]]()
+        for name in dict.fromkeys(names):
+            longer = [(*group, name) for group in groups]
+            fits = [_agree(alone[group[0]], alone[name], converted) and method.joins(group) for group in longer]
             if any(fits):
-                groups[fits.index(True)] = places[fits.index(True)]
+                groups[fits.index(True)] = longer[fits.index(True)]
             else:
-                groups.append(CallingPlace(kind, (name,), frozenset({*alone, *leaves, *views})))
-        seen.update(names)
-        for place in groups:
-            if len(place.names) > 1:
-                weights = [alone[name] for name in place.names]
-                yield _joined(weights, [made[weight.module] for weight in weights], place)
+                groups.append((name,))
+        grouped.update(names)
+        for group in groups:
+            if len(group) > 1:
+                weights = [alone[name] for name in group]
+                wrapped = any(module._modules[name] is not weight.module for name, weight in zip(group, weights))
+                yield _joined(
+                    [converted[weight.module] for weight in weights], weights, CallingPlace(kind, group, known), wrapped
+                )
 
 
 def _is_leaf(child: nn.Module | None) -> bool:
@@ -235,205 +234,219 @@ def _is_leaf(child: nn.Module | None) -> bool:
 
 # -- the code around the calls ---------------------------------------------------------------------------------------------------
 
-KNOWN = VIEWS | TRANSPOSES | PARTS | SIZES | {"isinstance", "len", "get"}
+PURE = VIEWS | TRANSPOSES | PARTS | SIZES | {"isinstance", "len", "get"}
 """Functions and methods that write to nothing, which may be called between those of a place."""
 
-LEAVES = (ast.With, ast.AugAssign, ast.Yield, ast.YieldFrom, ast.Await)
-"""What may change modes or a tensor, or let other code run, if it stands or ends between the calls."""
+LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
+REPEATED = (*LOOPS, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+"""What runs its body several times, or later than where it stands."""
 
-REPEATS = (ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp, ast.For, ast.While, ast.Lambda, ast.FunctionDef)
-"""What runs in another order than it is written in."""
+BLOCKS = (ast.With, ast.AsyncWith, ast.Yield, ast.YieldFrom, ast.Await)
+"""What may change modes, or let other code run, where it begins and where it ends."""
 
-Spot = tuple[int, int]
-"""A line and a column."""
-
-
-class _Assignment(NamedTuple):
-    """Of a name, from ``start`` to ``end``. value: None if it is not written there. conditional: it may be left out."""
-
-    start: Spot
-    end: Spot
-    value: ast.AST | None
-    conditional: bool
+Origins = frozenset[Any]
+"""What a local variable may hold: arguments by name, assigned values by their nodes."""
 
 
-class _PartCall(NamedTuple):
-    """``self.name(x)``. origins: what x may be, names with the end of their assignment. arms: the branch taken at each condition
-    around it.
-    """
+class _MemberCall(NamedTuple):
+    """``self.name(x)``. origins: of x. span: how often other code could run before. arms: the branch of each condition around."""
 
     name: str
-    origins: frozenset[tuple[str, Spot]]
+    origins: Origins
+    span: int
     arms: Mapping[ast.AST, str]
 
-    def meets(self, other: _PartCall) -> bool:
-        """Whether both may get one tensor in one run."""
-        return bool(self.origins & other.origins) and all(other.arms.get(node, arm) == arm for node, arm in self.arms.items())
+    def meets(self, other: _MemberCall) -> bool:
+        """Whether both may get one tensor in one run of the code, with nothing between that may write to it."""
+        together = self.span == other.span and self.origins & other.origins
+        return bool(together) and all(other.arms.get(node, arm) == arm for node, arm in self.arms.items())
 
 
-class _MethodCode:
-    """A method, and its calls of submodules with one local name, in the order of their text."""
+class _MethodCode(ast.NodeVisitor):
+    """Reads a method in the order in which it runs. calls: of submodules with one local variable. called: attributes of
+    self. reads: attributes of anything.
 
-    def __init__(self, code: CodeType, tree: ast.AST) -> None:
-        self.code = code
-        nodes: list[tuple[Any, Mapping[ast.AST, str]]] = [each for each in _below(tree, {}) if hasattr(each[0], "lineno")]
-        nodes.sort(key=lambda each: _span(each[0]))
-        self.nodes: list[Any] = [node for node, _ in nodes]
-        self.reads = [node for node in self.nodes if isinstance(node, ast.Attribute)]
-        self.values = defaultdict[str, list[_Assignment]](list)
-        for node, arms in nodes:
-            for target in getattr(node, "targets", [getattr(node, "target", None)]):
-                for name, value in _assigned(target, getattr(node, "value", None)):
-                    self.values[name].append(_Assignment(*_span(node), value, bool(arms)))
-        self.calls = [
-            _PartCall(_called(node), self._origins(node.args[0].id, _span(node)[0]), arms)
-            for node, arms in nodes
-            if _called(node) and [*map(type, node.args)] == [ast.Name] and not node.keywords
-        ]
+    known: the attributes of self that may be called, as they run no other code. span: how often other code could run so far.
+    """
 
-    def _origins(self, name: str, at: Spot) -> frozenset[tuple[str, Spot]]:
-        found = set[tuple[str, Spot]]()
-        for each in reversed(self.values[name]):
-            if each.end <= at:
-                names = _names(each.value)
-                found |= {(name, each.end)} if not names else {one for other in names for one in self._origins(other, each.start)}
-                if not each.conditional:
-                    return frozenset(found)
-        return frozenset({*found, (name, (0, 0))})
+    def __init__(self, code: CodeType, tree: ast.FunctionDef | ast.AsyncFunctionDef, known: Set[str]) -> None:
+        self.code, self.known = code, known
+        self.span = 0
+        self.calls: list[_MemberCall] = []
+        self.called: list[str] = []
+        self.reads: list[str] = []
+        self.arms: dict[ast.AST, str] = {}
+        self.variables: dict[str, Origins] = {}
+        self.values = defaultdict[str, list[ast.AST]](list)
+        self.results: list[list[ast.expr]] = []
+        for statement in tree.body:
+            self.visit(statement)
 
-    @property
-    def only_views(self) -> bool:
-        """Whether it calls known functions alone."""
-        nowhere = CallingPlace(nn.Module, (), frozenset())
-        return not any(_disturbs(node, nowhere, (0, 0), _span(self.nodes[-1])[1]) for node in self.nodes)
+    def joins(self, names: Sequence[str]) -> bool:
+        """Whether it calls these submodules with what may be one tensor, each once, and nothing unknown between."""
+        calls = [call for call in self.calls if call.name in names]
+        once = [call.name for call in calls] == [name for name in self.reads if name in names] == [*names]
+        return once and all(one.meets(other) for one, other in combinations(calls, 2)) and self._return_together(names)
 
-    def called_between(self, names: Sequence[str]) -> set[str]:
-        """Attributes of self that are called between the first and the last of ``names``."""
-        spots = [_span(node)[0] for node in self.reads if node.attr in names]
-        return {_called(node) for node in self.nodes if spots and spots[0] < _span(node)[1] <= spots[-1]} - {""}
-
-    def joins(self, place: CallingPlace) -> bool:
-        """Whether it calls the modules of a place with what may be one tensor, each once, and nothing unknown between."""
-        calls = [call for call in self.calls if call.name in place.names]
-        reads = [node for node in self.reads if node.attr in place.names]
-        if not [call.name for call in calls] == [node.attr for node in reads] == [*place.names]:
-            return False
-        first, last = _span(reads[0])[1], _span(reads[-1])[0]
-        return (
-            all(one.meets(other) for one, other in combinations(calls, 2))
-            and not any(_disturbs(node, place, first, last) for node in self.nodes)
-            and self._returns_together(place.names)
-        )
-
-    def _returns_together(self, members: Sequence[str]) -> bool:
+    def _return_together(self, names: Sequence[str]) -> bool:
         """Whether no two parts of what it returns have a member each, on which two backward passes could come."""
-        found = [node.value.elts for node in self.nodes if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)]
-        parts = [[self._members_in(each, members, frozenset()) for each in elements] for elements in found]
-        return all(one & other for each in parts for one, other in combinations(filter(None, each), 2))
+        parts = [[self._members_in(part, names, frozenset()) for part in result] for result in self.results]
+        return all(one & other for result in parts for one, other in combinations(filter(None, result), 2))
 
-    def _members_in(self, node: ast.AST, members: Sequence[str], seen: frozenset[str]) -> set[str]:
-        """The members that a value is made of, however often its names are assigned."""
-        if isinstance(node, ast.Attribute) and node.attr in members:
+    def _members_in(self, node: ast.AST, names: Sequence[str], passed: frozenset[str]) -> set[str]:
+        """The members that a value is computed with, however often its variables are assigned."""
+        if isinstance(node, ast.Attribute) and node.attr in names:
             return {node.attr}
-        below: list[ast.AST] = [*ast.iter_child_nodes(node)]
-        if isinstance(node, ast.Name) and node.id not in seen:
-            seen |= {node.id}
-            below = [each.value for each in self.values[node.id] if each.value is not None]
-        return {member for each in below for member in self._members_in(each, members, seen)}
+        inside: list[ast.AST] = [*ast.iter_child_nodes(node)]
+        if isinstance(node, ast.Name) and node.id not in passed:
+            passed |= {node.id}
+            inside = self.values[node.id]
+        return {member for child in inside for member in self._members_in(child, names, passed)}
+
+    def called_between(self, names: Container[str]) -> list[str]:
+        """The attributes of self that it calls between the first and the last of these."""
+        spots = [at for at, name in enumerate(self.called) if name in names]
+        return self.called[spots[0] : spots[-1]] if spots else []
+
+    # -- what runs -----------------------------------------------------------------------------------------------------------
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """Children run in the order of their fields. Calls in what repeats are in no group."""
+        disturbs = isinstance(node, (*REPEATED, *BLOCKS))
+        calls = len(self.calls)
+        self.span += disturbs
+        super().generic_visit(node)
+        self.span += disturbs
+        if isinstance(node, REPEATED):
+            del self.calls[calls:]
+
+    def visit_Call(self, node: ast.Call) -> None:
+        super().generic_visit(node)
+        name = _method_of_self(node)
+        if not name:
+            self.span += getattr(node.func, "attr", getattr(node.func, "id", "")) not in PURE
+            return
+        self.called.append(name)
+        match node.args:
+            case [ast.Name(id=variable)] if not node.keywords:
+                self.calls.append(_MemberCall(name, self._origins_of(variable), self.span, dict(self.arms)))
+        self.span += name not in self.known
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        super().generic_visit(node)
+        self.reads.append(node.attr)
+        self.span += not isinstance(node.ctx, ast.Load)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        super().generic_visit(node)
+        self.span += not isinstance(node.ctx, ast.Load)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        super().generic_visit(node)
+        if isinstance(node.value, ast.Tuple):
+            self.results.append(node.value.elts)
+
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
+        self.visit(node.test)
+        before, outcomes = self.variables, list[dict[str, Origins]]()
+        for arm in ("body", "orelse"):
+            self.variables, self.arms[node] = dict(before), arm
+            branch = getattr(node, arm)
+            for child in branch if isinstance(branch, list) else [branch]:
+                self.visit(child)
+            outcomes.append(self.variables)
+        del self.arms[node]
+        names = {name for outcome in outcomes for name in outcome}
+        unassigned = {name: frozenset({name}) for name in names}
+        self.variables = {name: frozenset().union(*[(unassigned | outcome)[name] for outcome in outcomes]) for name in names}
+
+    visit_IfExp = visit_If
+
+    # -- what variables hold -------------------------------------------------------------------------------------------------
+
+    def visit_Assign(self, node: Any) -> None:
+        """Also of one target, with an annotation, in an expression, and in place, which may write to a tensor."""
+        if node.value is not None:
+            self.visit(node.value)
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            self.visit(target)
+            self._bind(target, node.value)
+            if isinstance(node, ast.AugAssign) and isinstance(target, ast.Name):
+                self.variables[target.id] = frozenset({node})
+        self.span += isinstance(node, ast.AugAssign)
+
+    visit_AnnAssign = visit_AugAssign = visit_NamedExpr = visit_Assign
+
+    def _bind(self, target: Any, value: ast.AST | None) -> None:
+        if isinstance(target, ast.Name) and value is not None:
+            self.values[target.id].append(value)
+            self.variables[target.id] = self._origins(value)
+        parts = getattr(target, "elts", ())
+        pairs = isinstance(value, ast.Tuple) and len(value.elts) == len(parts)
+        for at, part in enumerate(parts):
+            self._bind(part, value.elts[at] if pairs else value)  # type: ignore[union-attr]
+
+    def _origins_of(self, variable: str) -> Origins:
+        return self.variables.get(variable, frozenset({variable}))
+
+    def _origins(self, value: ast.AST) -> Origins:
+        match value:
+            case ast.Name(id=name):
+                return self._origins_of(name)
+            case ast.IfExp(body=body, orelse=orelse):
+                return self._origins(body) | self._origins(orelse)
+        return frozenset({value})
+
+
+def _method_of_self(node: ast.Call) -> str:
+    """The name in ``self.name(…)``; empty for any other call."""
+    match node.func:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return ""
 
 
 @cache
-def _methods(kind: Any) -> tuple[_MethodCode, ...]:
+def _methods(kind: Any, known: frozenset[str] = frozenset()) -> tuple[_MethodCode, ...]:
     """The methods of a class that its forward names."""
-    found = list[_MethodCode]()
+    methods = list[_MethodCode]()
     for code in codes_of(kind):
         method = inspect.unwrap(getattr(kind, code.co_name, None))  # type: ignore[arg-type]
         if getattr(method, "__code__", None) is code:  # else of a base, or a part of another one
             with suppress(OSError, SyntaxError):  # code without a source, or a part of a line
-                found.append(_MethodCode(code, ast.parse(dedent(inspect.getsource(code))).body[0]))
-    return tuple(found)
+                tree = ast.parse(dedent(inspect.getsource(code))).body[0]
+                if isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    methods.append(_MethodCode(code, tree, known))
+    return tuple(methods)
 
 
 @cache
 def _code_at(place: CallingPlace) -> CodeType | None:
     """The code of the method that calls the modules of a place together; None if there is none."""
-    return next((method.code for method in _methods(cast(Any, place.kind)) if method.joins(place)), None)
+    methods = _methods(cast(Any, place.kind), place.known)
+    return next((method.code for method in methods if method.joins(place.names)), None)
 
 
-def _below(node: ast.AST, arms: Mapping[ast.AST, str]) -> Iterator[tuple[ast.AST, Mapping[ast.AST, str]]]:
-    """All nodes below one, each with the branch that it stands in of each condition around it."""
-    for name, value in ast.iter_fields(node):
-        inside = {**arms, node: name} if isinstance(node, (ast.If, ast.IfExp)) and name != "test" else arms
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                yield child, inside
-                yield from _below(child, inside)
-
-
-def _span(node: Any) -> tuple[Spot, Spot]:
-    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
-
-
-def _called(node: Any) -> str:
-    """The name in ``self.name(…)``; empty for anything else."""
-    method = node.func if isinstance(node, ast.Call) else None
-    of_self = isinstance(method, ast.Attribute) and isinstance(method.value, ast.Name) and method.value.id == "self"
-    return method.attr if of_self else ""  # type: ignore[union-attr]
-
-
-def _assigned(target: Any, value: Any) -> Iterator[tuple[str, ast.AST | None]]:
-    """Names that an assignment gives a value, with that value."""
-    if isinstance(target, ast.Name):
-        yield target.id, value
-    for at, each in enumerate(getattr(target, "elts", ())):
-        pairs = isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts)
-        yield from _assigned(each, value.elts[at] if pairs else value)
-
-
-def _names(value: ast.AST | None) -> list[str]:
-    """The names of which a value is one; none if it may be something else."""
-    if isinstance(value, ast.IfExp):
-        names = [_names(value.body), _names(value.orelse)]
-        return [*names[0], *names[1]] if all(names) else []
-    return [value.id] if isinstance(value, ast.Name) else []
-
-
-def _disturbs(node: Any, place: CallingPlace, first: Spot, last: Spot) -> bool:
-    """Whether what a node does between two spots of a method may be more than known functions do."""
-    start, end = _span(node)
-    if isinstance(node, ast.Call):
-        known = (
-            _called(node) in place.known if _called(node) else getattr(node.func, "attr", getattr(node.func, "id", "")) in KNOWN
-        )
-        return first < end <= last and not known
-    if isinstance(node, (ast.Attribute, ast.Subscript)):
-        return first < start < last and not isinstance(node.ctx, ast.Load)
-    overlaps, contains = start < last and end > first, start < first and last < end
-    return overlaps and isinstance(node, REPEATS if contains else (*REPEATS, *LEAVES))
-
-
-def _alone(child: nn.Module, made: Mapping[nn.Module, Converted]) -> Weight | None:
+def _alone(child: nn.Module, converted: Mapping[nn.Module, Converted]) -> Weight | None:
     """The product that a submodule is, or that it begins with: adapters call the layer that they wrap, on their input."""
     for module in (child, child._modules.get("base_layer")):
-        if module is not None and type(made.get(module)) is Converted and (weight := weight_of(module)) is not None:
+        if module is not None and type(converted.get(module)) is Converted and (weight := weight_of(module)) is not None:
             return None if has_hooks(child) else weight
     return None
 
 
-def _agree(one: Weight, other: Weight, made: Mapping[nn.Module, Converted]) -> bool:
-    return one.agrees(other) and made[one.module].recipe == made[other.module].recipe
+def _agree(one: Weight, other: Weight, converted: Mapping[nn.Module, Converted]) -> bool:
+    return one.agrees(other) and converted[one.module].recipe == converted[other.module].recipe
 
 
-def _joined(weights: Sequence[Weight], alone: Sequence[Converted], place: CallingPlace) -> list[Sibling]:
-    name = "+".join(each.path for each in alone)
+def _joined(alone: Sequence[Converted], weights: Sequence[Weight], place: CallingPlace, wrapped: bool) -> list[Sibling]:
+    name = "+".join(forward.path for forward in alone)
     run = PipelineRun(path=short(name))
     run.multiply(weights, name, (name, f"{name}.bias"))
-    shared, found = Shared(run, [weight.out_features for weight in weights], place), []
-    for index, own in enumerate(alone):
-        sibling = Sibling(
-            own.module, own.path, arguments=own.arguments, run=own.run, members={}, recipe=own.recipe, proven=own.proven
-        )
+    shared = Shared(run, [weight.out_features for weight in weights], place, wrapped)
+    for index, one in enumerate(alone):
+        options: dict[str, Any] = {"arguments": one.arguments, "run": one.run, "recipe": one.recipe, "proven": one.proven}
+        sibling = Sibling(one.module, one.path, members={}, **options)
         sibling.shared, sibling.index = shared, index
-        found.append(sibling)
-    shared.members = found
-    return found
+        shared.members.append(sibling)
+    return shared.members

@@ -40,6 +40,7 @@ from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from opfuse.ops.pointwise import AddExtraInput, Bias, ConstantScale, Dropout, PointwiseOperation
+from opfuse.ops.raw_kernel import RawKernelOperation, raw_kernel
 from opfuse.ops.routing import TokenCombine, TokenDispatch
 from opfuse.ops.sequential import Sequential
 from opfuse.ops.structure import Identity, MakeExtraOutput, Quantize, Reshape
@@ -77,6 +78,7 @@ __all__ = [
     "PointwiseOperation",
     "Quantize",
     "RMSNorm",
+    "RawKernelOperation",
     "ReGLU",
     "ReLU",
     "ReduceScatter",
@@ -95,6 +97,7 @@ __all__ = [
     "TokenCombine",
     "TokenDispatch",
     "formula",
+    "raw_kernel",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

@@ -12,6 +12,7 @@ from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import DtypeError, ShapeError, SpecError, describe
+from opfuse.kernels.combine import combine_rows, combine_rows_backward
 from opfuse.numerics import pointwise
 from opfuse.tensors.gemm import gemm
 
@@ -66,7 +67,31 @@ class GatheredRows(torch.autograd.Function):
         (places,) = ctx.saved_tensors
         if places.shape[1] == 1:
             return grad.index_select(0, places.flatten()), None, None
-        return _gathered(grad, places, pointwise.compute_dtype(grad.dtype)).to(grad.dtype), None, None
+        return combine_rows(grad, places), None, None
+
+
+class CombinedRows(torch.autograd.Function):
+    """:func:`~opfuse.numerics.combine.combine_rows` in ``dtype``; each row stands in ``places`` once. Weights may be None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, places, weights)
+        ctx.dtype = rows.dtype
+        return combine_rows(rows, places, weights, dtype=dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+        rows, places, weights = ctx.saved_tensors
+        d_rows, d_weights = combine_rows_backward(grad, places, weights, rows, dtype=ctx.dtype)
+        return d_rows, None, d_weights, None
+
+
+def combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """:class:`CombinedRows`."""
+    return cast(torch.Tensor, CombinedRows.apply(rows, places, weights, dtype))  # type: ignore[no-untyped-call]
 
 
 def rows_of(x: torch.Tensor, index: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -137,7 +162,7 @@ class TokenDispatch(BasicOperation):
     def op_backward(self, ctx: Context, grad_output: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
         saved, wide = ctx.saved, ctx.saved.probabilities.dtype
         _, d_picked, _ = ctx.grad_extras
-        dx = None if grad_output is None else _gathered(grad_output, saved.places, wide)
+        dx = None if grad_output is None else combine_rows(grad_output, saved.places, dtype=wide)
         d_weight = None
         if d_picked is not None:
             d_chosen = d_picked.to(wide).index_select(0, saved.places.flatten()).view_as(saved.places)
@@ -172,7 +197,7 @@ class TokenCombine(BasicOperation):
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
         ctx.save(places=places if "input" in ctx.needs else None)
-        return _gathered(x, places, pointwise.compute_dtype(x.dtype)).to(x.dtype)
+        return combine_rows(x, places.long())
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[None]]:
         if "input" not in ctx.needs:
@@ -187,11 +212,6 @@ class TokenCombine(BasicOperation):
 def _narrowest(most: int) -> torch.dtype:
     """The integers with the fewest bytes that hold ``most``: a GPU sorts numbers byte by byte."""
     return next(t for t in (torch.uint8, torch.int16, torch.int32, torch.int64) if most <= torch.iinfo(t).max)
-
-
-def _gathered(rows: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The rows of each token summed in ``dtype``: (tokens, features)."""
-    return rows.index_select(0, places.flatten()).view(*places.shape, rows.shape[-1]).sum(1, dtype=dtype)
 
 
 def _check_rows(label: str, x: torch.Tensor, features: int | None) -> None:

@@ -7,7 +7,7 @@ quantized operands. *Native* means that the hardware has the product and that th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, cast
 
@@ -23,7 +23,7 @@ from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe
 from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
-from opfuse.tensors.gemm import GEMMS, clash
+from opfuse.tensors.gemm import GEMMS, Gemm, clash
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
 from opfuse.tensors.quantizers.base import RuledQuantizer
 
@@ -121,13 +121,23 @@ def _parts(quantizer: object) -> list[RuledQuantizer]:
     return [each for each in subs if isinstance(each, RuledQuantizer)]
 
 
+class _PlanesOfProduct(NamedTuple):
+    """A product of two quantized operands: its name, and the layouts that the left and the right plane have."""
+
+    name: str
+    left: Layout
+    right: Layout
+
+    def clash(self) -> str | None:
+        return clash(self.name, self.left.format, self.right.format)
+
+
 def _found(recipe: Recipe, made: Mapping[str, OperandCast], arch: Arch) -> Support:
     """Native if every product is that reads two quantized planes; else why the first is not, or why calls are refused."""
     formats = {role: _formats(role, answer) for role, answer in made.items()}
     trains = recipe.backward_override is None and recipe.training_refusal() is None
     asked = GEMMS if trains else {"fprop": GEMMS["fprop"]}
-    products: dict[str, tuple[Layout, Layout]] = {}
-    own: dict[str, None] = {}
+    products: list[_PlanesOfProduct] = []
     for name, what in asked.items():
         one, other = formats[what.left], formats[what.right]
         if one is None or other is None:
@@ -135,22 +145,30 @@ def _found(recipe: Recipe, made: Mapping[str, OperandCast], arch: Arch) -> Suppo
             return Support("emulated", f"{name}: the {who} refuses a linear layer without a name")
         left, right = one[what.left_plane], other[what.right_plane]
         if IDENTITY not in (left, right):
-            own |= {role: None for role, fmt in ((what.left, left), (what.right, right)) if fmt == DEQUANTIZED}
-            products[name] = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
-    if own:
-        return Support("emulated", f"products read the dequantized values of a quantizer of one's own: {', '.join(own)}")
-    clashes = [reason for name, pair in products.items() if (reason := clash(name, *(layout.format for layout in pair)))]
-    if clashes:
+            planes = layout_of(left, what.left_plane, _USUAL), layout_of(right, what.right_plane, _USUAL)
+            products.append(_PlanesOfProduct(name, *planes))
+    if users := {role: None for product in products for role in _decoded(asked[product.name], product)}:
+        return Support("emulated", f"products read the dequantized values of a quantizer of one's own: {', '.join(users)}")
+    if clashes := [reason for product in products if (reason := product.clash())]:
         return Support("emulated" if recipe.allow_mixed_emulation else "refused", clashes[0])
-    misses = {name: miss for name, pair in products.items() if (miss := _miss(pair, arch))}
-    if misses:
+    if misses := {product.name: miss for product in products if (miss := _miss((product.left, product.right), arch))}:
         name, miss = next(iter(misses.items()))
         return Support("emulated", miss if [*misses.values()] == [miss] * len(asked) else f"{name}: {miss}")
-    native: dict[str, list[str]] = {}
-    for name, pair in products.items():
-        native.setdefault(native_name(pair[0].format, pair[1].format, _machine(arch)), []).append(name)
-    found = "; ".join(f"{', '.join(names)} by {backend}" for backend, names in native.items())
-    return Support("native", found or "all products are in high precision")
+    return Support("native", _backends(products, arch) or "all products are in high precision")
+
+
+def _decoded(what: Gemm, product: _PlanesOfProduct) -> Iterator[str]:
+    """The operands of a product that are read through the values of a user's quantizer."""
+    roles = (what.left, product.left), (what.right, product.right)
+    return (role for role, layout in roles if layout.format == DEQUANTIZED)
+
+
+def _backends(products: Sequence[_PlanesOfProduct], arch: Arch) -> str:
+    """Who makes the products, as ``fprop, dgrad by …; wgrad by …``."""
+    names: dict[str, list[str]] = {}
+    for product in products:
+        names.setdefault(native_name(product.left.format, product.right.format, _machine(arch)), []).append(product.name)
+    return "; ".join(f"{', '.join(each)} by {backend}" for backend, each in names.items())
 
 
 def _miss(pair: tuple[Layout, Layout], arch: Arch) -> str:

@@ -316,12 +316,7 @@ class OperationFuser:
         Under ``torch.compile`` it is one op of the graph, or a graph break where it cannot be one.
         """
         if torch.compiler.is_compiling():
-            check_exported(self.label)
-            why = hindrance(self, x, extras, kwargs)
-            if not why:
-                return follow(self, x, extras)
-            break_graph(why)
-            return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
+            return self._call_compiling(x, extras, kwargs)
         if not isinstance(instead, BackwardTape) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
             return repeat(partial(self, x, *extras, kwargs=kwargs, instead=instead))
         if not isinstance(x, torch.Tensor):
@@ -344,6 +339,15 @@ class OperationFuser:
             tensors = resolved(self, tensors)
         outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), places=self.places, instead=instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _call_compiling(self, x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Any) -> Any:
+        """The call as one op of the graph, or a graph break that says why it cannot be one."""
+        check_exported(self.label)
+        why = hindrance(self, x, extras, kwargs)
+        if not why:
+            return follow(self, x, extras)
+        break_graph(why)
+        return outside(_call_outside)(self, x, *extras, kwargs=kwargs)
 
     # -- in a graph of torch.compile -------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from opfuse.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScal
 from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import CASES, OVERRIDES, UNFUSED, randn, recipe_for, to
+from tests.turns import in_turn
 
 WIDTH, ROWS = 64, 64
 
@@ -138,8 +139,7 @@ def expert_bytes(model, recipe):
 
 
 @pytest.mark.row("B35")
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize(("kind", "override"), SETTINGS)
+@pytest.mark.parametrize(("kind", "override", "single"), in_turn(SETTINGS, (True, False), of=2))
 def test_b35_casts_of_experts_are_made_anew_group_by_group(kind, override, single):
     """No weight and no result of the activation is saved, and no bit changes, under scales of the groups that move too."""
     model = experts(single=single, bias=kind == "fp8_block")

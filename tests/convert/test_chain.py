@@ -82,7 +82,6 @@ def test_gated_units_and_residuals_of_models():
     residual = chain_of(Residual())
     assert (residual.arguments, residual.widths) == (("hidden", "residual"), (32, 32))
     assert residual.steps == (CallModule("dense"), Add(0), CallModule("norm"))
-    assert chain_of(GatedMLP()).within("mlp")[0] == GatedUnit(CallModule("mlp.act_fn"), "mlp.gate_proj", "mlp.up_proj")
 
 
 def dropping(self, x):

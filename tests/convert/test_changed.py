@@ -546,3 +546,21 @@ def test_marks_on_tensors_are_set_and_read(parts):
     wanted = model(x)
     opfuse.fuse_(model, EXACT)
     torch.testing.assert_close(model(x), wanted)
+
+
+class Borrowing(nn.Module):
+    """Has the forward of another module, as libraries bind one."""
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_forward_that_is_called_directly_or_bound_to_another_module_is_that_of_its_module(copied):
+    model, x = GatedMLP(), torch.randn(2, 16, 32)
+    opfuse.fuse_(model, FP8)
+    if copied:
+        model = copy.deepcopy(model)
+        with torch.no_grad():
+            model.down_proj.weight.mul_(3)
+    borrowing = Borrowing()
+    borrowing.forward = model.forward
+    assert torch.equal(model.forward(x), model(x))
+    assert torch.equal(borrowing(x), model(x))

@@ -10,9 +10,9 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 import opfuse
-from opfuse.errors import UnsupportedError
+from opfuse.errors import OpfuseWarning, UnsupportedError
 from tests.convert.blocks import Attention
-from tests.convert.test_fuse import FP8, Layer
+from tests.convert.test_fuse import EXACT, FP8, Layer
 from tests.plans import plans_used
 from tests.runtime.test_compiled import numbers
 
@@ -201,6 +201,22 @@ def test_a_layer_that_nobody_writes_to_runs_its_pipelines(trains):
     assert seen.count("aten.rsqrt.default") == 2
     counts = {target: seen.count(target) for target in seen if target.startswith("opfuse.")}
     assert counts == {"opfuse.pipeline.default": 3} | ({"opfuse.pipeline_backward.default": 3} if trains else {})
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_bias_that_goes_after_compiling_goes(name):
+    """The graph is made anew, with the module's own forward in it; the others go on as pipelines."""
+    model, x = Projections(), torch.randn(2, 16, 32)
+    plain = copy.deepcopy(model)
+    opfuse.fuse_(model, EXACT)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(call(x), plain(x))
+    for each in (model, plain):
+        each.get_submodule(name).bias = None
+    with pytest.warns(OpfuseWarning, match=f"{name}: wants what it was when fuse_ ran, .*'bias'"):
+        found = call(x)
+    torch.testing.assert_close(found, plain(x))
 
 
 class Part(torch.nn.Module):

@@ -255,7 +255,19 @@ class Handing(Attention):
         return self.q(x).view(-1), self.k(x).view(-1)
 
 
-@pytest.mark.parametrize("make", [Interfering, Doubling, Scaling, Storing, Untracked, Looping, Branching, Rounds, Later, Handing])
+class Target(Attention):
+    """Keys of a tensor into which queries were written: the target of an assignment stands before its value, and runs after."""
+
+    def forward(self, x, mask=None):
+        y = x.clone()
+        y[:, 0] = self.q(y)[:, 0]
+        return self.k(y) + y
+
+
+NOT_TOGETHER = [Interfering, Doubling, Scaling, Storing, Untracked, Looping, Branching, Rounds, Later, Handing, Target]
+
+
+@pytest.mark.parametrize("make", NOT_TOGETHER)
 def test_where_code_may_do_more_between_the_calls_nothing_is_shared(make):
     report = opfuse.fuse_(make(), FP8)
     assert "q" not in {entry.became.removeprefix("in ") for entry in report.of("joined")}
@@ -352,6 +364,24 @@ def test_layers_with_adapters_stay_joined_and_adapters_stay_in_high_precision():
     report = opfuse.fuse_(model, FP8)
     assert joined(report) == {"k.base_layer": "in base_layer", "v.base_layer": "in base_layer"}
     assert report["q.lora_A"].got == "a low-rank adapter, which stays in high precision"
+
+
+class WritingAdapter(Adapter):
+    def forward(self, x):
+        y = super().forward(x)
+        x.mul_(2)
+        return y
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_adapter_may_write_to_what_its_siblings_read(mode):
+    model, x = Heads(), torch.randn(2, 16, 32)
+    for name in ("q", "k", "v"):
+        setattr(model, name, WritingAdapter(getattr(model, name)))
+    with mode():
+        wanted = model(x.clone())
+        opfuse.fuse_(model, EXACT)
+        torch.testing.assert_close(model(x.clone()), wanted)
 
 
 class Failing(Attention):

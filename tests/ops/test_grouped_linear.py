@@ -106,9 +106,7 @@ def layers_of(op: ops.GroupedLinear) -> list[ops.Linear]:
 
 
 @pytest.mark.row("B24", "B25")
-@every_form
-@every_split
-@pytest.mark.parametrize(("name", "override"), CASES)
+@pytest.mark.parametrize(("name", "override", "splits", "form"), in_turn(CASES, zip(SPLITS), FORMS.values(), of=len(FORMS)))
 def test_b24_b25_every_group_is_a_linear_of_its_own(name, override, splits, form):
     op, x = grouped(len(splits), **form), randn(sum(splits), K)
     recipe = recipe_of(name, override)

@@ -20,7 +20,10 @@ CHAINS = {
     "products without bias": (lambda: ops.Linear(32, 32, bias=False), lambda: ops.Dropout(0.1), ops.ReLU),
 }
 
-SHORT, TIMES = 24, 4
+CASES = [*((chain, None) for chain in CHAINS), *((chain, "dequantized") for chain in CHAINS if chain.startswith("products"))]
+"""An override changes the steps of products alone."""
+
+SHORT, TIMES = 16, 3
 
 
 def _calls(length: int, chain: str, recipe: Recipe | None) -> list[int]:
@@ -41,12 +44,11 @@ def _calls(length: int, chain: str, recipe: Recipe | None) -> list[int]:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("override", [None, "dequantized"])
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize(("chain", "override"), CASES)
 def test_steps_take_calls_in_proportion_to_the_ops(chain, override):
-    """No step's calls grow faster than the pipeline: in all three, four times the ops are four times the calls at most."""
+    """No step's calls grow faster than the pipeline: in all three, three times the ops are three times the calls at most."""
     recipe = recipes.MXFP8BlockScaling(backward_override=override)
     _calls(6, chain, recipe)  # what the first pipeline of its kind imports and caches
     short, long = (_calls(length, chain, recipe) for length in (SHORT, TIMES * SHORT))
     for what, few, many in zip(("plans", "records", "repeats"), short, long):
-        assert many <= 1.05 * TIMES * few, f"{what}: {few} calls for {SHORT} ops, {many} for {TIMES * SHORT}"
+        assert many <= 1.02 * TIMES * few, f"{what}: {few} calls for {SHORT} ops, {many} for {TIMES * SHORT}"

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from opfuse import ops
 from opfuse.kernels.engine import joining
+from opfuse.runtime.compile.saved_call import SavedTensor, SavedTensorPacker
 from opfuse.runtime.replay.backward import BackwardPass
 from opfuse.runtime.replay.dispatch import ReplayedSegment
 from opfuse.runtime.replay.instructions import LaunchStep, OpStep
@@ -186,6 +188,15 @@ def test_hooks_of_saved_tensors_see_them_one_by_one():
             with hooks:
                 model(x)
     assert [made.rest.packs for made in forwards(plans_of(model))] == [True, False]
+
+
+def test_a_call_in_a_compiled_graph_saves_blocks_as_a_plain_call_does():
+    model, x = ops.Sequential(ops.Linear(8, 8)), torch.randn(8, 8, requires_grad=True)
+    for _ in range(2):
+        for hooks in (nullcontext(), saved_tensors_hooks(SavedTensorPacker([]).pack, SavedTensor.unpacked)):
+            with hooks:
+                model(x)
+    assert [made.rest.packs for made in forwards(plans_of(model))] == [True]
 
 
 def test_a_pass_that_reads_what_is_packed_as_tensors_is_refused_the_block():

@@ -287,9 +287,7 @@ ODD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["none", "delayed", "fp8_current"])
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "among others"])
+@pytest.mark.parametrize(("odd", "recipe", "alone"), in_turn(ODD, ("none", "delayed", "fp8_current"), (True, False), of=3))
 def test_an_op_that_does_as_it_pleases(odd, recipe, alone):
     """Behind a program, and before a cast of the library, which must see what the op made in this call."""
     op, behind = odd(), Product(SIZE, SIZE)

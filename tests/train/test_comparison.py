@@ -54,15 +54,16 @@ def test_twenty_steps_of_the_quickstart(quickstart: Comparison) -> None:
     assert found["plan_cache"]["misses"] == 2
 
 
-def test_the_runs_differ_by_the_recipe_alone(quickstart: Comparison) -> None:
+@pytest.mark.usefixtures("few_samples")
+def test_the_runs_differ_by_the_recipe_alone() -> None:
     """The baseline is the same model on the same samples: its losses are those of the configuration without a recipe."""
-    config = replace(quickstart.config, recipe=None)
-    alone = compare(config, steps=20)
-    assert quickstart.baseline is not None
-    assert alone.run.losses == quickstart.baseline.losses
-    assert alone.run.validation == quickstart.baseline.validation
-    assert alone.run.losses[0] != quickstart.run.losses[0]
-    assert alone.run.losses[0] == pytest.approx(quickstart.run.losses[0], rel=0.01)
+    config = small(QUICKSTART)
+    both, alone = compare(config, steps=4), compare(replace(config, recipe=None), steps=4)
+    assert both.baseline is not None
+    assert alone.run.losses == both.baseline.losses
+    assert alone.run.validation == both.baseline.validation
+    assert alone.run.losses[0] != both.run.losses[0]
+    assert alone.run.losses[0] == pytest.approx(both.run.losses[0], rel=0.01)
 
 
 @pytest.mark.usefixtures("few_samples")

@@ -1,6 +1,7 @@
 """NVRTC, CuPy's bindings of the driver and the runtime, and the driver itself, loaded at their first use.
 
-No other module imports CuPy, and none all of it: its package ``cupy`` takes longer to import than a first plan to make.
+No other module imports CuPy. The package ``cupy`` takes longer to import than a first plan to make;
+only kernels of a user need it.
 """
 
 from __future__ import annotations
@@ -113,6 +114,14 @@ def _cupy_on_demand() -> contextlib.AbstractContextManager[None]:
 def runtime() -> Any:
     """The runtime."""
     return _import("cupy_backends.cuda.api.runtime")
+
+
+@functools.cache
+def cupy() -> Any:
+    """The package ``cupy`` with its public names. UnsupportedError if it is missing, or built for another CUDA than torch."""
+    package = _import("cupy")
+    require_same_cuda()
+    return package
 
 
 @functools.cache

@@ -64,7 +64,12 @@ class SavedTensor(NamedTuple):
 
 
 class SavedTensorPacker:
-    """Keeps what a call saves; of tensors that share memory with ``given``, a copy."""
+    """Keeps what a call saves; of tensors that share memory with ``given``, a copy.
+
+    takes_blocks: it may get blocks of memory in place of the tensors that lie in them.
+    """
+
+    takes_blocks = True
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self.kept: list[torch.Tensor] = []

@@ -77,7 +77,7 @@ def runner_of(
     key = None if FORWARD in own.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, kept=kept)
     if key is None:
         return Interpreter(plan, segment, ops, kwargs, held, in_parts=bool(own.why))
-    if segment.requires_grad and saving_hooks(True) is not None:  # which may count what is saved, or compare it
+    if segment.requires_grad and _are_saved_one_by_one():
         key = *key, HOOKED
     if held:
         tensors = [*tensors, *[tensor for each in before for tensor in each.tensors], *kept.tensors]
@@ -175,7 +175,15 @@ def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Seq
 # -- repeating -------------------------------------------------------------------------------------------------------------------
 
 HOOKED = "hooked"
-"""Ends the key of a call under hooks of saved tensors, which see them one by one: no blocks."""
+"""Ends the key of a call under a user's hooks of saved tensors, which see them one by one: no blocks."""
+
+
+def _are_saved_one_by_one() -> bool:
+    """Whether hooks of saved tensors are set that may count what is saved, or compare it. Those of a call in a compiled graph
+    take blocks: of 128 experts it saves 500 tensors otherwise, which takes the host 10 ms a layer.
+    """
+    hooks = saving_hooks(True)
+    return hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "takes_blocks", False)
 
 
 class ReplayedSegment:

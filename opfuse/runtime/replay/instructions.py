@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -76,7 +76,7 @@ class OpStep:
 
         An op without results, such as an assertion, is there for its effect.
         """
-        return bool(self.results) and not schema_of(self.op).is_mutable and torch.Tag.nondeterministic_seeded not in self.op.tags
+        return bool(self.results) and _has_no_effect(self.op)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +138,12 @@ class Joining(Protocol):
 
 def _is_ref(value: Any) -> bool:
     return isinstance(value, Ref)
+
+
+@cache
+def _has_no_effect(op: Any) -> bool:
+    """Whether an op writes nothing and draws no random numbers."""
+    return not schema_of(op).is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 Step = OpStep | LaunchStep | ProductStep | CallStep

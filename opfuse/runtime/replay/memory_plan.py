@@ -47,6 +47,8 @@ def slab_of(
     sizes: bytes of the tensors that may lie in it, all on one device. results: tensors that outlive the program. reserved: bytes
     at the start that no tensor takes. reuses: whether tensors that are not alive at the same time may share memory.
     """
+    if not sizes:
+        return Slab(aligned(reserved), {})
     as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
     apart, last = as_tensors.union(results), last_reads(steps)
     alive: list[_Piece] = []  # by start

@@ -50,13 +50,16 @@ class Recording:
         """The recorded steps without those that nobody needs, with launches joined, and products by cuBLASLt where possible."""
         told = _without_same_views(recorder, _joined(recorder.steps), results)
         steps = _needed([each for step in told for each in _by_address(recorder, step)], results)
-        steps = joined_launches(steps, recorder.homes)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
+        parameters = frozenset(i for i, t in enumerate(recorder.given) if isinstance(t, torch.nn.Parameter))
+        made = cls(tuple(steps), tuple(range(len(recorder.given))), tuple(results), device, {}, parameters)
+        if device is None:  # ops of torch alone: no launch to join, and nobody reads an address
+            return made
+        steps = joined_launches(steps, recorder.homes)
         every = {i: size for i, t in enumerate(recorder.tensors) if (size := _size_on(t, device))}
         sizes = {i: size for i, size in every.items() if size <= SMALL}
         large = {i: size for i, size in every.items() if size > SMALL}
-        parameters = frozenset(i for i, t in enumerate(recorder.given) if isinstance(t, torch.nn.Parameter))
-        made = cls(tuple(steps), tuple(range(len(recorder.given))), tuple(results), device, sizes, parameters)
+        made = replace(made, steps=tuple(steps), sizes=sizes)
         return replace(made, steps=tuple(shared_rooms(steps, MAKES_ROOM[0], large, made.lasting, results)))
 
     @property

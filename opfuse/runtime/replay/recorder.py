@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
                 return wrapper.__torch_dispatch__(func, types, args, kwargs)
         filled: Any = ()
         with self._refusing():
-            if not _UNKNOWN_SHAPE.isdisjoint(func.tags):
+            if _decided_by_values(func):
                 raise Unrecordable(f"values decide the result of {func}")
             filled = self._filled(args), self._filled(kwargs)
             if func is _aten.as_strided.default and (len(args) > 3 or "storage_offset" in kwargs):
@@ -262,6 +262,12 @@ class Recorder(TorchDispatchMode):
             with self._refusing():
                 numbers = tuple(self._views[key] if (key := _view_key(t)) in self._views else self._new(t) for t in call.tensors)
                 self.steps.append(CallStep(call.function, numbers))
+
+
+@cache
+def _decided_by_values(op: Any) -> bool:
+    """Whether values decide the result of an op; torch makes its set of tags anew at each look."""
+    return not _UNKNOWN_SHAPE.isdisjoint(op.tags)
 
 
 def _view_key(tensor: torch.Tensor) -> ViewKey:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.convert.foreign import LAYOUTS, READ
-from opfuse.convert.parity import compare
 from opfuse.errors import ConversionError
+from opfuse.interchange.layouts import LAYOUTS, READ
+from opfuse.interchange.parity import compare
 from opfuse.recipes import CustomRecipe, Float8BlockScaling
 from opfuse.tensors.tensor import QuantizedTensor
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from opfuse.convert.policy import HEADS, OUTPUT_HEAD, heads_of
 from opfuse.core.operation import BasicOperation
 from opfuse.domains import SIZE, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.alike import alike, counted, starred
+from opfuse.inspect.heads import HEADS, OUTPUT_HEAD, heads_of
 from opfuse.recipes.rates import BF16, RATES, RECORD
 
 BANDWIDTH = 4.1e12
@@ -69,8 +69,8 @@ class Advice:
     def __str__(self) -> str:
         total = f"expected of these products: x {self.gain:.2f} of bf16 on an H200 with {self.rows} tokens ({RECORD})"
         same = alike(self.layers, lambda each: replace(each, path=starred(each.path)))
-        told = (replace(layers[0], path=counted([each.path for each in layers])) for layers in same)
-        return "\n".join((*map(str, told), total))
+        lines = (replace(layers[0], path=counted([each.path for each in layers])) for layers in same)
+        return "\n".join((*map(str, lines), total))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

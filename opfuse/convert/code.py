@@ -12,9 +12,9 @@ import builtins
 import dis
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from enum import Enum
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -26,6 +26,7 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -299,3 +300,37 @@ def reach_of(kinds: Iterable[type[nn.Module]]) -> CodeReach:
         reach.add_class(kind)
     reach.read()
     return reach
+
+
+# -- the code of a class --------------------------------------------------------------------------------------------------
+
+
+@cache
+def names_read(kind: Any) -> frozenset[str]:
+    """Attributes that the forward of a class reads, with the methods and properties that it names."""
+    return frozenset(reach_of([kind]).names) - _OF_TORCH
+
+
+_OF_TORCH = {*vars(nn.Module()), "forward"}
+"""What torch and opfuse themselves assign in every module."""
+
+
+def codes_of(kind: type[nn.Module]) -> list[CodeType]:
+    """The code of a class's forward, and of all functions and methods that it names."""
+    return [code for function in reach_of([kind]).functions for code in nested(function)]
+
+
+def code_of(kinds: Iterable[Any]) -> int:
+    """A number for what the forwards of classes do, the same in every process."""
+    return crc32("".join([_text(kind) for kind in dict.fromkeys(kinds)]).encode())
+
+
+@cache
+def _text(kind: type[nn.Module]) -> str:
+    parts = [(code.co_code, code.co_names, [c for c in code.co_consts if isinstance(c, CONSTANTS)]) for code in codes_of(kind)]
+    return repr(sorted(map(repr, parts)))
+
+
+def bases_of(kind: type[nn.Module]) -> Sequence[type]:
+    """The class and its bases below ``nn.Module``."""
+    return kind.__mro__[: kind.__mro__.index(nn.Module)]

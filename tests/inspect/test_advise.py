@@ -12,8 +12,8 @@ from torch import nn
 import opfuse
 from opfuse import ops
 from opfuse.cli.app import main
-from opfuse.convert.advise import BANDWIDTH
 from opfuse.errors import ConversionError
+from opfuse.inspect.advise import BANDWIDTH
 from opfuse.recipes.rates import BF16, RATES, RECORD
 
 ROOT = Path(__file__).resolve().parents[2]

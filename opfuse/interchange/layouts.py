@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from opfuse.convert.policy import HEADS
 from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.formats import COLUMNWISE, E2M1, E4M3, NVFP4, ROWWISE, NumberFormat
+from opfuse.inspect.heads import HEADS
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, store_scale
 from opfuse.numerics.scales import divide, nvfp4_global_scale
 from opfuse.ops.linear import BasicLinear, Linear
@@ -350,9 +350,9 @@ def recognized(
     for path, arrays in _weights(tensors, known):
         foreign = next((each for each in known.values() if each.fits(arrays)), None)
         if foreign is None:
-            told = ", ".join(f"{suffix} {array.dtype} {tuple(array.shape)}" for suffix, array in arrays.items())
+            shapes = ", ".join(f"{suffix} {array.dtype} {tuple(array.shape)}" for suffix, array in arrays.items())
             cure = "pass all of the file's tensors, and name their layout"
-            raise ConversionError(describe(path, wanted=f"a weight in one of {', '.join(known)}", got=told, cure=cure))
+            raise ConversionError(describe(path, wanted=f"a weight in one of {', '.join(known)}", got=shapes, cure=cure))
         yield path, foreign, arrays
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import opfuse
 from opfuse.cli import main
-from opfuse.convert.foreign import LAYOUTS
-from opfuse.convert.parity import CAST, EQUAL, compare, load
 from opfuse.errors import ConversionError
+from opfuse.interchange.layouts import LAYOUTS
+from opfuse.interchange.parity import CAST, EQUAL, compare, load
 from opfuse.tensors.quantizers import Float8BlockQuantizer, MXFP8Quantizer
 from tests.convert.blocks import Holder
 

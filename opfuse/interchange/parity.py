@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from opfuse.convert.foreign import recognized
-from opfuse.convert.policy import HEADS
 from opfuse.errors import ConversionError, UnsupportedError, describe
 from opfuse.formats import NumberFormat, dtype_name
+from opfuse.inspect.heads import HEADS
+from opfuse.interchange.layouts import recognized
 from opfuse.numerics.layouts import load_scale
 from opfuse.numerics.rules import RULES
 from opfuse.numerics.scales import nvfp4_global_scale
@@ -74,17 +74,17 @@ def compare(
     cast: bool = False,
     plain: Collection[str] = tuple(HEADS),
 ) -> list[Verdict]:
-    """A verdict for each tensor that ``model`` or ``checkpoint`` has, in layouts of opfuse or of :data:`foreign.LAYOUTS`.
+    """A verdict for each tensor that ``model`` or ``checkpoint`` has, in layouts of opfuse or of :data:`layouts.LAYOUTS`.
 
     source: values in high precision that quantized weights are casts of. cast: plain weights of ``model`` are cast in each call,
     all but those of modules whose last name is in ``plain``: a cast that gives the bytes of ``checkpoint`` is no difference.
     """
-    left, right, origin = held(model), held(checkpoint), held(source or {})
+    left, right, origin = tensors_of(model), tensors_of(checkpoint), tensors_of(source or {})
     names = {**left, **right}
     return [_verdict(name, left.get(name), right.get(name), origin.get(name), _is_cast(name, plain) and cast) for name in names]
 
 
-def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Compared]:
+def tensors_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Compared]:
     """Each tensor of a checkpoint by its name in the model."""
     found = {}
     rest = dict(from_planes(tensors))
@@ -172,13 +172,13 @@ def _of_bytes(left: Compared, right: Compared, origin: Compared | None) -> str:
         if found[0] != found[1]:
             return f"MODEL: {found[0]}; CHECKPOINT: {found[1]}"
     order = (1, 2, 0)[: len(left.arrays)] if len(left.arrays) > 2 else (1, 0)
-    told = []
+    differences = []
     for i in order:
         wrong = left.arrays[i] != right.arrays[i]
         if wrong.any():
-            told.append(f"{int(wrong.sum())} of {wrong.numel()} {PARTS[i]} differ, first at {_first(wrong)}")
+            differences.append(f"{int(wrong.sum())} of {wrong.numel()} {PARTS[i]} differ, first at {_first(wrong)}")
     kinds = [_kind(side) for side in (left, right)]
-    return "; ".join(([f"scales are {kinds[0]} beside {kinds[1]}"] if kinds[0] != kinds[1] else []) + told)
+    return "; ".join(([f"scales are {kinds[0]} beside {kinds[1]}"] if kinds[0] != kinds[1] else []) + differences)
 
 
 def _kind(side: Compared) -> str:
@@ -204,7 +204,7 @@ def origin_of(values: torch.Tensor, side: Compared) -> str | None:
         return None
     for dtype in dict.fromkeys((values.dtype, torch.bfloat16, torch.float16)):
         x = values.to(dtype)
-        if found := [told for told, quantizer in _casts(cast(NumberFormat, side.format)) if _makes(quantizer, x, side)]:
+        if found := [name for name, quantizer in _casts(cast(NumberFormat, side.format)) if _makes(quantizer, x, side)]:
             return f"rule {' or '.join(found)}, from {dtype_name(dtype)}"
     return None
 
@@ -234,8 +234,8 @@ def _casts(fmt: NumberFormat) -> Iterator[tuple[str, Quantizer]]:
             continue
         more = {"block_scaling_dim": 1 if fmt.block == (1, 128) else 2} if fmt.family == "block" else {}
         for pow2 in rule.ways[fmt.family].powers:
-            told = f"{name} (powers of two)" if pow2 else name
-            yield told, makers[fmt.family](fmt.element.dtype, scale_rule=name, force_pow_2_scales=pow2, **more, **rowwise)
+            label = f"{name} (powers of two)" if pow2 else name
+            yield label, makers[fmt.family](fmt.element.dtype, scale_rule=name, force_pow_2_scales=pow2, **more, **rowwise)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------------

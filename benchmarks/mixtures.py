@@ -1,0 +1,205 @@
+"""Layers of mixtures of experts as transformers has them, converted by ``fuse_``: ``python -m benchmarks.mixtures``.
+
+Two decoder layers of Qwen3-30B-A3B's shape (128 experts, eight for each token) and of Mixtral's (8, two for each), random weights
+in bf16, one sequence. Beside them the same layers in bf16, whose experts are transformers' ``grouped_mm``. "compiled":
+torch.compile takes each layer; "called": nothing is compiled. Models take turns, and torch forgets what it compiled before each
+size, else the second size would be compiled for any number of tokens.
+
+Of each model also the parts of one step on the device, by the names of kernels, and how long the host takes to queue it.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import opfuse
+from benchmarks.calls import EAGER, in_turns
+from benchmarks.converted import COMPILED, PASSES, Record, compiled
+from benchmarks.profiles import kernel_of
+from benchmarks.pytorch import traced
+from benchmarks.timing import Call, wall_time
+from opfuse import recipes
+
+KINDS = ("fp8_current", "fp8_block")
+WARM = 3
+
+LEAST = {
+    ("Qwen3-30B-A3B", 16384, "fp8_block compiled"): 1.25,
+    ("Qwen3-30B-A3B", 16384, "fp8_current compiled"): 1.30,
+    ("Qwen3-30B-A3B", 8192, "fp8_block compiled"): 1.15,
+    ("Qwen3-30B-A3B", 8192, "fp8_current compiled"): 1.20,
+    ("Mixtral", 16384, "fp8_block compiled"): 1.40,
+    ("Mixtral", 16384, "fp8_current compiled"): 1.45,
+}
+"""Times the speed of the same layers in bf16 that are compiled: at least."""
+
+PARTS = {
+    "products": r"^product$|^grouped|nvjet|gemm|cutlass|GroupProblem",
+    "casts": r"^cast|amax|quantize",
+    "elementwise chains": r"^chain|^forward_chain|^backward_chain",
+    "norms": r"norm",
+    "attention": r"sdpa|flash|fmha",
+    "sorting and routing": r"sort|radix|topk|histogram|scan|bincount|runs|gatherTopK|softmax|Scan|Sort|row_groups|one_hot",
+    "moved rows": r"index|gather|scatter|permute|combine",
+    "compiled by torch": r"^triton",
+    "copies": r"copy|Memcpy|Memset|fill",
+}
+"""What a kernel is for, by a pattern that its name contains; the first that fits."""
+
+REST = "other kernels"
+
+
+class Mixture(NamedTuple):
+    """A model of transformers of two layers, by its configuration."""
+
+    label: str
+    config: str
+    fields: Mapping[str, Any]
+
+
+MIXTURES = (
+    Mixture(
+        "Qwen3-30B-A3B",
+        "Qwen3MoeConfig",
+        {
+            **{"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128},
+            **{"num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+        },
+    ),
+    Mixture(
+        "Mixtral",
+        "MixtralConfig",
+        {
+            **{"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2},
+            **{"num_attention_heads": 32, "num_key_value_heads": 8},
+        },
+    ),
+)
+TOKENS = {"Qwen3-30B-A3B": (16384, 8192), "Mixtral": (16384,)}
+
+
+def model_of(mixture: Mixture, tokens: int, kind: str, device: str, *, layers: int = 2) -> nn.Module:
+    """Two layers with the last norm, under the recipe of that kind, or in bf16. Attention is torch's, over one sequence."""
+    import transformers
+
+    config = getattr(transformers, mixture.config)(
+        **{
+            **mixture.fields,
+            "num_hidden_layers": layers,
+            "max_position_embeddings": tokens,
+            "vocab_size": 16,
+            "use_cache": False,
+        },
+        experts_implementation="grouped_mm",
+    )
+    with torch.device(device):
+        model: nn.Module = transformers.AutoModel.from_config(config, dtype=torch.bfloat16)
+    if kind:
+        opfuse.fuse_(model, recipes.recipe_of(kind, {}))
+    return model
+
+
+def passes_of(model: nn.Module, tokens: int, width: int, device: str) -> Call:
+    """Both passes, from a gradient of the last hidden state; gradients are new at each call."""
+    x, dy = (torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    parameters = [parameter for name, parameter in model.named_parameters() if "embed" not in name]
+
+    def passes() -> None:
+        for leaf in (x, *parameters):
+            leaf.grad = None
+        model(inputs_embeds=x).last_hidden_state.backward(dy)
+
+    return passes
+
+
+def part_of(kernel: str) -> str:
+    """What a kernel is for."""
+    return next((part for part, pattern in PARTS.items() if re.search(pattern, kernel)), REST)
+
+
+def parts(label: str, passes: Call) -> Iterator[Record]:
+    """Milliseconds and launches of each part of a step on the device, and the milliseconds in which the host queues it."""
+    took, launches = Counter[str](), Counter[str]()
+    for event in traced(passes):
+        part = part_of(kernel_of(event["name"]) if event["cat"] == "kernel" else "copy")
+        took[part] += event["dur"] / 1e3
+        launches[part] += 1
+    for part in (*PARTS, REST):
+        if part in took:
+            yield _record(f"{label}, {part}", took[part], "ms")
+            yield _record(f"{label}, {part}", launches[part], "launches")
+    yield _record(f"{label}, all kernels", took.total(), "ms")
+    yield _record(f"{label}, all kernels", launches.total(), "launches")
+    yield _record(f"{label}, host", _host(passes), "ms")
+
+
+def _host(passes: Call) -> float:
+    """How long the host takes to queue a step, the median of nine, each from an idle device."""
+    times = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        passes()
+        times.append((time.perf_counter() - start) * 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def _record(name: str, value: float, unit: str, limit: float | None = None) -> Record:
+    return {"name": name, "value": value, "unit": unit, "limit": limit, "met": None if limit is None else value >= limit}
+
+
+def groups(mixture: Mixture, tokens: int, device: str) -> Iterator[dict[str, Call]]:
+    """Models that take turns, by name: :data:`COMPILED` beside those of bf16 that are called, and then of each recipe."""
+    width = mixture.fields["hidden_size"]
+    for kind in ("", *KINDS):
+        torch._dynamo.reset()
+        models = {COMPILED: compiled(model_of(mixture, tokens, "", device))}
+        models |= {f"{kind} called" if kind else EAGER: model_of(mixture, tokens, kind, device)}
+        models |= {f"{kind} compiled": compiled(model_of(mixture, tokens, kind, device))} if kind else {}
+        yield {name: passes_of(model, tokens, width, device) for name, model in models.items()}
+
+
+def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
+    """Figures for the record."""
+    for mixture in MIXTURES:
+        for tokens in TOKENS[mixture.label]:
+            label = f"two layers of {mixture.label}, {tokens} tokens"
+            for number, calls in enumerate(groups(mixture, tokens, device)):
+                for passes in calls.values():
+                    for _ in range(WARM):
+                        passes()
+                took = in_turns({name: {PASSES: passes} for name, passes in calls.items()}, _milliseconds, rounds)
+                for name, passes in calls.items():
+                    if name == COMPILED and number:
+                        continue
+                    times = took[name, PASSES]
+                    yield _record(f"{label}, {name}", statistics.median(times), "ms")
+                    ratio = statistics.median(its / mine for mine, its in zip(times, took[COMPILED, PASSES]))
+                    yield _record(f"{label}, {name}", ratio, f"x {COMPILED}", LEAST.get((mixture.label, tokens, name)))
+                    yield from parts(f"{label}, {name}", passes)
+
+
+def _milliseconds(call: Call) -> float:
+    return wall_time(call, calls=3) / 1e3
+
+
+def main() -> None:
+    start = time.perf_counter()
+    for record in records():
+        limit = "" if record["limit"] is None else f", at least {record['limit']:.2f}"
+        print(f"{record['name']:90s} {record['value']:9.2f} {record['unit']}{limit}", flush=True)
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

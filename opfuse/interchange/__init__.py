@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries: their layouts of quantized weights, and what differs between two files."""

@@ -1,0 +1,82 @@
+"""Ops of a user's CUDA text: the definition on a CPU, and what is refused."""
+
+import pytest
+import torch
+
+from examples.raw_kernel import CODE, SoftThreshold
+from opfuse import ops
+from opfuse.config.operations import _model
+from opfuse.errors import DtypeError, PipelineError, ShapeError, SpecError
+from opfuse.kernels.engine.compiling import compile_text
+
+
+def model(op, dtype=torch.float32):
+    torch.manual_seed(0)
+    return ops.Sequential(ops.Linear(8, 8), op, ops.Linear(8, 4)).to(dtype)
+
+
+def test_alone_it_is_its_reference_and_gradients_are_autograds():
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    y, wanted = SoftThreshold(bound=0.3)(x), torch.nn.functional.softshrink(x, 0.3)
+    assert torch.equal(y, wanted)
+    dy = torch.randn_like(y)
+    assert torch.equal(*(torch.autograd.grad(out, x, dy)[0] for out in (y, wanted)))
+
+
+def test_every_call_of_a_pipeline_has_the_same_gradients():
+    net, x = model(SoftThreshold(), torch.float64), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    first, *others = [torch.autograd.grad(net(x).sum(), [x, *net.parameters()]) for _ in range(4)]
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert torch.autograd.gradcheck(net, x)
+
+
+@pytest.mark.parametrize("c_type", SoftThreshold.kernels.dtypes.values())
+def test_the_text_of_the_example_compiles(c_type):
+    compiled = compile_text(f"#define scalar_t {c_type}\n{CODE}", "sm_90a")
+    assert compiled.entries.keys() == {SoftThreshold.kernels.forward, SoftThreshold.kernels.backward}
+
+
+def test_files_may_name_it_with_its_hyper_parameters():
+    made = _model("soft_threshold", SoftThreshold)(op="soft_threshold", bound=0.25)
+    assert (SoftThreshold.kind, made.bound) == ("soft_threshold", 0.25)
+
+
+def test_a_dtype_without_a_c_type_is_refused_on_every_device():
+    with pytest.raises(DtypeError, match=r"input: wants one of .*float32.* got torch.bfloat16"):
+        SoftThreshold()(torch.randn(4, dtype=torch.bfloat16))
+
+
+def like(reference):
+    return ops.raw_kernel(CODE, forward="soft_threshold", backward="soft_threshold_backward")(
+        type("Wrong", (ops.RawKernelOperation,), {"reference": staticmethod(reference)})
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "error"), [(lambda x: x.sum(), ShapeError), (lambda x: x.double(), DtypeError)], ids=["shape", "dtype"]
+)
+def test_a_reference_that_is_not_like_its_input_is_refused(reference, error):
+    with pytest.raises(error, match=r"Wrong\.reference"):
+        like(reference)()(torch.randn(4, 4))
+
+
+def test_a_class_without_text_or_reference_is_refused():
+    with pytest.raises(PipelineError, match="CUDA text"):
+        type("Bare", (ops.RawKernelOperation,), {})()(torch.randn(4))
+    with pytest.raises(PipelineError, match="a reference in torch"):
+        like(ops.RawKernelOperation.reference)()(torch.randn(4))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"forward": "nowhere"}, {"dtypes": {}}, {"dtypes": {torch.int8: "char"}}, {"grid": "tiles"}, {"block": 0}, {"block": 2048}],
+    ids=str,
+)
+def test_what_no_kernel_can_be_is_refused(given):
+    with pytest.raises(SpecError, match="@raw_kernel"):
+        ops.raw_kernel(CODE, **{"forward": "soft_threshold", "backward": "soft_threshold_backward", **given})
+
+
+def test_only_its_base_class_takes_the_decorator():
+    with pytest.raises(SpecError, match=r"RawKernelOperation, got .*Identity"):
+        ops.raw_kernel(CODE, forward="soft_threshold", backward="soft_threshold_backward")(ops.Identity)

@@ -20,7 +20,6 @@ from opfuse.kernels.products.native import (
     OUTPUTS,
     Machine,
     Stored,
-    backend_of,
     invariant_refusal,
     layout_refusal,
     multiply,
@@ -249,8 +248,7 @@ def test_r10_scales_are_given_as_the_library_reads_them(kinds, shapes, monkeypat
     monkeypatch.setattr(gemm_native, "_machine", lambda device: HOPPER)
     monkeypatch.setattr(gemm_native.F, "scaled_mm", lambda *args, **_: given.extend((*args[2], *args[4])))
     left, right = stored(kinds[0], 48, 256), stored(kinds[1], 64, 256)
-    library = backend_of(BACKENDS[left.layout.format.family], HOPPER)
-    gemm_native._scaled_mm(library, left, right._replace(scale=shifted(right.scale, 1)), out_dtype=BF16, fast=False)
+    gemm_native._scaled_mm(left, right._replace(scale=shifted(right.scale, 1)), out_dtype=BF16, fast=False)
     assert tuple(scale.shape for scale in given) == shapes
     assert all(scale.data_ptr() % 16 == 0 for scale in given)
 

@@ -211,6 +211,7 @@ BACKENDS: Mapping[str, tuple[Backend, ...]] = {
             cuda=(12, 9),
             rules=(*SHAPES, ALL_E4M3, _UNPADDED_SCALES),
         ),
+        # ScaledBlas.cpp refuses fp32 scales of blocks outside of 9.x.
         Backend("scaled_mm, FP8 blocks as MXFP8", **_BLACKWELL, operand=_mx_of_blocks, rules=(_POWERS_OF_TWO, *_MX)),
     ),
     "mx": (Backend("scaled_mm, MXFP8", **_BLACKWELL, operand=_mx, rules=_MX),),

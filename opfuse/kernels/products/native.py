@@ -117,19 +117,17 @@ def multiply(
         own = not refusal(left, right, out_dtype, device, own=True)
         if own and is_faster(left, right, fast=fast):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
-        if (library := _library_for(left, right, out_dtype)) is not None:
-            return _scaled_mm(library, left, right, out_dtype=out_dtype, fast=fast, out=out)
+        if _library_takes(left, right, out_dtype):
+            return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
         if own:
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply(*_operands(left, right), dtype=out_dtype)
 
 
-def _library_for(left: Stored, right: Stored, out_dtype: torch.dtype) -> Backend | None:
-    """The product of the library for two planes on their device, if it takes them and is known to be right there."""
-    index, family = left.data.get_device(), left.layout.format.family
-    device = _machine(index)
-    takes = not refusal(left, right, out_dtype, device) and is_certified(family, index)
-    return _library(family, device) if takes else None
+def _library_takes(left: Stored, right: Stored, out_dtype: torch.dtype) -> bool:
+    """Whether the library multiplies two planes on their device, and is known to do so rightly there."""
+    index = left.data.get_device()
+    return not refusal(left, right, out_dtype, _machine(index)) and is_certified(left.layout.format.family, index)
 
 
 def _library(family: str, machine: Machine) -> Backend:
@@ -144,7 +142,7 @@ def is_certified(family: str, device: int) -> bool:
 
 def library_product(backend: Backend, left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
     """The product ``backend`` of the library, whatever is known of it; the other arguments are those of :func:`multiply`."""
-    return _scaled_mm(backend, left, right, out_dtype=out_dtype, fast=fast)
+    return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, library=backend)
 
 
 def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
@@ -204,7 +202,7 @@ def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: boo
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
         family = left.layout.format.family
         if not invariant_refusal(left.layout, right.layout, out_dtype, device) and is_certified(family, left.data.get_device()):
-            return _in_tiles(_library(family, device), left, right, out_dtype=out_dtype, fast=fast, out=out)
+            return _in_tiles(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply_tiles(*_operands(left, right), dtype=out_dtype)
 
 
@@ -221,9 +219,7 @@ TILE_START = 256
 """Bytes on which operands start that a library takes for aligned ones, which is part of how it chooses."""
 
 
-def _in_tiles(
-    library: Backend, left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None
-) -> torch.Tensor:
+def _in_tiles(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
     """The product by the library, in tiles in place, all on one alignment. Lines that fill no whole tile are copied."""
     (lines, _), columns = left.layout.lines, right.layout.lines[0]
     if not on_bytes(left.data, TILE_START):
@@ -234,9 +230,9 @@ def _in_tiles(
     for start in range(0, lines, rows):
         tile, part = _tile(left, start, rows), out[start : start + rows]
         if len(part) == rows:
-            _scaled_mm(library, tile, right, out_dtype=out_dtype, fast=fast, out=part)
+            _scaled_mm(tile, right, out_dtype=out_dtype, fast=fast, out=part)
         else:
-            part.copy_(_scaled_mm(library, tile, right, out_dtype=out_dtype, fast=fast)[: len(part)])
+            part.copy_(_scaled_mm(tile, right, out_dtype=out_dtype, fast=fast)[: len(part)])
     return out
 
 
@@ -278,7 +274,7 @@ def multiply_groups(
     first = lefts[0].data
     on_device = first.is_cuda and runs_kernels(first)
     if lefts[0].layout.format.family not in OWN:
-        native = on_device and all(_library_for(*pair, out_dtype) for pair in zip(lefts, rights, strict=True))
+        native = on_device and all(_library_takes(*pair, out_dtype) for pair in zip(lefts, rights, strict=True))
         return None if invariant or native else emulation.multiply_groups(lefts, rights, lines, dtype=out_dtype)
     if not on_device:
         return None
@@ -289,8 +285,16 @@ def multiply_groups(
 
 
 def _scaled_mm(
-    library: Backend, left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
+    left: Stored,
+    right: Stored,
+    *,
+    out_dtype: torch.dtype,
+    fast: bool,
+    out: torch.Tensor | None = None,
+    library: Backend | None = None,
 ) -> torch.Tensor:
+    """The product by the library, or by one that is tried. library: the row; None: that of the planes' device."""
+    library = library or _library(left.layout.format.family, _machine(left.data.get_device()))
     operand = cast(AsOperand, library.operand)
     a, b, fast = operand(left, False), operand(right, True), fast and library.fast
     if out is None or tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16):

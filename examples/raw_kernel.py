@@ -12,7 +12,8 @@ extern "C" __global__ void soft_threshold(const scalar_t* x, scalar_t* y, long l
     scalar_t b = (scalar_t)bound, v = x[at];
     y[at] = v > b ? v - b : v < -b ? v + b : (scalar_t)0;
 }
-extern "C" __global__ void soft_threshold_backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx, long long rows, long long columns,
+extern "C" __global__ void soft_threshold_backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx,
+    long long rows, long long columns,
                                                    double bound) {
     long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= rows * columns) return;

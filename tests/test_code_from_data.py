@@ -59,11 +59,11 @@ ARGUMENTS = {
 """Functions that are harmless under one value of an argument, which must stand there."""
 NAMES = {
     "__init__.py": ("_NAMES[name]", "f'opfuse.{name}'"),
-    "kernels/engine/bindings.py": ("name", "self.__name__"),
+    "kernels/engine/bindings.py": ("self.__name__",),
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
     "torch_private/names.py": ("module",),
 }
-"""Imports of what a table of the source names: public names, commands, parts of CuPy, built-in rules, private parts of torch."""
+"""Imports of what a table of the source names: public names, commands, nvmath, built-in rules, private parts of torch."""
 WRITTEN = {"runtime/replay/codegen.py": {"builtins.exec", "builtins.compile"}}
 """Code that the library writes itself, from steps that it recorded: tests/program/test_line.py says what may stand in it."""
 

@@ -177,6 +177,16 @@ def test_a_circle_is_found(kind, tmp_path):
     assert circles(tmp_path / "package") == [["package.a", "package.b", "package.c"]]
 
 
+def test_the_pages_tell_the_order():
+    rules = (PACKAGE.parent / "AGENTS.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"in no circle: (.*?)\. ", rules)
+    leaves, *packages = told.split(" < ")
+    assert leaves.split(", ") == [*LEAVES]
+    assert packages == [name for name in PACKAGES if name not in ("leaf", "__main__")]
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE) == ["torch_private", *packages]
+
+
 SAMPLES = {
     "from opfuse.compiler import plan": True,
     "import opfuse.ops.linear": True,

@@ -56,7 +56,7 @@ RUN = {
     "conformance.md": {"python": "tests/test_readme.py"},
     "fuse.md": {"py": "tests/convert/test_architectures.py"},
     "fusions.md": {"python": "tests/test_readme.py"},
-    "kernels.md": {"py": "tests/kernels/test_new_kernel.py"},
+    "kernels.md": {"py": "tests/kernels/test_new_kernel.py", "python": "tests/kernels/test_contract.py"},
     "migrate.md": {"python": "tests/te/test_te.py"},
     "ops.md": {"python": "tests/test_readme.py"},
     "pytorch.md": {"python": "tests/test_pytorch_page.py"},
@@ -77,13 +77,19 @@ def test_every_block_of_python_is_run_by_a_test() -> None:
     assert [file for name, file in files if name not in file.read_text(encoding="utf-8")] == []
 
 
-def test_the_map_shows_every_package_and_no_file_that_is_gone() -> None:
+def test_the_map_shows_every_package_and_no_file_or_name_that_is_gone() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     package = ROOT / "opfuse"
     rows = dict(re.findall(r"^\| `(\w+)/` \|(.*)$", page, re.MULTILINE))
     assert set(rows) == {path.name for path in package.iterdir() if (path / "__init__.py").exists()}
     files = [(name, file) for name, row in rows.items() for file in re.findall(r"`([\w/]+\.py)`", row)]
     assert [pair for pair in files if not (package / pair[0] / pair[1]).exists()] == []
+    known = [f"/{path.relative_to(ROOT)}" for place in (package, ROOT / "tests") for path in place.rglob("*.py")]
+    elsewhere = re.findall(r"`([\w/]+\.py)`", re.sub(r"^\| (?:`\w+/`|single files) \|.*$", "", page, flags=re.MULTILINE))
+    assert [name for name in elsewhere if not any(path.endswith(f"/{name}") for path in known)] == []
+    placed = re.findall(r"`([\w.]+)` (?:of|in) `([\w/]+\.py)`", page)
+    texts = {file: (package / file).read_text(encoding="utf-8") for _, file in placed}
+    assert [(name, file) for name, file in placed if name.rpartition(".")[2] not in texts[file]] == []
     assert len(page.encode()) <= 12 * 1024
 
 

@@ -86,7 +86,10 @@ def test_a_name_that_there_is_not_is_an_error(checker: str, tmp_path: Path) -> N
 def test_names_are_listed_where_they_are() -> None:
     for module in MODULES[1:]:
         assert set(NAMES[module]) <= vars(importlib.import_module(module)).keys()
-    assert {cls.__name__ for cls in opfuse.ops.OPS.values()} <= set(opfuse.ops.__all__)
+    unlisted = {cls.__name__ for cls in opfuse.ops.OPS.values()} - set(opfuse.ops.__all__)
+    assert unlisted == set(), "add these to __all__ in opfuse/ops/__init__.py"
     stub = ast.parse((ROOT / "opfuse" / "__init__.pyi").read_text(encoding="utf-8"))
-    typed = [alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    typed = {alias.asname: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert sorted(typed) == sorted(opfuse.__all__)
+    elsewhere = {name for name in typed if getattr(importlib.import_module(typed[name]), name, None) is not getattr(opfuse, name)}
+    assert elsewhere == set(), "opfuse/__init__.pyi imports these from where they are not"

@@ -21,7 +21,7 @@ from opfuse.recipes.settings import settings_of
 from opfuse.torch_private.table import TRIED
 from opfuse.torch_private.table import faults as torch_faults
 
-PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python", "pydantic", "ruamel.yaml")
+PACKAGES = ("torch", "numpy", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "nvmath-python", "pydantic", "ruamel.yaml")
 """Distributions whose version matters; CuPy comes in one for each major version of CUDA."""
 
 

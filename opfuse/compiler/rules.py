@@ -88,7 +88,7 @@ def _has_identity(want: Any) -> bool:
 class GuardWord(NamedTuple):
     """A word of guards. passes: whether a value that was read passes, given the value wanted. told: how files and explanations
     write both. takes, wanted: which values can be wanted, and in words. end: which end of a range the value wanted is; a word
-    with one needs values that have an order.
+    with one needs values that have an order. integers: it is asked of integers alone.
     """
 
     passes: Callable[[Any, Any], bool]
@@ -96,6 +96,7 @@ class GuardWord(NamedTuple):
     takes: Callable[[Any], bool] = _has_identity
     wanted: str = "a value with an identity"
     end: Literal["lower", "upper"] | None = None
+    integers: bool = False
 
 
 TESTS: dict[str, GuardWord] = {
@@ -112,7 +113,7 @@ TESTS: dict[str, GuardWord] = {
     "at_most": GuardWord(_in_order(operator.le), "<= {!r}", end="upper"),
     "below": GuardWord(_in_order(operator.lt), "< {!r}", end="upper"),
     "multiple_of": GuardWord(
-        _multiple_of, "multiple of {!r}", lambda want: type(want) is int and want >= 1, "an integer of at least 1"
+        _multiple_of, "multiple of {!r}", lambda want: type(want) is int and want >= 1, "an integer of at least 1", integers=True
     ),
 }
 """Guard words, shared by Python and YAML."""

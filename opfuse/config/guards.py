@@ -111,17 +111,19 @@ def to_guard(path: str, written: Any, places: Places) -> Guard:
     word = _WORD.fullmatch(written) if isinstance(written, str) else None
     test = WORDS[word[1]] if word else "is"
     value = meaning(word[2]) if word else written
-    if test == "multiple_of":
-        return Guard(reads, test, _divisor(path, domain, value))
+    if TESTS[test].integers:
+        return Guard(reads, test, _integer(path, domain, test, value))
     if word and TESTS[test].end and not (domain.ordered or domain is VERSION):
         message = f"{path} has no order, so {word[1]!r} cannot be asked of it"
         raise Refused(Problem("bad-value", message, "list the values it may have"))
     return Guard(reads, test, read(path, domain, value))
 
 
-def _divisor(path: str, domain: Domain, value: Any) -> int:
-    if domain.schema.get("type") != "integer" or type(value) is not int or value < 1:
-        raise Refused(Problem("bad-value", f"{path} wants 'multiple of' an integer of at least 1, got {shown(value)}"))
+def _integer(path: str, domain: Domain, test: str, value: Any) -> int:
+    asked = TESTS[test]
+    if domain.schema.get("type") != "integer" or type(value) is not int or not asked.takes(value):
+        told = asked.told.removesuffix(" {!r}")
+        raise Refused(Problem("bad-value", f"{path} wants {told!r} {asked.wanted}, got {shown(value)}"))
     return value
 
 

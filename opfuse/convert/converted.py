@@ -92,8 +92,18 @@ class Converted:
 
     @property
     def plain(self) -> Callable[..., Any]:
-        """The forward that the module has without opfuse."""
-        return partial(type(self.module).forward, self.module)
+        """The forward that the module has without opfuse.
+
+        ConversionError where nobody can tell: a function around ``forward`` would have kept the class's forward of its time, and
+        the class has another one now.
+        """
+        now = type(self.module).forward
+        set_here = getattr(vars(self.module).get("forward"), "__self__", None) is self
+        if not set_here and now is not self.guard.settings[""].of_class:
+            wanted, got = "one forward of its class since fuse_ ran", "another one, and a function around the module's forward"
+            cure = "replace the class's forward before fuse_, or call opfuse.unfuse_ first"
+            raise ConversionError(describe(self.label, wanted=wanted, got=got, cure=cure))
+        return partial(now, self.module)
 
     @property
     def products(self) -> dict[str, BasicOperation]:

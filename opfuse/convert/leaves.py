@@ -103,7 +103,10 @@ def weight_of(module: nn.Module) -> Weight | None:
         return None
     if runs(module, nn.Linear):
         linear: nn.Linear = module  # type: ignore[assignment]
-        return Weight(module, linear.in_features, linear.out_features)
+        sizes = linear.in_features, linear.out_features
+        # Of a weight that is another module's, its own shape counts, whatever the module says.
+        into, out = sizes if weight is None else (weight.shape[1], weight.shape[0])
+        return Weight(module, into, out) if weight is None or weight.dim() == 2 else None
     if weight is None or weight.dim() != 2 or module._modules or not module._parameters.keys() <= {"weight", "bias"}:
         return None
     forms = products(module._parameters.get("bias") is not None)

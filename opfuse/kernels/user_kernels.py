@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from opfuse.errors import PlanMissError, describe
-from opfuse.kernels.engine.bindings import cupy
+from opfuse.kernels.engine.bindings import cupy, stream_at
 from opfuse.kernels.engine.launch import on_device
 from opfuse.torch_private.devices import raw_stream
 
@@ -19,9 +19,9 @@ from opfuse.torch_private.devices import raw_stream
 class KernelText:
     """CUDA text with a forward and a backward kernel, and how they are launched.
 
-    forward, backward: names of ``extern "C" __global__`` functions. dtypes: the C type that the macro ``scalar_t`` stands for, by the
-    dtype that the op computes in. grid: ``"elements"``, a thread for each element; ``"rows"``, a block for each row. block:
-    threads of a block. options: further options of the compiler, such as ``-I``.
+    forward, backward: names of ``extern "C" __global__`` functions. dtypes: the C type that the macro ``scalar_t`` stands for,
+    by the dtype that the op computes in. grid: ``"elements"``, a thread for each element; ``"rows"``, a block for each row.
+    block: threads of a block. options: further options of the compiler, such as ``-I``.
     """
 
     code: str
@@ -44,18 +44,8 @@ class KernelText:
         blocks = rows if self.grid == "rows" else -(-x.numel() // self.block)
         with on_device(device):
             kernel = _kernel(self.code, entry, (f"-Dscalar_t={self.dtypes[x.dtype]}", *self.options), device)
-            with cupy().cuda.Device(device), cupy().cuda.Stream.from_external(_CurrentStream(device)):
-                kernel((blocks,), (self.block,), (*(t.data_ptr() for t in tensors), rows, columns, *constants))
-
-
-class _CurrentStream:
-    """torch's current stream of a device in the protocol that ``cupy.cuda.Stream.from_external`` takes."""
-
-    def __init__(self, device: int) -> None:
-        self._address = raw_stream(device)
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address  # the version of the protocol, the address
+            arguments = (*(t.data_ptr() for t in tensors), rows, columns, *constants)
+            kernel((blocks,), (self.block,), arguments, stream=stream_at(raw_stream(device)))
 
 
 @functools.cache
@@ -65,6 +55,5 @@ def _kernel(code: str, entry: str, options: tuple[str, ...], device: int) -> Any
         where, cure = f"kernel {entry}", "run the same call once before the capture, with the same dtype"
         raise PlanMissError(describe(where, wanted="a loaded kernel during graph capture", got="its first use", cure=cure))
     kernel = cupy().RawKernel(code, entry, options)
-    with cupy().cuda.Device(device):
-        kernel.compile()
+    kernel.compile()
     return kernel

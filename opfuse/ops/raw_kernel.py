@@ -113,9 +113,9 @@ def raw_kernel(
 ) -> Callable[[Op], Op]:
     """Decorator that gives a subclass of :class:`RawKernelOperation` its CUDA text, for ``cupy.RawKernel``.
 
-    The kernels are ``extern "C" __global__``: ``forward(const scalar_t* x, scalar_t* y, long long rows, long long columns, ...)`` and
-    ``backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx, long long rows, long long columns, ...)``, all tensors contiguous (rows, columns).
-    The dots are the op's hyper-parameters.
+    The kernels are ``extern "C" __global__``: ``forward(const scalar_t* x, scalar_t* y, long long rows, long long columns, ...)``
+    and ``backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx, long long rows, long long columns, ...)``, all tensors
+    contiguous (rows, columns). The dots are the op's hyper-parameters.
 
     dtypes: the C type of ``scalar_t`` by the dtype that the op computes in; by default ``{torch.float32: "float"}``. grid:
     ``"elements"``, a thread for each element, or ``"rows"``, a block for each row. block: threads of a block. options: further

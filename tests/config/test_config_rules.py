@@ -2,16 +2,19 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.compiler import rules as words
 from opfuse.compiler.patterns import printed, terms_of
 from opfuse.compiler.registry import RuleSet, default_rules
 from opfuse.compiler.rules import TESTS, Fusion, Guard, above, at_least, at_most, below, contradiction, fusion, is_
 from opfuse.config import loads
+from opfuse.config.guards import WORDS as GUARD_WORDS
 from opfuse.config.load import checked
 from opfuse.errors import ConfigError, FusionError
 from opfuse.fusions import RULES
@@ -114,6 +117,21 @@ def test_guards_as_written(written, guard):
 )
 def test_guards_that_cannot_be(written, code, under):
     assert finding(f"{{use: epilogue, when: {{{written}}}}}") == (code, under)
+
+
+def test_every_word_has_a_function_and_a_place_on_the_page():
+    without = {test for test in TESTS if test not in words.__all__ and f"{test}_" not in words.__all__}
+    assert without == set(), "write a function of that name beside is_not in opfuse/compiler/rules.py, and list it in __all__"
+    page = (Path(words.__file__).parents[2] / "docs" / "fusions.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"^- A guard wants .*(?:\n  .*)*", page, re.MULTILINE)
+    untold = {word for word in GUARD_WORDS if f"`{word}`" not in told}
+    assert untold == set(), "name these in docs/fusions.md, where it says what a guard wants"
+
+
+@pytest.mark.parametrize("word", [test for test, word in TESTS.items() if word.integers])
+def test_a_word_about_integers_is_asked_of_integers_alone(word):
+    written = TESTS[word].told.format(2)
+    assert finding(f"{{use: epilogue, when: {{env.arch: {written}}}}}") == ("bad-value", written)
 
 
 @pytest.mark.parametrize("word", [test for test, word in TESTS.items() if word.end])

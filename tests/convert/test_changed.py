@@ -552,6 +552,39 @@ class Borrowing(nn.Module):
     """Has the forward of another module, as libraries bind one."""
 
 
+def test_a_function_around_the_forward_of_a_class_that_got_another_one_is_refused(monkeypatch):
+    """It would call the class's forward of its time, which nobody knows."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Layer(32, 32)
+    plain, x = model(X), X.clone()
+    opfuse.fuse_(model, EXACT)
+    before = model.forward
+    model.forward = lambda x: 2 * before(x)
+    assert torch.allclose(model(x), 2 * plain)
+    monkeypatch.setattr(Layer, "forward", lambda self, x: -nn.Linear.forward(self, x))
+    refused = r"wants one forward of its class since fuse_ ran.*opfuse\.unfuse_"
+    with pytest.warns(OpfuseWarning, match="forward of its class"), pytest.raises(ConversionError, match=refused):
+        model(x)
+    model.forward = before
+    assert torch.allclose(model(x), -plain)
+
+
+def test_a_linear_layer_with_the_weight_of_another_has_its_shape():
+    """What the module says of its sizes is what it was made with."""
+    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(32, 32, bias=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.append(nn.Linear(32, 0, bias=False))
+    model[0].weight = model[2].weight = model[1].weight
+    plain = model(X)
+    opfuse.fuse_(model, EXACT)
+    assert torch.equal(model(X), plain)
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_forward_that_is_called_directly_or_bound_to_another_module_is_that_of_its_module(copied):
     model, x = GatedMLP(), torch.randn(2, 16, 32)

@@ -6,15 +6,18 @@ state of delayed scaling. Every case also says where its rule must have fired, o
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from opfuse import ops
+from opfuse import fusions, ops
 from opfuse.compiler.cover import Outcome
 from opfuse.compiler.registry import RuleSet
+from opfuse.compiler.rules import Fusion
 from opfuse.fusions import RULES
 from opfuse.recipes import Recipe
 from tests.compiler.harness import CASES, UNFUSED, Step, differences, randn, recipe_for, run, to
@@ -158,7 +161,30 @@ REFUSED = {
 
 @pytest.mark.row("B21")
 def test_r4_every_rule_has_a_place():
-    assert set(PLACES) == {rule.name for rule in RULES.rules}
+    names = {rule.name for rule in RULES.rules}
+    assert names - set(PLACES) == set(), "give these a pipeline where they fire, in PLACES of this file"
+    assert set(PLACES) - names == set(), "add these to RULES of opfuse/fusions/__init__.py"
+
+
+def test_every_rule_that_is_written_is_built_in():
+    modules = [importlib.import_module(f"{fusions.__name__}.{each.name}") for each in pkgutil.iter_modules(fusions.__path__)]
+    written = {name: each for module in modules for name, each in vars(module).items() if isinstance(each, Fusion)}
+    assert {name for name, rule in written.items() if rule not in RULES.rules} == set(), (
+        "add these to RULES of opfuse/fusions/__init__.py"
+    )
+    assert {*written} - {*fusions.__all__} == set(), "add these to __all__ of opfuse/fusions/__init__.py"
+
+
+def test_every_rule_fires_among_the_others():
+    never = set()
+    for rule in RULES.rules:
+        place, dtype = PLACES[rule.name], torch.bfloat16
+        x, extras = randn(ROWS, WIDTH, dtype=dtype), [randn(ROWS, WIDTH, seed=1 + i, dtype=dtype) for i in range(place.extras)]
+        recipes = (None, recipe_for("fp8_current", dtype=dtype), recipe_for("fp8_block", dtype=dtype))
+        found = (run(to(place.model(), dtype), x, *extras, step=Step(recipe, RULES)).outcomes(rule.name) for recipe in recipes)
+        if not any(outcome.status == "fused" for outcomes in found for outcome in outcomes):
+            never.add(rule.name)
+    assert never == set(), "others take all their ops in RULES: put these further up, before what is more general"
 
 
 @pytest.mark.row("B21")

@@ -99,23 +99,49 @@ def test_r12_no_synchronisation(device):
 
 
 def test_r12_first_use_during_capture_is_refused(device, monkeypatch):
-    monkeypatch.setattr(launch, "_functions", {})
+    monkeypatch.setattr(launch, "_loaded", {})
     x, amax = matrix(device), torch.zeros(1, device=device)
     with pytest.raises(PlanMissError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cast(x, amax)
+
+
+def test_r12_a_thread_that_has_launched_nothing_may_capture(device):
+    """CuPy asks each thread's first launch for its context, which must not break the capture."""
+    x = matrix(device)
+    expected, captured = cast(x), []
+
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.append(cast(x))
+        graph.replay()
+        torch.cuda.synchronize()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    thread.join()
+    assert equal(captured[0], expected)
+
+
+def test_launching_leaves_the_users_stream_of_cupy(device):
+    cupy = pytest.importorskip("cupy")
+    before = cupy.cuda.get_current_stream()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        cast(matrix(device))
+        assert cupy.cuda.get_current_stream() == before
 
 
 def test_reference_computes_every_kernel_if_asked(device, monkeypatch):
     """OPFUSE_REFERENCE=1 launches nothing, and gives the same bits."""
     expected = cast(matrix(device))
     monkeypatch.setenv("OPFUSE_REFERENCE", "1")
-    monkeypatch.setattr(launch, "_functions", {})
+    monkeypatch.setattr(launch, "_loaded", {})
     registry._enabled.cache_clear()
     try:
         assert equal(cast(matrix(device)), expected)
     finally:
         registry._enabled.cache_clear()
-    assert launch._functions == {}
+    assert launch._loaded == {}
 
 
 def test_r13_work_follows_the_current_stream(device):
@@ -133,9 +159,9 @@ def test_r13_work_follows_the_current_stream(device):
 
 def test_r13_threads_with_streams_of_their_own(device):
     """Sixteen threads, each with its own matrix and stream; the first uses of kernels meet as well."""
-    launch._functions.clear()
+    launch._loaded.clear()
     expected = [cast(matrix(device, seed=seed)) for seed in range(16)]
-    launch._functions.clear()
+    launch._loaded.clear()
     torch.cuda.synchronize()
     barrier = threading.Barrier(16)
 

@@ -7,6 +7,7 @@ import torch
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.kernels.engine import bindings
 from opfuse.kernels.engine.joining import READ_WORDS
 from opfuse.runtime.replay import cublaslt
 from opfuse.runtime.replay.cublaslt import Product, ProductForm
@@ -137,8 +138,6 @@ def test_products_by_addresses_have_the_bits_of_torch(device, size, out):
 
 
 def test_the_thread_of_a_backward_pass_gets_the_context(device):
-    from cupy_backends.cuda.api import driver
-
     seen = []
 
     class Look(torch.autograd.Function):
@@ -148,7 +147,7 @@ def test_the_thread_of_a_backward_pass_gets_the_context(device):
 
         @staticmethod
         def backward(ctx, dy):
-            seen.append(driver.ctxGetCurrent() != 0)
+            seen.append(bindings.driver().ctxGetCurrent() != 0)
             return dy
 
     model = gated(device)

@@ -12,7 +12,8 @@ extern "C" __global__ void reversed(const scalar_t* x, scalar_t* y, long long ro
     const long long start = blockIdx.x * columns;
     for (long long i = threadIdx.x; i < columns; i += blockDim.x) y[start + i] = x[start + columns - 1 - i];
 }
-extern "C" __global__ void reversed_backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx, long long rows, long long columns) {
+extern "C" __global__ void reversed_backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx,
+    long long rows, long long columns) {
     const long long start = blockIdx.x * columns;
     for (long long i = threadIdx.x; i < columns; i += blockDim.x) dx[start + i] = dy[start + columns - 1 - i];
 }

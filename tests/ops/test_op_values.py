@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from opfuse import ops
+from opfuse.ops import activation
 from tests.ops.op_cases import ALL, CASES, make, reference, tuple_of
 
 EPS = 2.0**-24
@@ -14,7 +15,14 @@ every_case = pytest.mark.parametrize("case", [case for _, case in ALL], ids=[nam
 
 
 def test_r6_every_op_has_a_case():
-    assert set(CASES) == set(ops.OPS)
+    assert set(ops.OPS) - set(CASES) == set(), "give these a case in tests/ops/op_cases.py"
+    assert set(CASES) - set(ops.OPS) == set(), "these have a case, but are not in OPS of opfuse/ops/__init__.py"
+
+
+def test_every_activation_is_in_the_table():
+    classes = {cls for cls in vars(activation).values() if isinstance(cls, type) and issubclass(cls, ops.Activation)}
+    left_out = {cls.__name__ for cls in classes - {ops.Activation, ops.GatedActivation} - {*ops.OPS.values()}}
+    assert left_out == set(), "add these to OPS in opfuse/ops/__init__.py"
 
 
 def call(op, x, extras):
@@ -87,6 +95,25 @@ def test_linear_is_its_product_and_its_bias_each_rounded(dtype):
     linear, x = ops.Linear(8, 5, dtype=dtype), torch.randn(2, 3, 8, dtype=dtype)
     product = (x.double() @ linear.weight.double().T).to(dtype)
     assert torch.equal(linear(x), (product.double() + linear.bias.double()).to(dtype))
+
+
+ACTIVATIONS = {name: cls for name, cls in ops.OPS.items() if issubclass(cls, ops.Activation)}
+PLAIN = {name: cls for name, cls in ACTIVATIONS.items() if len(cls.math.inputs) == 1 and not cls.math.operands}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_values_and_gradients_hold_at_every_bf16_input(name):
+    """Up to 300 in size, where exp overflows in fp32; against autograd in fp64, where that is finite."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[x.abs() <= 300].float()
+    wide, math = x.double().requires_grad_(), PLAIN[name].math
+    wanted = math.value(wide)
+    (slope,) = torch.autograd.grad(wanted.sum(), wide)
+    fits = slope.isfinite()
+    told = f"the formula of {name} loses digits: write value and derivative by hand, as CONTRIBUTING.md says of activations"
+    for result, exact in ((math.value(x), wanted), (math.grad(torch.ones_like(x), x)[0], slope)):
+        got, true = result[fits].double(), exact[fits].detach()
+        torch.testing.assert_close(got, true, rtol=4e-6, atol=2e-6, msg=lambda why: f"{told}\n{why}")
 
 
 CACHING = {name: cls for name, cls in ops.OPS.items() if issubclass(cls, ops.Activation) and not cls.num_extra_inputs}

@@ -19,7 +19,7 @@ from opfuse.events import KernelLaunched, emit, listeners
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import JOINED
-from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.launch import Grid, Loaded
 from opfuse.kernels.engine.registry import Kernel as AnyKernel
 from opfuse.runtime.replay import codegen as line
 from opfuse.runtime.replay import packing
@@ -93,7 +93,7 @@ def launches_seen(patch: pytest.MonkeyPatch) -> Iterator[None]:
 def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside the block, programs take the CPU for their device."""
     with patch.context() as patched:
-        patched.setattr(launching, "function", lambda variant, entry, device: (variant, entry))
+        patched.setattr(launching, "loaded", lambda variant, entry, device: Loaded(None, (variant, entry)))
         patched.setattr(launching, "is_current", lambda device: True)
         patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
         patched.setattr("opfuse.runtime.replay.codegen.runtime", lambda: SimpleNamespace(memsetAsync=_memset))

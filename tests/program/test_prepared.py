@@ -9,7 +9,7 @@ import torch
 
 from opfuse.kernels.engine import packed_launch as module
 from opfuse.kernels.engine.compiling import Variant
-from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.launch import Grid, Loaded
 from opfuse.kernels.engine.packed_launch import prepared
 from tests.program.fake import LAYOUT, VARIANT, launch_kernel
 
@@ -48,7 +48,7 @@ def once(launcher, x, out):
 def test_on_the_device_it_launches_what_was_packed(launches, factor, monkeypatch):
     monkeypatch.setattr(module, "leading", lambda args: SimpleNamespace(is_cuda=True, numel=lambda: 8))
     monkeypatch.setattr(module, "runs_kernels", lambda x: True)
-    monkeypatch.setattr(module, "function", lambda variant, entry, device: (VARIANT, entry))
+    monkeypatch.setattr(module, "loaded", lambda variant, entry, device: Loaded(None, (VARIANT, entry)))
     monkeypatch.setattr(module, "is_current", lambda device: True)
     monkeypatch.setattr(module, "driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
     monkeypatch.setattr(module, "raw_stream", lambda device: 0)
@@ -64,7 +64,7 @@ def test_the_driver_finds_all_bytes_of_a_parameter_that_is_filled_in_part(monkey
     sizes = []
     monkeypatch.setattr(module, "leading", lambda args: SimpleNamespace(is_cuda=True, numel=lambda: 8))
     monkeypatch.setattr(module, "runs_kernels", lambda x: True)
-    monkeypatch.setattr(module, "function", lambda variant, entry, device: None)
+    monkeypatch.setattr(module, "loaded", lambda variant, entry, device: Loaded(None, 0))
     monkeypatch.setattr(module, "_launch", lambda kernel, grid, parameter, device: sizes.append(len(parameter._buffer)))
     prepared(SimpleNamespace(reference=reference, run=run), torch.ones(8), torch.empty(8))()
     assert sizes == [4000, 4000]

@@ -454,7 +454,7 @@ def test_large_memory_lies_outside_of_the_slab(monkeypatch):
             room = torch.empty(size, dtype=torch.uint8)
             launch(recorder, x.data_ptr(), 7, room.data_ptr(), 9)
         with monkeypatch.context() as patched:  # a launch that is never made: its kernel is not loaded
-            patched.setattr(launching, "function", lambda *_: 0)
+            patched.setattr(launching, "loaded", lambda *_: launching.Loaded(None, 0))
             patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=None))
             patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
             program = Program(recorder, [])

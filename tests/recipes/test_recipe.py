@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from opfuse import keys, ops
+from opfuse import keys, ops, recipes
 from opfuse.errors import KeyValueError, OpfuseWarning, RecipeError
 from opfuse.recipes import (
     RECIPES,
@@ -30,6 +30,7 @@ from opfuse.recipes import (
     Recipe,
     UnknownFieldError,
     autocast,
+    builtin,
     recipe_of,
 )
 from opfuse.recipes.settings import settings_of
@@ -740,3 +741,13 @@ def test_r9_identity_is_found_once(monkeypatch):
     recipe, other = Float8BlockScaling(), Float8BlockScaling()
     monkeypatch.setattr(keys, "digest", None)
     assert (hash(recipe), recipe) == (hash(other), other)
+
+
+def test_every_recipe_that_is_written_has_a_kind_and_a_public_name():
+    classes = [cls for cls in vars(builtin).values() if isinstance(cls, type) and issubclass(cls, recipes.Recipe)]
+    written = {cls for cls in classes if cls.__module__ == builtin.__name__ and not cls.__name__.startswith("_")}
+    assert {cls.__name__ for cls in written - {*recipes.RECIPES.values()}} == set(), (
+        "add these to RECIPES of opfuse/recipes/kinds.py"
+    )
+    unlisted = {cls.__name__ for cls in recipes.RECIPES.values()} - {*recipes.__all__}
+    assert unlisted == set(), "import these in opfuse/recipes/__init__.py and list them in its __all__"

@@ -6,7 +6,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextvars import copy_context
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,15 +181,16 @@ def test_a_launch_is_heard_before_it_is_queued_and_by_nobody_in_a_dry_run(monkey
     variant, grid, layout = Variant("a.cu"), launching.Grid(2, 32, 64), struct.Struct("Pq")
     monkeypatch.setattr(launching, "current_device", lambda: 0)
     monkeypatch.setattr(launching, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(launching, "function", lambda variant, entry, device: 5)
-    monkeypatch.setattr(launching, "bind", lambda device: None)
-    queue = SimpleNamespace(launchKernel=lambda *call: heard.append((call[0], *call[7:9])))
-    monkeypatch.setattr(launching, "driver", lambda: queue)
+
+    def queue(grid: object, block: object, arguments: object, *, shared_mem: int, stream: Any) -> None:
+        heard.append((grid, block, shared_mem, stream.ptr))
+
+    monkeypatch.setattr(launching, "loaded", lambda variant, entry, device: launching.Loaded(queue, 5))
     with subscribed(heard.append, KernelLaunched):
         launching.launch(variant, "a", grid, layout, 16, 3, device=0)
         with launching.dry_run() as needed:
             launching.launch(Variant("b.cu"), "b", grid, layout, 16, 3, device=0)
     launching.launch(variant, "a", grid, layout, 16, 3, device=0)
-    assert heard == [KernelLaunched(variant, "a", grid, layout, (16, 3), 0), (5, 64, 7), (5, 64, 7)]
+    assert heard == [KernelLaunched(variant, "a", grid, layout, (16, 3), 0), *[((2,), (32,), 64, 7)] * 2]
     assert needed == [Variant("b.cu")]
     assert bytes(launching._parameters.buffer[: layout.size]) == layout.pack(16, 3)

@@ -284,12 +284,11 @@ def test_the_first_kernel_that_is_not_compiled_asks_for_the_others(monkeypatch):
     compiled = {Variant("known.cu")}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name, value in {
-        "require_same_cuda": lambda: None,
         "architecture": lambda device: "sm_90a",
         "is_compiled": lambda variant, *_: variant in compiled,
         "in_turn": list,
         "compile_together": lambda variants, *_: told.append(list(variants)),
-        "cubin": lambda *_: (_ for _ in ()).throw(RuntimeError("no device")),
+        "cubin_path": lambda *_: (_ for _ in ()).throw(RuntimeError("no device")),
     }.items():
         monkeypatch.setattr(launching, name, value)
     with launching.compiled_ahead(lambda: [Variant("next.cu")]):

@@ -96,16 +96,9 @@ def test_the_page_on_coming_from_there_is_true():
     ours = {
         name for name in dir(ops) if isinstance(getattr(ops, name), type) and issubclass(getattr(ops, name), ops.FusibleOperation)
     }
-    shared = ours - {
-        "Activation",
-        "GatedActivation",
-        "PointwiseOperation",
-        "GEGLUErf",
-        "GELUErf",
-        "TokenCombine",
-        "TokenDispatch",
-    }
-    assert shared <= named
+    (alone,) = [line for line in page.splitlines() if line.startswith("| only in `opfuse.ops` |")]
+    untold = ours - named - set(re.findall(r"\w+", alone))
+    assert untold == set(), "docs/migrate.md has a row of ops that te.ops has, too, and one of ops only in opfuse.ops: add these"
     assert not any(hasattr(te.ops, name) for name in absent)
 
 

@@ -1,7 +1,8 @@
-"""NVRTC, CuPy's bindings of the driver and the runtime, and the driver itself, loaded at their first use.
+"""CuPy, NVRTC and the driver's library, loaded at their first use.
 
-No other module imports CuPy. The package ``cupy`` takes longer to import than a first plan to make;
-only kernels of a user need it.
+No other module imports CuPy, and this one only by public names: ``RawModule`` and ``RawKernel`` load and launch kernels,
+``cuda.driver`` and ``cuda.runtime`` serve programs. CuPy takes longer to import than a first plan to make, so its first kernels
+compile meanwhile.
 """
 
 from __future__ import annotations
@@ -14,30 +15,72 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from opfuse.errors import UnsupportedError, describe
-from opfuse.kernels.engine.nvrtc import Nvrtc, find
+from opfuse.kernels.engine.nvrtc import Nvrtc
 
 SOURCES = Path(__file__).parents[1] / "cuda"
 _DEFAULT_MAJOR = "13"  # the CUDA of torch's own wheels; named in advice where torch has none
 
 
-def require_same_cuda() -> None:
-    """UnsupportedError unless CuPy and torch were built for the same major version of CUDA."""
-    ours, theirs = torch.version.cuda, runtime().runtimeGetVersion() // 1000
-    if ours is not None and int(_major()) != theirs:
-        raise UnsupportedError(
-            describe("CuPy", wanted=f"a build for CUDA {ours}, as torch's", got=f"CUDA {theirs}", cure=_cure())
-        )
+@functools.cache
+def cupy() -> Any:
+    """CuPy. UnsupportedError if it is not installed, cannot be imported here, or was built for another CUDA than torch."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedError(describe("CUDA kernels", wanted="CuPy", got=str(error), cure=_cure("CuPy"))) from None
+    except OSError as error:  # it makes a directory for kernels that it compiles, of which there are none here
+        cure = "name a directory that can be written in CUPY_CACHE_DIR"
+        raise UnsupportedError(describe("CUDA kernels", wanted="a home for CuPy", got=str(error), cure=cure)) from None
+    _require_same_cuda("CuPy", cupy.cuda.runtime.runtimeGetVersion() // 1000)
+    return cupy
 
 
-def _cure() -> str:
+@functools.cache
+def driver() -> Any:
+    """CuPy's binding of the driver."""
+    return cupy().cuda.driver
+
+
+@functools.cache
+def runtime() -> Any:
+    """CuPy's binding of the runtime."""
+    return cupy().cuda.runtime
+
+
+@functools.cache
+def nvrtc() -> Nvrtc:
+    """The compiler; UnsupportedError if it cannot be loaded, or is of another CUDA than torch."""
+    try:
+        made = Nvrtc()
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UnsupportedError(describe("CUDA kernels", wanted="NVRTC", got=str(error), cure=_cure("NVRTC"))) from None
+    _require_same_cuda("NVRTC", made.version[0])
+    return made
+
+
+_PACKAGES = {"CuPy": ("cupy-cuda{major}x>=14.2",), "NVRTC": ("cuda-bindings=={major}.*", "{nvrtc}")}
+"""What to install; NVIDIA's package of NVRTC has the major version in its name before CUDA 13, and as its own since."""
+
+
+def _cure(what: str) -> str:
     """What to install for the CUDA of this torch."""
-    return f"pip install 'cupy-cuda{_major()}x>=14.2', or set OPFUSE_REFERENCE=1 to compute with torch alone"
+    major = _major()
+    library = "nvidia-cuda-nvrtc-cu12" if major == "12" else f"nvidia-cuda-nvrtc=={major}.*"
+    wanted = " ".join(f"'{package.format(major=major, nvrtc=library)}'" for package in _PACKAGES[what])
+    return f"pip install {wanted}, or set OPFUSE_REFERENCE=1 to compute with torch alone"
+
+
+def _require_same_cuda(what: str, major: int) -> None:
+    ours = torch.version.cuda
+    if ours is not None and int(_major()) != major:
+        text = describe(what, wanted=f"a build for CUDA {ours}, as torch's", got=f"CUDA {major}", cure=_cure(what))
+        raise UnsupportedError(text)
 
 
 def _major() -> str:
@@ -45,33 +88,19 @@ def _major() -> str:
     return (torch.version.cuda or _DEFAULT_MAJOR).partition(".")[0]
 
 
-def _import(name: str) -> ModuleType:
-    """A module of CuPy's bindings. UnsupportedError if there is none, or if it cannot be imported here."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UnsupportedError(describe("CUDA kernels", wanted="CuPy", got=str(error), cure=_cure())) from None
+class _Address(NamedTuple):
+    """A stream by its address, in CUDA's protocol for streams of other libraries, which do not own it."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
 
 
 @functools.cache
-def nvrtc() -> Nvrtc:
-    """The compiler; UnsupportedError, with what to install, if it cannot be loaded."""
-    major = _major()
-    try:
-        return find(major)
-    except OSError as error:
-        package = "nvidia-cuda-nvrtc-cu12" if major == "12" else f"nvidia-cuda-nvrtc=={major}.*"
-        text = describe("CUDA kernels", wanted="NVRTC", got=str(error), cure=f"pip install '{package}'")
-        raise UnsupportedError(text) from None
-
-
-@functools.cache
-def driver() -> Any:
-    """The driver. CuPy looks its functions up at the first call of one, which is made here."""
-    bound: Any = _import("cupy_backends.cuda.api.driver")
-    with _cupy_on_demand(), contextlib.suppress(RuntimeError):  # a fault is raised by the first call that needs the driver
-        bound.ctxGetCurrent()
-    return bound
+def stream_at(address: int) -> Any:
+    """CuPy's view of torch's stream at ``address``."""
+    return cupy().cuda.Stream.from_external(_Address(address))
 
 
 class _OnDemand(ModuleType):
@@ -103,25 +132,6 @@ def on_demand(*packages: str, **given: object) -> Iterator[None]:
         for name, found, deferred in made:
             if found is deferred and sys.modules.get(name) is deferred:
                 sys.modules.pop(name, None)
-
-
-def _cupy_on_demand() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, CuPy's bindings do not import the package ``cupy`` only to log the functions that they find."""
-    return on_demand("cupy", _environment=SimpleNamespace(_log=lambda message: None))
-
-
-@functools.cache
-def runtime() -> Any:
-    """The runtime."""
-    return _import("cupy_backends.cuda.api.runtime")
-
-
-@functools.cache
-def cupy() -> Any:
-    """The package ``cupy`` with its public names. UnsupportedError if it is missing, or built for another CUDA than torch."""
-    package = _import("cupy")
-    require_same_cuda()
-    return package
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """From a .cu file to a cubin: assembles one text, compiles it, and keeps the result.
 
-The text has everything in it: definitions, headers and the kernel. NVRTC is called directly, since CuPy's compilation always
-flushes subnormals, which E8M0 scales need. Compiling needs no GPU.
+The text has everything in it: definitions, headers and the kernel. ``nvrtc.py`` says why CuPy does not compile it. Compiling
+needs no GPU.
 """
 
 from __future__ import annotations
@@ -199,6 +199,11 @@ def compile_variant(variant: Variant, arch: str) -> Compiled:
 def cubin(variant: Variant, arch: str, cache: CubinCache) -> bytes:
     """The variant's cubin, compiled if the cache does not have it."""
     return _made(variant, arch, cache, CUBIN)
+
+
+def cubin_path(variant: Variant, arch: str, cache: CubinCache) -> str:
+    """Where CuPy finds the variant's cubin: the path of an intact file, compiled if the cache does not have it."""
+    return cache.path(_key(variant, arch), cubin(variant, arch, cache))
 
 
 def is_compiled(variant: Variant, arch: str, cache: CubinCache) -> bool:

@@ -43,11 +43,12 @@ class CubinCache:
     """Compiled kernels by key: in ``directory`` while it is :func:`private`, else in ``memory``.
 
     Each use checks that, since the rights of a directory above may change. The first refusal warns. names: of the files, by key
-    and kind, as last listed: there may be thousands.
+    and kind, as last listed: there may be thousands. handles: of files in memory, by key and kind.
     """
 
     directory: Path
     memory: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    handles: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
     names: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
 
     def find(self, key: str, kind: str = CUBIN) -> bytes | None:
@@ -60,6 +61,19 @@ class CubinCache:
             self._list()
             known = self._intact(key, kind)
         return known
+
+    def path(self, key: str, content: bytes, kind: str = CUBIN) -> str:
+        """The path of ``content``, which :meth:`find` or :meth:`store` has just had under ``key``.
+
+        Where the directory is not used, it is a file in memory, open and so under this path alone while the process runs.
+        """
+        if f"{key}.{kind}" not in self.memory:
+            return str(self.directory / f"{key}-{digest(content)}.{kind}")
+        if (handle := self.handles.get(f"{key}.{kind}")) is None:
+            handle = self.handles[f"{key}.{kind}"] = os.memfd_create(f"{key}.{kind}")
+            with os.fdopen(handle, "wb", closefd=False) as file:
+                file.write(content)
+        return f"/proc/self/fd/{handle}"
 
     def _intact(self, key: str, kind: str) -> bytes | None:
         for name in sorted(self.names.get(f"{key}.{kind}", ())):

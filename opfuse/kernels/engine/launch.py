@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from opfuse.errors import OpfuseWarning, PlanMissError, describe
 from opfuse.events import HostCallBegan, HostCallEnded, KernelLaunched, emit, listeners, silenced, subscribed
 from opfuse.kernels.engine.ahead import compile_together, in_turn, wait_for
-from opfuse.kernels.engine.bindings import driver, require_same_cuda, runtime
+from opfuse.kernels.engine.bindings import cupy, driver, runtime, stream_at
 from opfuse.kernels.engine.compiling import (
     Resources,
     Variant,
     architecture,
-    cubin,
+    cubin_path,
     is_compiled,
     resources,
 )
@@ -36,8 +37,19 @@ class Grid(NamedTuple):
     shared: int = 0
 
 
-_functions: dict[tuple[Variant, str, int], int] = {}
-"""The driver's handles of the kernels that are loaded, which are never unloaded."""
+class Loaded(NamedTuple):
+    """A kernel on a device.
+
+    kernel: CuPy's RawKernel, which launches it. pointer: the driver's handle of it, for launches that are prepared once and
+    repeated: they cost the host half of a call of the RawKernel.
+    """
+
+    kernel: Any
+    pointer: int
+
+
+_loaded: dict[tuple[Variant, str, int], Loaded] = {}
+"""The kernels that are loaded, which are never unloaded."""
 
 
 def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
@@ -53,34 +65,32 @@ def launch(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fie
             return launch(variant, entry, grid, layout, *fields, device=device)
     if KernelLaunched in listeners():
         emit(KernelLaunched(variant, entry, grid, layout, fields, device))
-    handle = function(variant, entry, device)
+    kernel = loaded(variant, entry, device).kernel
     layout.pack_into(_parameters.buffer, 0, *fields)
-    bind(device)
-    stream = raw_stream(device)
-    driver().launchKernel(handle, grid.blocks, 1, 1, grid.threads, 1, 1, grid.shared, stream, _parameters.address, 0)
+    stream = stream_at(raw_stream(device))
+    # RawKernel hands its keywords on to cupy.cuda.Function, which takes a stream; CuPy's current stream stays the user's.
+    kernel((grid.blocks,), (grid.threads,), _parameters.arguments, shared_mem=grid.shared, stream=stream)
 
 
-def load(variant: Variant, entry: str, device: int) -> int:
-    """The driver's handle of kernel ``entry`` of a variant on ``device``, which must be the current one; remembered."""
+def load(variant: Variant, entry: str, device: int) -> Loaded:
+    """Kernel ``entry`` of a variant, loaded on ``device`` and remembered."""
     if torch.cuda.is_current_stream_capturing():
         where, cure = f"kernel {entry} of {variant.source}", "run the same call once before the capture, with the same sizes"
         raise PlanMissError(describe(where, wanted="a loaded kernel during graph capture", got="its first use", cure=cure))
-    require_same_cuda()
     arch, cache = architecture(device), cubin_cache(location())
     if (coming := _parameters.coming) is not None and not is_compiled(variant, arch, cache):
         _parameters.coming = None
         compile_together(_one_after_another(variant, coming), arch, cache)
+    raw_module = cupy().RawModule  # imported while threads compile
     wait_for(variant, arch, cache)
-    image = cubin(variant, arch, cache)
+    path = cubin_path(variant, arch, cache)
     tell_of_spills(variant, arch, resources(variant, arch, cache))
-    bind(device)
-    cuda = driver()
-    handle: int = cuda.moduleGetFunction(cuda.moduleLoadData(image), entry)
-    most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    static = cuda.funcGetAttribute(cuda.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle)
-    cuda.funcSetAttribute(handle, cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - static)
-    _functions[variant, entry, device] = handle
-    return handle
+    with torch.cuda.device(device):
+        kernel = raw_module(path=path).get_function(entry)
+        most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        kernel.max_dynamic_shared_size_bytes = most - kernel.shared_size_bytes
+        made = _loaded[variant, entry, device] = Loaded(kernel, kernel.kernel.ptr)
+    return made
 
 
 def _one_after_another(variant: Variant, coming: Callable[[], Iterable[Variant]]) -> Iterator[Variant]:
@@ -100,9 +110,9 @@ def tell_of_spills(variant: Variant, arch: str, used: Mapping[str, Resources]) -
     warnings.warn(text, OpfuseWarning, stacklevel=2)
 
 
-def function(variant: Variant, entry: str, device: int) -> int:
-    """The driver's handle of kernel ``entry`` of a variant on ``device``, loaded if it is not yet."""
-    return _functions.get((variant, entry, device)) or load(variant, entry, device)
+def loaded(variant: Variant, entry: str, device: int) -> Loaded:
+    """Kernel ``entry`` of a variant on ``device``, loaded if it is not yet."""
+    return _loaded.get((variant, entry, device)) or load(variant, entry, device)
 
 
 def is_recorded() -> bool:
@@ -180,10 +190,13 @@ class _Parameters(threading.local):
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(MOST_PARAMETERS)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.address = ctypes.addressof(self.pointers)
         self.dry = False
         self.coming: Callable[[], Iterable[Variant]] | None = None
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Any]:
+        """A kernel's one argument, which lies in the buffer. Of a NumPy scalar, CuPy takes microseconds to find the address."""
+        return (cupy().cuda.function.CPointer(ctypes.addressof(self.buffer)),)
 
 
 _parameters = _Parameters()

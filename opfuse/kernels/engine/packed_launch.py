@@ -10,7 +10,7 @@ from typing import Any
 
 from opfuse.kernels.engine.bindings import driver
 from opfuse.kernels.engine.compiling import Variant
-from opfuse.kernels.engine.launch import Grid, function, is_current, on_device
+from opfuse.kernels.engine.launch import Grid, is_current, loaded, on_device
 from opfuse.kernels.engine.registry import Kernel, leading, runs_kernels
 from opfuse.kernels.engine.variants import parameter_bytes
 from opfuse.torch_private.devices import raw_stream
@@ -25,7 +25,7 @@ def prepared(kernel: Kernel[..., None], *args: Any) -> Callable[[], None]:
 
     def prepare(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
         parameter = _Parameter(layout.pack(*fields).ljust(parameter_bytes(variant), b"\0"))
-        launches.append(functools.partial(_launch, function(variant, entry, device), grid, parameter, device))
+        launches.append(functools.partial(_launch, loaded(variant, entry, device).pointer, grid, parameter, device))
 
     def run() -> None:
         for launch in launches:

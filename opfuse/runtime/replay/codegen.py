@@ -179,7 +179,7 @@ class Line:
 
     def _step(self, step: Step) -> None:
         if isinstance(step, LaunchStep):
-            kernel = self._new_constant(launching.function(step.variant, step.entry, step.device))
+            kernel = self._new_constant(launching.loaded(step.variant, step.entry, step.device).pointer)
             blocks, threads, shared = step.grid
             launch = self._constant("launch", driver().launchKernel)
             grid = f"{blocks}, 1, 1, {threads}, 1, 1, {shared}"

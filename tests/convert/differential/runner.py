@@ -175,12 +175,12 @@ def backward(result: Any) -> None:
 
 REFUSED = {
     False: ("is a view and is being modified inplace", "has been modified by an inplace operation"),
-    True: ("recomputation by a checkpoint",),
+    True: ("recomputation by a checkpoint", "another one, and a function around the module's forward"),
 }
 """Errors of one run alone, by whether it is the converted one (docs/fuse.md). In plain torch refuses a write to a result that is
 a view of a checkpoint's, and the backward pass through a result that was written to and that it had saved; a converted module's
 result is no view, and other tensors are saved. Converted, a checkpoint refuses a function that calls other modules when it runs
-again."""
+again, and a module whose class got another forward refuses calls through a function that was put around its own."""
 
 
 def differences(case: Case) -> list[str]:

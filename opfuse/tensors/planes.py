@@ -11,7 +11,7 @@ import torch
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.transpose import transposed
-from opfuse.numerics.layouts import layout_of, load_data, load_scale, store_data, store_scale
+from opfuse.numerics.layouts import Layout, layout_of, load_data, load_scale, store_data, store_scale
 from opfuse.numerics.scales import are_pow2
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
@@ -54,8 +54,13 @@ def mirrored(rowwise: Plane) -> Plane:
 
 def covers(source: QuantizedStorage, target: QuantizedStorage) -> bool:
     """Whether ``source`` holds, in the layout of ``target``, every plane that ``target`` holds."""
-    one, other = (with_formats(each, {}) for each in (source, target))
-    return all(getattr(one, usage) is not None and one.plane(usage).layout == other.plane(usage).layout for usage in other.usages)
+    pairs = ((getattr(source, usage), target.plane(usage)) for usage in target.usages)
+    return all(one is not None and _lies(one) == _lies(other) for one, other in pairs)
+
+
+def _lies(plane: Plane) -> Layout:
+    """The layout of a plane, whatever is known of its values."""
+    return plane.with_format(plane.format.as_stored).layout
 
 
 def formats_of(storage: QuantizedStorage) -> dict[str, NumberFormat]:

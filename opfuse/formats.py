@@ -69,7 +69,8 @@ class NumberFormat:
     a row, None means the whole tensor. ``scale`` is the encoding of the stored decode scale. ``transposed`` says that columnwise
     data is stored (K, M). ``encode_max`` is the largest block scale the second level of NVFP4 aims at. ``rht`` holds the 16 signs
     of the Hadamard rotation that the data went through along its blocks; empty: none. ``per_row`` says that the global amax is
-    one per row (columnwise: per column).
+    one per row (columnwise: per column). ``pow2`` says that fp32 block scales are known to be powers of two, as the quantizer
+    made them; bytes lie and mean the same without it.
     """
 
     name: str
@@ -81,6 +82,12 @@ class NumberFormat:
     encode_max: int = 0
     rht: tuple[int, ...] = ()
     per_row: bool = False
+    pow2: bool = False
+
+    @property
+    def as_stored(self) -> NumberFormat:
+        """The format that says where bytes lie and what they mean, and nothing of their values."""
+        return self.replace(pow2=False) if self.pow2 else self
 
     @property
     def multiple(self) -> int:
@@ -99,10 +106,11 @@ class NumberFormat:
     def __str__(self) -> str:
         """The name, and in brackets what its namesakes do not share: texts differ where formats do."""
         usual = self.encode_max in (0, _ENCODE_MAX)
-        if usual and not self.rht and not self.per_row:  # the signature of a stored parameter asks for it at every call
+        if usual and not (self.rht or self.per_row or self.pow2):  # the signature of a stored parameter asks at every call
             return self.name
         rotated = "rotated" if min(self.rht, default=0) < 0 else "rotated without signs"
         unlike = {rotated: self.rht, "row-scaled": self.per_row, f"scales to {self.encode_max}": not usual}
+        unlike["power-of-two scales"] = self.pow2
         return f"{self.name} ({', '.join(mark for mark, applies in unlike.items() if applies)})"
 
     def replace(self, **changes: object) -> NumberFormat:
@@ -131,11 +139,10 @@ def fp8_row(element: Element) -> NumberFormat:
 
 
 @functools.cache
-def fp8_block(element: Element, dims: int) -> NumberFormat:
-    """fp32 scales over 1x128 blocks (``dims=1``) or 128x128 tiles (``dims=2``)."""
-    return NumberFormat(
-        f"fp8_block_{dims}d_{element.name}", "block", element, (1, 128) if dims == 1 else (128, 128), "fp32", transposed=True
-    )
+def fp8_block(element: Element, dims: int, *, pow2: bool = False) -> NumberFormat:
+    """fp32 scales over 1x128 blocks (``dims=1``) or 128x128 tiles (``dims=2``), known to be powers of two or not."""
+    name, block = f"fp8_block_{dims}d_{element.name}", (1, 128) if dims == 1 else (128, 128)
+    return NumberFormat(name, "block", element, block, "fp32", transposed=True, pow2=pow2)
 
 
 @functools.cache

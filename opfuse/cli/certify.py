@@ -90,7 +90,7 @@ def _row(what: str, fault: str, **more: Any) -> dict[str, Any]:
 _FORMATS = {
     "tensor": (fp8_tensor(E4M3), fp8_tensor(E4M3)),
     "row": (fp8_row(E4M3), fp8_row(E4M3)),
-    "block": (fp8_block(E4M3, 1), fp8_block(E4M3, 2)),
+    "block": (fp8_block(E4M3, 1, pow2=True), fp8_block(E4M3, 2, pow2=True)),
     "mx": (mxfp8(E4M3), mxfp8(E4M3)),
     "nv": (NVFP4, NVFP4),
 }
@@ -115,7 +115,7 @@ def _speed(family: str, backend: Backend) -> str:
     if native_refusal(left.layout, right.layout, torch.bfloat16, machine(device_arch())):
         return ""
     x, w = (torch.randn(_TIMED, _TIMED, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ours = _milliseconds(lambda: library_product(left, right, torch.bfloat16, backend.fast))
+    ours = _milliseconds(lambda: library_product(backend, left, right, torch.bfloat16, backend.fast))
     return f"{_milliseconds(lambda: x @ w.t()) / ours:.2f}"
 
 

@@ -13,8 +13,16 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
 from opfuse.formats import COLUMNWISE, DEQUANTIZED, IDENTITY, USAGES, NumberFormat
-from opfuse.kernels.products.backends import Machine, library_name, reads_tiled_scales
-from opfuse.kernels.products.native import OWN, invariant_refusal, layout_refusal, machine, native_name, native_refusal
+from opfuse.kernels.products.backends import Machine, reads_tiled_scales
+from opfuse.kernels.products.native import (
+    OWN,
+    invariant_refusal,
+    layout_refusal,
+    library_name,
+    machine,
+    native_name,
+    native_refusal,
+)
 from opfuse.kernels.products.tiles import rows_of
 from opfuse.numerics.layouts import layout_of
 from opfuse.recipes import Recipe
@@ -44,7 +52,7 @@ def stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequ
     found: dict[str, NumberFormat] = {usage: _format(op, role, stored, usage) for usage in USAGES if usage in read}
     formats = op.stored_quantizer(role, recipe).formats
     wanted: dict[str, NumberFormat] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
-    if found == wanted or recipe.on_recipe_change == "keep":
+    if _as_stored(found) == _as_stored(wanted) or recipe.on_recipe_change == "keep":
         return found
     if recipe.on_recipe_change == "dequantize":
         return None
@@ -75,6 +83,10 @@ def _format(op: BasicOperation, role: str, stored: QuantizedTensor, usage: str) 
                 cure="quantize it in both directions" + _SPARED.get(usage, ""),
             )
         ) from error
+
+
+def _as_stored(formats: Formats) -> Formats:
+    return {usage: fmt.as_stored for usage, fmt in formats.items()}
 
 
 def _listed(formats: Formats) -> str:
@@ -140,7 +152,7 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
     asked = left, right, env.autocast or torch.bfloat16, on
     ours, refused = not layout_refusal(*asked, own=True), native_refusal(*asked)
     if env.product(product.name).get("invariant", False):
-        return _invariant(product.left.family, invariant_refusal(*asked), env, ours=ours)
+        return _invariant(product.left.family, invariant_refusal(*asked), env, on, ours=ours)
     if refused and not ours:
         return How("emulated", refused)
     alone = hasattr(spec, "num_groups") or bool(refused)
@@ -154,9 +166,9 @@ def _maker(left: NumberFormat, right: NumberFormat, on: Machine, *, ours: bool, 
     return OWN[left.family][0].name if ours and alone else native_name(left, right, on)
 
 
-def _invariant(family: str, refusal: str, env: Env, *, ours: bool) -> How:
+def _invariant(family: str, refusal: str, env: Env, on: Machine, *, ours: bool) -> How:
     """How a product runs in which no row depends on others."""
     if ours:
         return How("native", f"{OWN[family][0].name}, batch-invariant: one order of sums for any number of rows")
     tiles = f"batch-invariant: in tiles of {rows_of(env.device)} rows"
-    return How("emulated", f"{refusal}; {tiles}") if refusal else How("native", f"{library_name(family)}, {tiles}")
+    return How("emulated", f"{refusal}; {tiles}") if refusal else How("native", f"{library_name(family, on)}, {tiles}")

@@ -295,8 +295,8 @@ def _record(name: str, value: torch.Tensor, layout: str) -> QuantizedStorage:
     where = f"export_weights {name}"
     if isinstance(value, QuantizedTensor):
         plane = value.record.rowwise
-        if plane is None or plane.format != quantizer.formats[0] or not name.endswith(_WEIGHT):
-            known = [each for each, other in LAYOUTS.items() if plane is not None and other.format == plane.format]
+        if plane is None or plane.format.as_stored != quantizer.formats[0] or not name.endswith(_WEIGHT):
+            known = [each for each, other in LAYOUTS.items() if plane is not None and other.format == plane.format.as_stored]
             cure = f"write it as {' or '.join(known)}" if known else "dequantize() the weight first"
             got = "columnwise data alone" if plane is None else plane.format
             raise ConversionError(describe(where, wanted=f"a weight in {quantizer.formats[0]}", got=got, cure=cure))

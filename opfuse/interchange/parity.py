@@ -106,7 +106,7 @@ def _of_plane(plane: Plane) -> Compared:
     scale = cast(torch.Tensor, plane.scale)
     scales = scale if plane.format.family == "tensor" else load_scale(scale, plane.layout).contiguous()
     overall = () if plane.amax is None else (nvfp4_global_scale(plane.amax, plane.format.encode_max),)
-    return Compared((plane.data, scales, *overall), plane.format)
+    return Compared((plane.data, scales, *overall), plane.format.as_stored)
 
 
 def _is_cast(name: str, plain: Collection[str]) -> bool:

@@ -11,13 +11,15 @@ from typing import Literal
 
 import torch
 
-from opfuse.formats import E2M1, E4M3, Element
+from opfuse.formats import E2M1, E4M3, ROWWISE, Element, mxfp8
+from opfuse.numerics.layouts import Layout, layout_of, load_scale, store_scale
 from opfuse.numerics.scalars import (
     E8M0_NAN,
     FLT_MAX,
     MANTISSA,
     bits,
     decode,
+    decode_e8m0,
     encode,
     encode_e8m0,
     exponent_of_max,
@@ -83,6 +85,37 @@ def e8m0_from_amax(amax: torch.Tensor, element: Element, rounding: ScaleRounding
     else:
         code = ((magnitude_bits(amax) >> 23) - exponent_of_max(element)).clamp_(min=0).to(torch.uint8)
     return code.masked_fill(~torch.isfinite(amax), E8M0_NAN)
+
+
+def e8m0_of_pow2(scale: torch.Tensor) -> torch.Tensor:
+    """uint8 E8M0 codes of fp32 decode scales that are powers of two, 2^-127 to 2^127; of all others 255, as of NaN.
+
+    Zero becomes 2^-127: it stands in padding and in planes of zeros alone, over codes of zero.
+    """
+    code = encode_e8m0(scale)
+    return code.masked_fill((bits(decode_e8m0(code)) != bits(scale)) & (magnitude_bits(scale) != 0), E8M0_NAN)
+
+
+def are_pow2(scale: torch.Tensor) -> bool:
+    """Whether :func:`e8m0_of_pow2` keeps the values of fp32 scales, NaN with them; the host reads the answer."""
+    return bool(((e8m0_of_pow2(scale) != E8M0_NAN) | scale.isnan()).all())
+
+
+def mx_layout(blocks: Layout) -> Layout:
+    """Where MXFP8 keeps the lines of a plane of FP8 blocks, scales in swizzled order."""
+    return layout_of(mxfp8(blocks.element), ROWWISE, blocks.lines, swizzled=True)
+
+
+def scales_of_blocks(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The fp32 scales of a plane of FP8 blocks as uint8 E8M0 scales of MXFP8 in swizzled order, with zero padding.
+
+    The scale of 128 elements is that of their four blocks of 32, and that of a 128x128 block that of each of its lines. That is
+    exact as far as :func:`e8m0_of_pow2` is.
+    """
+    made = mx_layout(layout)
+    lines, blocks = made.blocks
+    codes = e8m0_of_pow2(load_scale(scale, layout)).repeat_interleave(layout.block[0], 0)[:lines]
+    return store_scale(codes.repeat_interleave(layout.block[1] // made.block[1], 1)[:, :blocks], made)
 
 
 def nvfp4_global_scale(amax: torch.Tensor, encode_max: int) -> torch.Tensor:

@@ -161,7 +161,7 @@ class GroupedLinear(BasicOperation):
         rows = [quantizers[role] for role in ("input", "grad_output") if role in quantizers]
         known = all(casts_in_groups(quantizer, self.num_groups) for quantizer in rows)
         backward = OVERRIDES[env.backward_override].backward == "quantized"
-        weights = {fmt for name in self.weight_names for fmt in self._weight_formats(name, quantizers)[: 1 + backward]}
+        weights = {fmt.as_stored for name in self.weight_names for fmt in self._weight_formats(name, quantizers)[: 1 + backward]}
         if self.sums_biases(needs) or not rows or not known or len(weights) != 1:
             return None
         one, *_, other = [quantizer.formats[0] for quantizer in (rows[0], *rows)]

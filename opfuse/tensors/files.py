@@ -26,7 +26,7 @@ from opfuse.formats import DTYPES, USAGES, Element, NumberFormat, dtype_name
 from opfuse.tensors import quantizers
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
-from opfuse.tensors.planes import check_describable
+from opfuse.tensors.planes import check_describable, known_format, with_formats
 from opfuse.tensors.quantizers.base import Quantizer, zero_plane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -49,6 +49,9 @@ _MADE: dict[str, Callable[..., Any]] = _CLASSES | {
     "Format": NumberFormat,  # what files called it at first
 }
 """What makes a value of a text, by the name of its type. A text names nothing else."""
+
+_UNSAID = "pow2"
+"""A field of formats that no text has: the arrays say it."""
 
 _FORMER: dict[str, Callable[[Any], tuple[str, Any]]] = {
     "scale_rounding": lambda rounding: ("scale_rule", {"ceil": "te", "floor": "ocp_floor"}[rounding]),
@@ -144,7 +147,8 @@ def _described(value: Any, path: str, arrays: dict[str, torch.Tensor]) -> Any:
         arrays[known] = value
         return {"array": known}
     if _CLASSES.get(type(value).__name__) is type(value):
-        names = ("members", "sizes") if isinstance(value, GroupedPlane) else [field.name for field in fields(value)]
+        names = [field.name for field in fields(value) if field.name != _UNSAID]
+        names = ["members", "sizes"] if isinstance(value, GroupedPlane) else names
         said = {name: _described(getattr(value, name), f"{path}.{name}", arrays) for name in names}
         return {"type": type(value).__name__, **said}
     if isinstance(value, tuple):
@@ -177,6 +181,7 @@ def _together(name: str, arrays: Mapping[str, Any]) -> QuantizedTensor:
         if rows * columns != storage.shape.numel() and (columns != storage.shape[-1] or rows < storage.matrix_shape[0]):
             raise ValueError(f"a {usage} plane of shape {plane.shape} in a tensor of shape {tuple(storage.shape)}")
     quantizer = _restored(text["quantizer"], name, arrays)
+    storage = with_formats(storage, {usage: known_format(storage.plane(usage)) for usage in storage.usages})
     made = QuantizedTensor(storage, quantizer=None if quantizer is None else _checked(quantizer, Quantizer))
     if text.get(_CHECKSUM) not in (None, _checksum(text, {part: arrays[name + part] for part in _arrays_of(text)})):
         raise ValueError("damaged data: the CRC-32 is not that of what was saved")  # texts of earlier versions have none

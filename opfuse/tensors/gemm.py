@@ -187,7 +187,7 @@ def gemm_of_groups(
 def _planes_of_groups(name: str, lefts: Sequence[Operand], rights: Sequence[Operand]) -> tuple[list[Stored], list[Stored]] | None:
     """The planes of both sides that the products read, if they are of one format on each, and these meet."""
     pairs = [planes for left, right in zip(lefts, rights, strict=True) if (planes := _planes(name, left, right)) is not None]
-    formats = {tuple(plane.format for plane in pair) for pair in pairs}
+    formats = {tuple(plane.format.as_stored for plane in pair) for pair in pairs}
     if len(pairs) < len(lefts) or len(formats) > 1 or clash(name, *formats.pop()) is not None:
         return None
     return [_stored(left) for left, _ in pairs], [_stored(right) for _, right in pairs]

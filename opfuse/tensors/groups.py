@@ -18,7 +18,7 @@ import torch
 
 from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, describe
 from opfuse.events import ValuesRead, emit, listeners
-from opfuse.formats import USAGES
+from opfuse.formats import USAGES, NumberFormat
 from opfuse.tensors.capture import check_capture
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
@@ -70,6 +70,9 @@ class GroupedPlane(Plane):
 
     def transposed(self) -> GroupedPlane:
         return self._mapped(member.transposed() for member in self.members)
+
+    def with_format(self, fmt: NumberFormat) -> GroupedPlane:
+        return self._mapped(member.with_format(fmt) for member in self.members)
 
     def with_swizzle(self, *, swizzled: bool) -> GroupedPlane:
         return self._mapped(member.with_swizzle(swizzled=swizzled) for member in self.members)

@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 
 from opfuse.errors import QuantizedTensorError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.transpose import transposed
-from opfuse.numerics.layouts import layout_of, load_data, load_scale, store_data, store_scale
+from opfuse.numerics.layouts import Layout, layout_of, load_data, load_scale, store_data, store_scale
+from opfuse.numerics.scales import are_pow2
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
@@ -53,9 +54,41 @@ def mirrored(rowwise: Plane) -> Plane:
 
 def covers(source: QuantizedStorage, target: QuantizedStorage) -> bool:
     """Whether ``source`` holds, in the layout of ``target``, every plane that ``target`` holds."""
-    return all(
-        getattr(source, usage) is not None and source.plane(usage).layout == target.plane(usage).layout for usage in target.usages
-    )
+    pairs = ((getattr(source, usage), target.plane(usage)) for usage in target.usages)
+    return all(one is not None and _lies(one) == _lies(other) for one, other in pairs)
+
+
+def _lies(plane: Plane) -> Layout:
+    """The layout of a plane, whatever is known of its values."""
+    return plane.with_format(plane.format.as_stored).layout
+
+
+def formats_of(storage: QuantizedStorage) -> dict[str, NumberFormat]:
+    """The formats of the planes of ``storage``, by usage."""
+    return {usage: storage.plane(usage).format for usage in storage.usages}
+
+
+def known_format(plane: Plane) -> NumberFormat:
+    """The format of ``plane``, with what its arrays say of their values, for which the host reads them."""
+    scales = [cast(torch.Tensor, part.scale) for _, part in _parts(plane) if plane.format.family == "block"]
+    known = bool(scales) and all(not scale.is_meta and are_pow2(scale) for scale in scales)
+    return plane.format.replace(pow2=known)
+
+
+def shared_formats(storage: QuantizedStorage, formats: Mapping[str, NumberFormat]) -> dict[str, NumberFormat]:
+    """Those of ``formats``, by usage, that planes of ``storage`` have."""
+    return dict(formats_of(storage).items() & formats.items())
+
+
+def with_formats(storage: QuantizedStorage, formats: Mapping[str, NumberFormat]) -> QuantizedStorage:
+    """The same bytes, of whose values is known what ``formats``, by usage, say (``NumberFormat.pow2``): nothing without one."""
+    old = formats_of(storage)
+    new = {usage: fmt.as_stored for usage, fmt in old.items()}
+    new |= {usage: fmt for usage, fmt in formats.items() if new.get(usage) == fmt.as_stored}
+    if new == old:
+        return storage
+    rowwise, columnwise = (storage.plane(usage).with_format(new[usage]) if usage in new else None for usage in USAGES)
+    return replace(storage, rowwise=rowwise, columnwise=columnwise)
 
 
 def tensor_pairs(target: QuantizedStorage, source: QuantizedStorage) -> list[tuple[torch.Tensor, torch.Tensor]]:

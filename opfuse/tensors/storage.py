@@ -51,6 +51,10 @@ class Plane:
         scale, amax = [None if old is None else next(source) for old in (self.scale, self.amax)]
         return Plane(self.usage, self.format, self.shape, data, scale, amax, self.swizzled)
 
+    def with_format(self, fmt: NumberFormat) -> Plane:
+        """The same bytes under a format in which they lie and mean the same."""
+        return self if fmt == self.format else replace(self, format=fmt)
+
     @property
     def layout(self) -> Layout:
         """Where the bytes lie: shapes, orientation, padding."""

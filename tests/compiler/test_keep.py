@@ -82,7 +82,8 @@ def test_b35_inputs_and_weights_are_not_saved_but_remade(override):
     assert roles.count("input") == 4
     assert roles.count("weight") == (0 if override == "high_precision" else 4)
     text = explained(model, default.replace(keep="recompute")).details()
-    formats = {None: "fp8_block_1d_e4m3", "dequantized": "fp8_block_1d_e4m3", "high_precision": "high precision"}
+    blocks = r"fp8_block_1d_e4m3 \(power-of-two scales\)"
+    formats = {None: blocks, "dequantized": blocks, "high_precision": "high precision"}
     assert re.search(rf"linear input: {formats[override]} of \d+:gelu \d+:dropout \d+:constant_scale\n", text)
     before, now = saved(model, default), saved(model, default.replace(keep="recompute"))
     assert now.totals.own < before.totals.own

@@ -276,7 +276,9 @@ def test_who_makes_a_native_product_is_told(recipe, cuda, fprop, wgrad, monkeypa
     assert makers == {"product.cu" if cuda >= (12, 9) else "scaled_mm"}
 
 
-TENSOR, ROW, MX, NV = ("scaled_mm, " + name for name in ("per tensor", "per row", "MXFP8", "NVFP4"))
+TENSOR, ROW, MX, NV, BLOCKS = (
+    "scaled_mm, " + name for name in ("per tensor", "per row", "MXFP8", "NVFP4", "FP8 blocks as MXFP8")
+)
 OURS, FIRST_USE = "product.cu or ", ", certified on first use"
 BLACKWELL = ((10, 0), (10, 3), (12, 0))
 CALLED = {
@@ -288,10 +290,15 @@ CALLED = {
         *(OURS + "scaled_mm, 1x128 and 128x128 blocks of E4M3",) * 2,
         "scaled_mm, 1x128 and 128x128 blocks of E4M3",
     ),
+    ("fp8_block, fp32 scales", (9, 0)): (
+        *(OURS + "scaled_mm, 1x128 and 128x128 blocks of E4M3",) * 2,
+        "scaled_mm, 1x128 and 128x128 blocks of E4M3",
+    ),
     ("rows", (8, 9)): (ROW + FIRST_USE,) * 3,
     ("rows", (9, 0)): (ROW,) * 3,
     **{(kind, arch): (TENSOR + FIRST_USE,) * 3 for kind in ("delayed", "fp8_current") for arch in BLACKWELL},
     **{("rows", arch): (ROW + FIRST_USE,) * 3 for arch in BLACKWELL},
+    **{("fp8_block", arch): (BLOCKS + FIRST_USE,) * 3 for arch in BLACKWELL},
     **{("mxfp8", arch): (MX + FIRST_USE,) * 3 for arch in BLACKWELL},
     **{("nvfp4", arch): (NV + FIRST_USE,) * 3 for arch in BLACKWELL},
 }
@@ -299,6 +306,7 @@ CALLED = {
 EVERY_RECIPE = {
     **{kind: make for kind, make in recipes.RECIPES.items() if kind != "custom"},
     "rows": partial(recipes.CustomRecipe, qfactory="fp8_row_scaled"),
+    "fp8_block, fp32 scales": partial(recipes.Float8BlockScaling, use_f32_scales=True),
 }
 
 
@@ -314,7 +322,8 @@ def test_what_each_architecture_would_call(kind: str, arch: tuple[int, int], mon
     calls = CALLED.get((kind, arch))
     if calls is None:
         assert {status for _, status, _ in found} <= {"emulated", "high precision"}
-        assert all("wants >= " in reason for _, status, reason in found if status == "emulated")
+        wanted = "wants powers of two" if kind == "fp8_block, fp32 scales" and arch in BLACKWELL else "wants >= "
+        assert all(wanted in reason for _, status, reason in found if status == "emulated")
     else:
         assert found == [(name, "native", call) for name, call in zip(("fprop", "dgrad", "wgrad"), calls, strict=True)]
 

@@ -10,11 +10,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opfuse import formats
 from opfuse.kernels.products import emulated
 from opfuse.kernels.products import native as gemm_native
 from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.hopper import is_faster
-from opfuse.kernels.products.native import BACKENDS, OUTPUTS, Machine, Stored, invariant_refusal, multiply, refusal
+from opfuse.kernels.products.native import (
+    BACKENDS,
+    OUTPUTS,
+    Machine,
+    Stored,
+    invariant_refusal,
+    layout_refusal,
+    multiply,
+    refusal,
+)
+from opfuse.numerics.layouts import layout_of
 from opfuse.numerics.sums import balanced
 from opfuse.runtime.replay.recorder import Recorder
 from opfuse.tensors.gemm import GEMMS, gemm, gemm_of_groups
@@ -169,8 +180,8 @@ def test_tiles_of_one_number_of_lines_have_whole_scales_at_any_number():
     ("machine", "reason"),
     [
         (Machine((0, 0), (0, 0)), "the CPU has no product of this format"),
-        (Machine((8, 9), (13, 0)), "compute capability: wants >= 9.0 and < 10.0, got 8.9"),
-        (Machine((10, 0), (13, 0)), "compute capability: wants >= 9.0 and < 10.0, got 10.0"),
+        (Machine((8, 9), (13, 0)), "compute capability: wants >= 9.0 and < 13.0, got 8.9"),
+        (Machine((10, 0), (12, 7)), "CUDA: wants >= 12.8, got 12.7"),
         (Machine((9, 0), (12, 8)), "CUDA: wants >= 12.9, got 12.8"),
     ],
 )
@@ -178,6 +189,25 @@ def test_machines_that_do_not_have_the_product(machine, reason):
     left, right = stored("1x128", 64, 256), stored("128x128", 64, 256)
     assert refused(left, right, machine=machine) == reason
     assert refused(left, right, machine=Machine((9, 0), (12, 9))) == ""
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes", "reason"),
+    [
+        ((1, 2), (130, 64, 160), ""),
+        ((2, 1), (64, 272, 96), ""),
+        ((1, 2), (64, 64, 48), "length of the sum: wants a positive multiple of 32, got 48"),
+        ((1, 0), (64, 64, 256), "block scales: wants powers of two on both sides, got powers of two and any fp32"),
+    ],
+)
+def test_blackwell_takes_blocks_under_powers_of_two(dims, sizes, reason):
+    """0: 128x128 blocks under any scales."""
+    m, n, k = sizes
+    left, right = (
+        layout_of(formats.fp8_block(formats.E4M3, each or 2, pow2=each > 0), "rowwise", shape)
+        for each, shape in zip(dims, ((m, k), (n, k)))
+    )
+    assert layout_refusal(left, right, BF16, Machine((10, 0), (13, 0))) == reason
 
 
 def test_a_result_in_fp64_is_emulated():

@@ -9,9 +9,11 @@ from opfuse.formats import E2M1, E4M3, E5M2
 from opfuse.numerics.scalars import FLT_MAX, encode, pack_e2m1
 from opfuse.numerics.scales import (
     amax,
+    are_pow2,
     decode_scale,
     divide,
     e8m0_from_amax,
+    e8m0_of_pow2,
     nvfp4_block_scale,
     nvfp4_global_scale,
     nvfp4_multiplier,
@@ -93,6 +95,20 @@ def test_e8m0_closed_form_for_every_bf16_amax():
     largest = (b << 16).view(torch.float32)
     expected = torch.where(b >= 0x7F80, 255, (((b + 0x1F) >> 7) - 8).clamp(min=0))
     assert torch.equal(e8m0_from_amax(largest, E4M3).int(), expected)
+
+
+def test_e8m0_of_powers_of_two_golden():
+    """All that a quantizer makes is exact, the subnormal 2^-127 too; what is no such power is NaN, and zero stands in padding."""
+    scales = f32(2.0**-127, 2.0**-126, 1, 2.0**127, 0, NAN, 3, -1, INF, 2.0**-128, 1e-45, 1.5 * 2.0**-127)
+    assert e8m0_of_pow2(scales).tolist() == [0, 1, 127, 254, 0, 255, 255, 255, 255, 255, 255, 255]
+    assert are_pow2(scales[:6])
+    assert not any(are_pow2(scale) for scale in scales[6:])
+    amaxes = torch.cat((torch.logspace(-44, 38, 500, dtype=torch.float64).float(), f32(1e-45, 3.4e38, 0, INF, NAN)))
+    for largest in (E4M3.max, E5M2.max):
+        decoded = decode_scale(scale_from_amax(amaxes, largest, pow2=True), amaxes)
+        assert are_pow2(decoded)
+        finite = amaxes.isfinite()
+        assert torch.equal(torch.exp2(e8m0_of_pow2(decoded[finite]).double() - 127).float(), decoded[finite])
 
 
 @pytest.mark.parametrize(("element", "top"), [(E4M3, 8), (E5M2, 15)])

@@ -45,7 +45,7 @@ BLACKWELL = [(10, 0), (10, 3), (12, 0)]
 NATIVE = {
     "delayed": [(8, 9), (9, 0), *BLACKWELL],
     "fp8_current": [(8, 9), (9, 0), *BLACKWELL],
-    "fp8_block": [(9, 0)],
+    "fp8_block": [(9, 0), *BLACKWELL],
     "mxfp8": BLACKWELL,
     "nvfp4": BLACKWELL,
 }
@@ -87,8 +87,8 @@ def _fresh():
 @pytest.mark.usefixtures("_fresh")
 def test_a_back_end_more_is_a_kind_more(monkeypatch):
     """No list of kinds says what is native: the back ends of formats do."""
-    backend = BACKENDS["block"][0]._replace(name="a product", rules=(), since=(10, 0), below=(12, 0))
-    monkeypatch.setitem(BACKENDS, "block", (*BACKENDS["block"], backend))
+    hopper = BACKENDS["block"][0]
+    monkeypatch.setitem(BACKENDS, "block", (hopper, hopper._replace(name="a product", rules=(), since=(10, 0), below=(12, 0))))
     assert support("fp8_block", (10, 0)).status == "native"
     assert support("fp8_block", (12, 0)) == Support("emulated", "compute capability: wants >= 9.0 and < 12.0, got 12.0")
 
@@ -105,6 +105,10 @@ def test_fields_count_and_not_the_kind_alone():
     assert support(Float8BlockScaling(), (9, 0)).status == "native"
     reason = "dgrad: elements: wants e4m3 twice, got ('e5m2', 'e4m3')"
     assert support(Float8BlockScaling(fp8_format=Format.HYBRID), (9, 0)) == Support("emulated", reason)
+    assert support(Float8BlockScaling(fp8_format=Format.HYBRID), (10, 0)).status == "native"
+    reason = "block scales: wants powers of two on both sides, got any fp32 and any fp32"
+    assert support(Float8BlockScaling(use_f32_scales=True), (10, 0)) == Support("emulated", reason)
+    assert support(Float8BlockScaling(use_f32_scales=True), (9, 0)).status == "native"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ EVERY = pytest.mark.parametrize("quantizer", tables.FORMATS, ids=lambda quantize
 
 def cells(quantizer: Quantizer) -> list[str]:
     """The line of a format."""
-    name = str(quantizer.formats[0]).replace("_e4m3", "")
+    name = str(quantizer.formats[0].as_stored).replace("_e4m3", "")
     (line,) = [line for line in tables.formats().splitlines() if line.startswith(f"| {name} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 

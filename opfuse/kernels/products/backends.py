@@ -21,6 +21,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from opfuse.formats import E2M1, E4M3, E5M2
 from opfuse.kernels.engine.variants import on_bytes
+from opfuse.kernels.products.block_scales import scales_of_blocks
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, relayout_scale
 
@@ -63,10 +64,19 @@ class LibraryOperand(NamedTuple):
     swizzle: list[SwizzleType]
 
 
+AsOperand = Callable[[Stored, bool], LibraryOperand]
+"""The arrays of a plane as the library reads them, on the left or, if True, on the right: its own memory, but for what must move.
+
+Copied are fp32 scales that do not start on 16 bytes, codes that are stored with lines as columns (columnwise MXFP8), and byte
+scales that a cast left compact. Scales of FP8 blocks are written anew for a product that reads those of MXFP8.
+"""
+
+
 class Backend(NamedTuple):
     """A native product of one family: devices from ``since`` up to, not including, ``below``, from the CUDA version ``cuda`` on.
 
-    fast: whether sums can stay in the matrix unit, in fewer bits than fp32.
+    operand: how the library takes a plane; None for a kernel of the package's own. fast: whether sums can stay in the matrix
+    unit, in fewer bits than fp32.
     """
 
     name: str
@@ -74,6 +84,7 @@ class Backend(NamedTuple):
     below: Version
     rules: tuple[Rule, ...]
     cuda: Version
+    operand: AsOperand | None = None
     fast: bool = False
     recorded: bool = False
 
@@ -104,6 +115,13 @@ _UNPADDED_SCALES = Rule(
     lambda left, _: left.lines[0] if left.scale_across else 0,
     lambda n: n % 4 == 0,
 )
+_MX = (*_LINES, _LENGTH_32, ONE_E5M2)
+_POWERS_OF_TWO = Rule(
+    "block scales",
+    "powers of two on both sides",
+    lambda left, right: " and ".join("powers of two" if layout.format.pow2 else "any fp32" for layout in (left, right)),
+    lambda got: "any" not in got,
+)
 _ONE_AMAX = Rule(
     "global amaxes",
     "one for each operand",
@@ -111,87 +129,7 @@ _ONE_AMAX = Rule(
     lambda got: got != "one for each row",
 )
 
-# -- the table -------------------------------------------------------------------------------------------------------------------
-
-_ADA: Any = {"since": (8, 9), "below": (9, 0), "cuda": (12, 1), "fast": True}
-_HOPPER: Any = {"since": (9, 0), "below": (10, 0), "recorded": True}
-_BLACKWELL: Any = {"since": (10, 0), "below": (13, 0), "cuda": (12, 8)}
-"""10.x, 11.x and 12.x: sums are in fp32 there, so none is fast."""
-
-_TENSOR = "scaled_mm, per tensor"
-_ROW = "scaled_mm, per row"
-
-BACKENDS: Mapping[str, tuple[Backend, ...]] = {
-    "tensor": (
-        Backend(_TENSOR, **_ADA, rules=(*SHAPES, ONE_E5M2)),
-        Backend(_TENSOR, **_HOPPER, cuda=(0, 0), fast=True, rules=(*SHAPES, ONE_E5M2)),
-        Backend(_TENSOR, **_BLACKWELL, rules=(*SHAPES, ONE_E5M2)),
-    ),
-    "row": (
-        Backend(_ROW, **_ADA, rules=(*SHAPES, _RIGHT_E4M3)),
-        Backend(_ROW, **_HOPPER, cuda=(12, 9), fast=True, rules=(*SHAPES, ONE_E5M2)),
-        Backend(_ROW, **_BLACKWELL, rules=(*SHAPES, _RIGHT_E4M3)),
-    ),
-    "block": (
-        Backend(
-            "scaled_mm, 1x128 and 128x128 blocks of E4M3",
-            **_HOPPER,
-            cuda=(12, 9),
-            rules=(*SHAPES, ALL_E4M3, _UNPADDED_SCALES),
-        ),
-    ),
-    "mx": (Backend("scaled_mm, MXFP8", **_BLACKWELL, rules=(*_LINES, _LENGTH_32, ONE_E5M2)),),
-    "nv": (Backend("scaled_mm, NVFP4", **_BLACKWELL, rules=(*_LINES, _LENGTH_32, _ONE_AMAX)),),
-}
-"""Native products of the library; a family on a device without a row is emulated."""
-
-
-def backend_of(rows: tuple[Backend, ...], machine: Machine) -> Backend | str:
-    """The row for a machine; else what the machine lacks."""
-    if machine.arch == (0, 0):
-        return ON_CPU
-    for row in rows:
-        if row.since <= machine.arch < row.below:
-            return row if machine.cuda >= row.cuda else f"CUDA: wants >= {dotted(row.cuda)}, got {dotted(machine.cuda)}"
-    return f"compute capability: wants {_ranges(rows)}, got {dotted(machine.arch)}"
-
-
-def library_name(family: str) -> str:
-    """What people call the library's product of a family."""
-    return BACKENDS[family][0].name
-
-
-def reads_tiled_scales(family: str, machine: Machine) -> bool:
-    """Whether a machine has a product that reads the byte scales of a family in 128x4 tiles."""
-    return family in ("mx", "nv") and isinstance(backend_of(BACKENDS[family], machine), Backend)
-
-
-def _ranges(rows: tuple[Backend, ...]) -> str:
-    """The compute capabilities of rows, ranges that meet as one."""
-    ranges: list[list[Version]] = []
-    for since, below in sorted((row.since, row.below) for row in rows):
-        if ranges and ranges[-1][1] == since:
-            ranges[-1][1] = below
-        else:
-            ranges.append([since, below])
-    return " or ".join(f">= {dotted(since)} and < {dotted(below)}" for since, below in ranges)
-
-
-def dotted(version: Version) -> str:
-    """``9.0`` of (9, 0)."""
-    return f"{version[0]}.{version[1]}"
-
-
 # -- operands --------------------------------------------------------------------------------------------------------------------
-
-
-def library_operand(plane: Stored, *, is_right: bool) -> LibraryOperand:
-    """The arrays of a plane as the library reads them: its own memory, but for what must move.
-
-    Copied are fp32 scales that do not start on 16 bytes, codes that are stored with lines as columns (columnwise MXFP8), and byte
-    scales that a cast left compact.
-    """
-    return _OPERANDS[plane.layout.format.family](plane, is_right)
 
 
 def _fp8(plane: Stored) -> torch.Tensor:
@@ -229,6 +167,12 @@ def _mx(plane: Stored, is_right: bool) -> LibraryOperand:
     return LibraryOperand(_fp8(plane), [scales], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
 
 
+def _mx_of_blocks(plane: Stored, is_right: bool) -> LibraryOperand:
+    """FP8 blocks as MXFP8, which is exact where scales are powers of two; others become NaN."""
+    scales = scales_of_blocks(plane.scale, plane.layout).reshape(-1).view(torch.float8_e8m0fnu)
+    return LibraryOperand(_fp8(plane), [scales], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
+
+
 def _nv(plane: Stored, is_right: bool) -> LibraryOperand:
     """The global amax over the one whose factor is 1 is the second level of scales."""
     amax = cast(torch.Tensor, plane.amax)  # which every NVFP4 plane has
@@ -238,10 +182,70 @@ def _nv(plane: Stored, is_right: bool) -> LibraryOperand:
     return LibraryOperand(codes, scales, scaling, [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE])
 
 
-_OPERANDS: Mapping[str, Callable[[Stored, bool], LibraryOperand]] = {
-    "tensor": _tensor,
-    "row": _row,
-    "block": _block,
-    "mx": _mx,
-    "nv": _nv,
+# -- the table -------------------------------------------------------------------------------------------------------------------
+
+_ADA: Any = {"since": (8, 9), "below": (9, 0), "cuda": (12, 1), "fast": True}
+_HOPPER: Any = {"since": (9, 0), "below": (10, 0), "recorded": True}
+_BLACKWELL: Any = {"since": (10, 0), "below": (13, 0), "cuda": (12, 8)}
+"""10.x, 11.x and 12.x: sums are in fp32 there, so none is fast."""
+
+_TENSOR = "scaled_mm, per tensor"
+_ROW = "scaled_mm, per row"
+
+BACKENDS: Mapping[str, tuple[Backend, ...]] = {
+    "tensor": (
+        Backend(_TENSOR, **_ADA, operand=_tensor, rules=(*SHAPES, ONE_E5M2)),
+        Backend(_TENSOR, **_HOPPER, operand=_tensor, cuda=(0, 0), fast=True, rules=(*SHAPES, ONE_E5M2)),
+        Backend(_TENSOR, **_BLACKWELL, operand=_tensor, rules=(*SHAPES, ONE_E5M2)),
+    ),
+    "row": (
+        Backend(_ROW, **_ADA, operand=_row, rules=(*SHAPES, _RIGHT_E4M3)),
+        Backend(_ROW, **_HOPPER, operand=_row, cuda=(12, 9), fast=True, rules=(*SHAPES, ONE_E5M2)),
+        Backend(_ROW, **_BLACKWELL, operand=_row, rules=(*SHAPES, _RIGHT_E4M3)),
+    ),
+    "block": (
+        Backend(
+            "scaled_mm, 1x128 and 128x128 blocks of E4M3",
+            **_HOPPER,
+            operand=_block,
+            cuda=(12, 9),
+            rules=(*SHAPES, ALL_E4M3, _UNPADDED_SCALES),
+        ),
+        # ScaledBlas.cpp refuses fp32 scales of blocks outside of 9.x.
+        Backend("scaled_mm, FP8 blocks as MXFP8", **_BLACKWELL, operand=_mx_of_blocks, rules=(_POWERS_OF_TWO, *_MX)),
+    ),
+    "mx": (Backend("scaled_mm, MXFP8", **_BLACKWELL, operand=_mx, rules=_MX),),
+    "nv": (Backend("scaled_mm, NVFP4", **_BLACKWELL, operand=_nv, rules=(*_LINES, _LENGTH_32, _ONE_AMAX)),),
 }
+"""Native products of the library; a family on a device without a row is emulated."""
+
+
+def backend_of(rows: tuple[Backend, ...], machine: Machine) -> Backend | str:
+    """The row for a machine; else what the machine lacks."""
+    if machine.arch == (0, 0):
+        return ON_CPU
+    for row in rows:
+        if row.since <= machine.arch < row.below:
+            return row if machine.cuda >= row.cuda else f"CUDA: wants >= {dotted(row.cuda)}, got {dotted(machine.cuda)}"
+    return f"compute capability: wants {_ranges(rows)}, got {dotted(machine.arch)}"
+
+
+def reads_tiled_scales(family: str, machine: Machine) -> bool:
+    """Whether a machine has a product that reads the byte scales of a family in 128x4 tiles."""
+    return family in ("mx", "nv") and isinstance(backend_of(BACKENDS[family], machine), Backend)
+
+
+def _ranges(rows: tuple[Backend, ...]) -> str:
+    """The compute capabilities of rows, ranges that meet as one."""
+    ranges: list[list[Version]] = []
+    for since, below in sorted((row.since, row.below) for row in rows):
+        if ranges and ranges[-1][1] == since:
+            ranges[-1][1] = below
+        else:
+            ranges.append([since, below])
+    return " or ".join(f">= {dotted(since)} and < {dotted(below)}" for since, below in ranges)
+
+
+def dotted(version: Version) -> str:
+    """``9.0`` of (9, 0)."""
+    return f"{version[0]}.{version[1]}"

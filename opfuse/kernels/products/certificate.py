@@ -54,8 +54,8 @@ from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, layout_of, store_data, store_scale
 from opfuse.torch_private.dispatch import without_modes
 
-Multiply = Callable[[Stored, Stored, torch.dtype, bool], torch.Tensor]
-"""A product of two planes in a dtype, with fast sums or without: (left lines, right lines)."""
+Multiply = Callable[[Backend, Stored, Stored, torch.dtype, bool], torch.Tensor]
+"""The product of two planes by a back end in a dtype, with fast sums or without: (left lines, right lines)."""
 
 
 class Certificate(NamedTuple):
@@ -79,11 +79,15 @@ class Trial(NamedTuple):
 
 # -- trials ----------------------------------------------------------------------------------------------------------------------
 
-_BLOCKS = fp8_block(E4M3, 1)
+_BLOCKS = tuple((pow2, one, other) for pow2 in (True, False) for one, other in ((1, 2), (2, 1), (1, 1)))
 _FORMATS: dict[str, tuple[tuple[NumberFormat, NumberFormat], ...]] = {
     "tensor": tuple((fp8_tensor(one), fp8_tensor(other)) for one, other in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))),
     "row": tuple((fp8_row(one), fp8_row(other)) for one, other in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))),
-    "block": ((_BLOCKS, fp8_block(E4M3, 2)), (fp8_block(E4M3, 2), _BLOCKS), (_BLOCKS, _BLOCKS)),
+    "block": (
+        *((fp8_block(E4M3, one, pow2=pow2), fp8_block(E4M3, other, pow2=pow2)) for pow2, one, other in _BLOCKS),
+        (fp8_block(E5M2, 1, pow2=True), fp8_block(E4M3, 2, pow2=True)),
+        (fp8_block(E4M3, 1, pow2=True), fp8_block(E5M2, 1, pow2=True)),
+    ),
     "mx": tuple((mxfp8(one), mxfp8(other)) for one, other in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))),
     "nv": ((NVFP4, NVFP4),),
 }
@@ -119,6 +123,15 @@ def _pairs(family: str, random: torch.Generator) -> Iterator[tuple[str, Stored, 
         yield "NaN", _planted(left, nan), right
     largest = [plane._replace(data=torch.full_like(plane.data, _largest(plane.layout.element))) for plane in (left, right)]
     yield "largest codes", largest[0], largest[1]
+    if one.scale == "e8m0" or one.pow2:
+        yield "smallest scales on the left", _under(left, -127), _under(right, 110)
+        yield "smallest scales on the right", _under(left, 110), _under(right, -127)
+
+
+def _under(plane: Stored, exponent: int) -> Stored:
+    """The plane with all scales of one power of two."""
+    exponents = torch.full(plane.layout.blocks, exponent)
+    return plane._replace(scale=_stored_scales(plane.layout, exponents, torch.ones_like(exponents)))
 
 
 def _planted(plane: Stored, byte: int) -> Stored:
@@ -138,7 +151,7 @@ def _name(left: Stored, right: Stored) -> str:
 
 
 def random_plane(fmt: NumberFormat, usage: Usage, lines: int, length: int, random: torch.Generator) -> Stored:
-    """A plane of random finite codes, whose scales are of seven powers of two, times 4 to 7 where a scale has a mantissa."""
+    """A plane of random finite codes, whose scales are of seven powers of two, times 4 to 7 where a scale can have a mantissa."""
     layout = layout_of(fmt, usage, (lines, length) if usage == ROWWISE else (length, lines))
     element = layout.element
     magnitude = torch.randint(0, element.max_code + 1, layout.lines, generator=random, dtype=torch.uint8)
@@ -149,11 +162,16 @@ def random_plane(fmt: NumberFormat, usage: Usage, lines: int, length: int, rando
 def _scales(layout: Layout, random: torch.Generator) -> torch.Tensor:
     exponents = torch.randint(-3, 4, layout.blocks, generator=random)
     mantissas = torch.randint(4, 8, layout.blocks, generator=random)
+    return _stored_scales(layout, exponents, torch.ones_like(mantissas) if layout.format.pow2 else mantissas)
+
+
+def _stored_scales(layout: Layout, exponents: torch.Tensor, mantissas: torch.Tensor) -> torch.Tensor:
+    """Scales ``mantissas`` times 2^``exponents`` as a plane stores them; E8M0 has no mantissas."""
     if layout.format.scale == "e8m0":
         return store_scale((exponents + 127).to(torch.uint8), layout)
     if layout.format.scale == "e4m3":
         return store_scale(((exponents + 7 << 3) | mantissas).to(torch.uint8), layout)
-    scales = mantissas.float() * exponents.float().exp2()
+    scales = (mantissas * exponents.double().exp2()).float()
     return scales.reshape(1) if layout.format.family == "tensor" else store_scale(scales, layout)
 
 
@@ -215,7 +233,7 @@ def examine(family: str, backend: Backend, product: Multiply, device: torch.devi
         left, right = (plane.to(device) for plane in (trial.left, trial.right))
         for out_dtype, fast in itertools.product(_OUT_BITS, (False, True)[: 1 + backend.fast]):
             try:
-                fault = exact.fault(product(left, right, out_dtype, fast).cpu())
+                fault = exact.fault(product(backend, left, right, out_dtype, fast).cpu())
             except torch.OutOfMemoryError:  # of the moment, and no verdict to be kept
                 raise
             except Exception as error:  # whatever the library raises: it does not multiply these here

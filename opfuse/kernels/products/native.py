@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +33,12 @@ from opfuse.kernels.products.backends import (
     BACKENDS,
     ONE_E5M2,
     SHAPES,
+    AsOperand,
     Backend,
     Machine,
     Rule,
     Version,
     backend_of,
-    library_name,
-    library_operand,
 )
 from opfuse.kernels.products.certificate import certified, known_certificate, standing
 from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_faster
@@ -128,8 +127,12 @@ def multiply(
 def _library_takes(left: Stored, right: Stored, out_dtype: torch.dtype) -> bool:
     """Whether the library multiplies two planes on their device, and is known to do so rightly there."""
     index = left.data.get_device()
-    device = _machine(index)
-    return not refusal(left, right, out_dtype, device) and is_certified(left.layout.format.family, index)
+    return not refusal(left, right, out_dtype, _machine(index)) and is_certified(left.layout.format.family, index)
+
+
+def _library(family: str, machine: Machine) -> Backend:
+    """The product of the library for a family, on a machine that has it."""
+    return cast(Backend, backend_of(BACKENDS[family], machine))
 
 
 def is_certified(family: str, device: int) -> bool:
@@ -137,9 +140,9 @@ def is_certified(family: str, device: int) -> bool:
     return certified(family, device, _machine(device), library_product).passed
 
 
-def library_product(left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
-    """The product by the library, whatever is known of it; the arguments are those of :func:`multiply`."""
-    return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast)
+def library_product(backend: Backend, left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+    """The product ``backend`` of the library, whatever is known of it; the other arguments are those of :func:`multiply`."""
+    return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, library=backend)
 
 
 def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
@@ -150,11 +153,16 @@ def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
     return "" if known is None or known.passed else f"wrong here: {known.fault}"
 
 
+def library_name(family: str, machine: Machine) -> str:
+    """What people call the library's product of a family on a machine that has it."""
+    return _library(family, machine).name
+
+
 def native_name(left: NumberFormat, right: NumberFormat, machine: Machine) -> str:
     """Who makes native products of two formats: the library (``scaled_mm``), or it or the package's own kernel (``product.cu``),
     as is faster for their sizes (:data:`~opfuse.kernels.products.hopper.FASTER`).
     """
-    notes = filter(None, (library_name(left.family), standing(left.family, machine)))
+    notes = filter(None, (library_name(left.family, machine), standing(left.family, machine)))
     library, scaling = ", ".join(notes), SCALING.get((left.block, right.block))
     own = backend_of(OWN.get(left.family, ()), machine)
     if isinstance(own, str) or not any(scaling == each for each, _ in FASTER):
@@ -277,10 +285,18 @@ def multiply_groups(
 
 
 def _scaled_mm(
-    left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None = None
+    left: Stored,
+    right: Stored,
+    *,
+    out_dtype: torch.dtype,
+    fast: bool,
+    out: torch.Tensor | None = None,
+    library: Backend | None = None,
 ) -> torch.Tensor:
-    a, b = library_operand(left, is_right=False), library_operand(right, is_right=True)
-    fast = fast and has_fast_sums(left.layout.format.family, _machine(left.data.get_device()))
+    """The product by the library, or by one that is tried. library: the row; None: that of the planes' device."""
+    library = library or _library(left.layout.format.family, _machine(left.data.get_device()))
+    operand = cast(AsOperand, library.operand)
+    a, b, fast = operand(left, False), operand(right, True), fast and library.fast
     if out is None or tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16):
         return F.scaled_mm(
             a.codes,
@@ -296,12 +312,6 @@ def _scaled_mm(
         )
     levels = ((each.scales, [kind.value for kind in each.scaling], [order.value for order in each.swizzle]) for each in (a, b))
     return scaled_mm_into(a.codes, b.codes.t(), *next(levels), *next(levels), None, out_dtype, [], fast, out=out)
-
-
-def has_fast_sums(family: str, machine: Machine) -> bool:
-    """Whether the library's product of a family can keep its sums in the matrix unit of a machine."""
-    backend = backend_of(BACKENDS[family], machine)
-    return isinstance(backend, Backend) and backend.fast
 
 
 def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.checks import require_number
 from opfuse.numerics.layouts import Layout
 from opfuse.tensors.quantizers.base import Float8CastingQuantizer, RuledQuantizer, require
+from opfuse.tensors.quantizers.provenance import casts_itself
 from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 
 
@@ -150,7 +151,7 @@ class Float8BlockQuantizer(RuledQuantizer):
         return self.block_scaling_dim == 2
 
     def _format(self, element: Element) -> NumberFormat:
-        return fp8_block(element, self.block_scaling_dim)
+        return fp8_block(element, self.block_scaling_dim, pow2=bool(self.force_pow_2_scales) and casts_itself(self))
 
     def _encoding(self, layouts: Sequence[Layout]) -> Blocks | Ruled:
         options = self._options(self.amax_epsilon)

@@ -39,7 +39,7 @@ class GroupedQuantizer(Quantizer):
 
     def __post_init__(self) -> None:
         distinct = {id(q): q for q in self.quantizers}
-        formats = [q.formats for q in distinct.values()]
+        formats = [tuple(fmt.as_stored for fmt in q.formats) for q in distinct.values()]
         if not formats or any(formats_of_group != formats[0] for formats_of_group in formats):
             cure = "give every group a quantizer of the same class and settings"
             raise QuantizerError(describe("GroupedQuantizer", wanted="quantizers of equal formats", got=formats, cure=cure))

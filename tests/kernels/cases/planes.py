@@ -16,6 +16,7 @@ from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, NumberFormat, 
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups, dequantize_nv
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
+from opfuse.kernels.products.block_scales import scales_of_blocks
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, SIZE
 from opfuse.numerics.layouts import Layout
 from tests.kernels.cases.matrices import DTYPES
@@ -129,6 +130,17 @@ def _shapes(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return layout.data_shape, layout.scale_shape
 
 
+def _block_scales(fmt: NumberFormat, usage: Usage, kind: str, device: torch.device) -> Arguments:
+    """Random bits and powers of two, of all exponents; the padding is random, too."""
+    layout = _PlaneArguments(fmt, usage, swizzled=False, kind=kind, dtype=torch.float32).layout
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{fmt} {kind}".encode()))
+    scale = _random_scales(layout.scale_shape, generator)
+    powers = torch.randint(-149, 128, layout.scale_shape, generator=generator).double().exp2().float()
+    powers = torch.where(torch.rand(powers.shape, generator=generator) < 0.05, 0.0, powers)
+    scale = torch.where(torch.rand(powers.shape, generator=generator) < 0.2, scale, powers)
+    return Arguments((scale.to(device), layout))
+
+
 CASES: CaseTable = {
     dequantize: _planes(_FORMATS),
     dequantize_nv: _planes(_NVFP4_FORMATS),
@@ -140,4 +152,11 @@ CASES: CaseTable = {
         for output, dtype in DTYPES.items()
     },
     transposed: {kind: _transposed(kind) for kind in _LINES},
+    scales_of_blocks: {
+        f"{name}, {usage}, {kind}": functools.partial(_block_scales, fmt, usage, kind)
+        for name, fmt in _FORMATS.items()
+        if fmt.family == "block" and fmt.element == E4M3
+        for usage in USAGES
+        for kind in _LINES
+    },
 }

@@ -349,7 +349,8 @@ class Cache(Generic[K, V]):
     def put(self, key: K, value: V) -> Miss:
         """Insert after a miss; returns and records why it was one."""
         name = digest(key)
-        miss = replace(self.why(key), again=name in self._seen)
+        # Another thread may have made the entry meanwhile, which then was not dropped.
+        miss = replace(self.why(key), again=name in self._seen and key not in self._entries)
         self.misses += 1
         self._seen[name] = None
         if len(self._seen) > _REMEMBERED * self.size:

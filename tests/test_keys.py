@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opfuse.errors import KeyValueError
-from opfuse.keys import Cache, Difference, diff, digest, key_fields, token
+from opfuse.keys import Cache, Difference, Miss, diff, digest, key_fields, token
 
 
 class Mode(enum.Enum):
@@ -249,6 +249,13 @@ def test_the_least_recently_used_entry_is_dropped():
     assert cache.get(Pair(1, 0)) is None
     cache.clear()
     assert (len(cache), cache.hits, cache.misses) == (0, 1, 4)
+
+
+def test_an_entry_that_two_threads_make_was_not_dropped():
+    cache: Cache[Pair, str] = Cache(4)
+    for value in "ab":  # of two calls that both missed
+        cache.put(Pair(1, 1), value)
+    assert not cast(Miss, cache.last_miss).again
 
 
 def test_a_key_without_identity_is_refused_and_changes_nothing():

@@ -34,6 +34,7 @@ from opfuse.recipes import mark_region_used
 from opfuse.runtime.compile.custom_op import hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import run_of
+from opfuse.torch_private.tensors import version_of
 
 
 class CallingPlace(NamedTuple):
@@ -96,7 +97,7 @@ class Shared:
         """How often ``x`` was written, where adapters may write to it; None if torch does not count."""
         if not self.wrapped:
             return 0
-        return None if x.is_inference() else x._version
+        return None if x.is_inference() else version_of(x)
 
     def running(self, *, followed: bool = False) -> int | None:
         """The run of the code at the place, as the ``id()`` of its frame; followed: of dynamo's own frame, which follows it.

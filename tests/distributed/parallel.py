@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning, ShapeError
-from opfuse.tensors import QuantizedTensor, meeting
+from opfuse.tensors import QuantizedTensor, row_collectives
 from opfuse.tensors.masters import stored_in
 from tests.distributed.running import Task
 from tests.distributed.shards import same_on_all
@@ -215,9 +215,9 @@ def check_wire(wire: Wire, rank: int, ranks: int, device: str) -> list[str]:
     def passes(*gathers: Any) -> list[torch.Tensor]:
         model.zero_grad()
         given = x.clone().requires_grad_()
-        with region_of(wire.recipe), mock.patch.object(meeting, "functional_collectives", gathers[0]):
+        with region_of(wire.recipe), mock.patch.object(row_collectives, "functional_collectives", gathers[0]):
             y = model(given)
-        with mock.patch.object(meeting, "functional_collectives", gathers[1]):
+        with mock.patch.object(row_collectives, "functional_collectives", gathers[1]):
             y.backward(dy)
         return [y.detach(), given.grad, *(parameter.grad.to_local().clone() for parameter in model.parameters())]
 

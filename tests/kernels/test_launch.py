@@ -26,6 +26,7 @@ USUAL = 64
 MOST_REGISTERS = {
     "amax.cu": {"amax": 40},
     "cast_tensor.cu": {"cast_rows": 40},
+    "combine.cu": {"combine_rows_backward": 80},
     "cast_row.cu": {"cast_row": 160},
     "cast_lines.cu": {"cast_lines": 128},
     "cast_block.cu": {"cast_block": 128},

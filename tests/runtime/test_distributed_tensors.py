@@ -17,7 +17,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
 from opfuse.runtime.replay import warmup as rehearsal
-from opfuse.tensors import meeting, quantizers
+from opfuse.tensors import quantizers, row_collectives
 
 RECIPES = {"none": None, "mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling()}
 
@@ -37,7 +37,7 @@ def test_a_rehearsal_meets_no_ranks(mesh):
     with pytest.raises(rehearsal._Stop, match="allreduce_ waits for other ranks"), rehearsal._Harmless():
         dist.all_reduce(x)
     with pytest.raises(rehearsal._Stop, match="waits for other ranks"), rehearsal._Harmless():
-        meeting.gathered(x, 1, None)
+        row_collectives.gathered(x, 1, None)
 
 
 def test_a_step_on_masters_of_shards_is_a_write_that_autograd_counts(mesh):

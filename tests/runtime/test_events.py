@@ -181,6 +181,7 @@ def test_a_launch_is_heard_before_it_is_queued_and_by_nobody_in_a_dry_run(monkey
     variant, grid, layout = Variant("a.cu"), launching.Grid(2, 32, 64), struct.Struct("Pq")
     monkeypatch.setattr(launching, "current_device", lambda: 0)
     monkeypatch.setattr(launching, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(launching, "bind", lambda device: None)
 
     def queue(grid: object, block: object, arguments: object, *, shared_mem: int, stream: Any) -> None:
         heard.append((grid, block, shared_mem, stream.ptr))

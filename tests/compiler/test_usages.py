@@ -332,7 +332,7 @@ def test_u06_another_format_is_an_error_that_names_both(old, new, override, monk
         region = opfuse.autocast(recipe=TYPES[new](backward_override=override))
         with torch.set_grad_enabled(grad), region, pytest.raises(RecipeError) as caught:
             model(x)
-        stored, wanted = (str(BOTH[name].formats[0]) for name in (old, new))
+        stored, wanted = (str(BOTH[name].formats[0].as_stored) for name in (old, new))
         for text in ("Linear(", "weight", type(TYPES[new]()).__name__, stored, wanted, "'dequantize'", "'keep'"):
             assert text in str(caught.value)
     assert model.cache_info().plans == 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -151,13 +151,14 @@ def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> I
         yield from compared(label, in_turns(every, milliseconds, rounds), whole=number == 0)
 
 
-def main() -> None:
+def show(records: Iterable[Record]) -> None:
+    """Print figures as they come, with their limits, and how long all took."""
     start = time.perf_counter()
-    for record in records():
+    for record in records:
         limit = "" if record["limit"] is None else f", at least {record['limit']:.2f}"
         print(f"{record['name']:90s} {record['value']:9.2f} {record['unit']}{limit}", flush=True)
     print(f"{time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    show(records())

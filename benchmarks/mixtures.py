@@ -22,14 +22,13 @@ from torch import nn
 
 import opfuse
 from benchmarks.calls import EAGER, in_turns
-from benchmarks.converted import COMPILED, PASSES, Record, compiled
+from benchmarks.converted import COMPILED, PASSES, WARM, Record, compiled, milliseconds, show
 from benchmarks.profiles import kernel_of
 from benchmarks.pytorch import traced
-from benchmarks.timing import Call, wall_time
+from benchmarks.timing import Call
 from opfuse import recipes
 
 KINDS = ("fp8_current", "fp8_block")
-WARM = 3
 
 LEAST = {
     ("Qwen3-30B-A3B", 16384, "fp8_block compiled"): 1.25,
@@ -178,7 +177,7 @@ def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
                 for passes in calls.values():
                     for _ in range(WARM):
                         passes()
-                took = in_turns({name: {PASSES: passes} for name, passes in calls.items()}, _milliseconds, rounds)
+                took = in_turns({name: {PASSES: passes} for name, passes in calls.items()}, milliseconds, rounds)
                 for name, passes in calls.items():
                     if name == COMPILED and number:
                         continue
@@ -189,17 +188,5 @@ def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
                     yield from parts(f"{label}, {name}", passes)
 
 
-def _milliseconds(call: Call) -> float:
-    return wall_time(call, calls=3) / 1e3
-
-
-def main() -> None:
-    start = time.perf_counter()
-    for record in records():
-        limit = "" if record["limit"] is None else f", at least {record['limit']:.2f}"
-        print(f"{record['name']:90s} {record['value']:9.2f} {record['unit']}{limit}", flush=True)
-    print(f"{time.perf_counter() - start:.0f} s")
-
-
 if __name__ == "__main__":
-    main()
+    show(records())

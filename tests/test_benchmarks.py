@@ -25,6 +25,7 @@ from benchmarks import (
     converted,
     distributed,
     grouped,
+    mixtures,
     models,
     overhead,
     pipelines,
@@ -533,3 +534,30 @@ def in_region(model: torch.nn.Module, recipe: Recipe) -> Callable[[torch.Tensor]
         return result
 
     return call
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("combine_rows", "moved rows"),
+        ("product", "products"),
+        ("nvjet_sm90_tst_128x256", "products"),
+        ("cast_block_groups", "casts"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("triton_poi_fused_mul_0", "compiled by torch"),
+        ("vectorized_elementwise_kernel", mixtures.REST),
+    ],
+)
+def test_a_kernel_of_a_mixture_belongs_to_a_part(kernel: str, part: str) -> None:
+    assert mixtures.part_of(kernel) == part
+
+
+@pytest.mark.parametrize("kind", ["", "fp8_block"])
+def test_a_mixture_of_small_sizes_runs_both_passes(kind: str) -> None:
+    pytest.importorskip("transformers", reason="of the extra `test`")
+    qwen = mixtures.MIXTURES[0]
+    small = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = mixtures.model_of(qwen._replace(fields={**qwen.fields, **small, **heads}), 32, kind, "cpu", layers=1)
+    mixtures.passes_of(model, 32, 64, "cpu")()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "embed" not in name)

@@ -61,7 +61,9 @@ class Run:
         self.report: opfuse.convert.report.Report | None = None
         self.calls = 0
         self.refused: list[int] = []
-        self.error: Exception | None = None
+        # The text alone: an exception keeps frames, one of them that of a checkpoint whose forward raised, and torch 2.11 pops the
+        # hooks of that checkpoint when its frame goes. They would pack what later runs save.
+        self.error = ""
 
     def execute(self) -> Run:
         name = f"<case {self.case.seed}>"
@@ -84,7 +86,7 @@ class Run:
             exec(compile(self.case.text, name, "exec"), self.space)
         except Exception as error:
             self.seen.append(("the script", f"raises {type(error).__name__}"))
-            self.error = error
+            self.error = f"{error!r:.300}"
         finally:
             self.log.close()
         return self
@@ -133,7 +135,7 @@ class Run:
             backward(result)
         except Exception as error:
             found.append(("raises", type(error).__name__ if isinstance(error, ingredients.Stop) else True))
-            self.error = error
+            self.error = f"{error!r:.300}"
             self.refused += [self.calls] if any(text in str(error) for text in REFUSED[self.converts]) else []
         for module, training in zip(model.modules(), was):
             module.training = training
@@ -212,7 +214,7 @@ def compared(case: Case, plain: Run, other: Run) -> list[str]:
     close = 0.0 if exact else NARROW if narrow else CLOSE[case.dtype]
     names = [[name for name, _ in run.seen] for run in (plain, other)]
     lost, more = ([name for name in names[i] if name not in names[1 - i]] for i in (0, 1))
-    found = [f"{name}: only converted: {other.error!r:.300}" for name in more] or [f"{name}: only plain" for name in lost]
+    found = [f"{name}: only converted: {other.error}" for name in more] or [f"{name}: only plain" for name in lost]
     values, shaken = dict(other.seen), _Shaken(case, ROUNDING["bfloat16" if narrow else case.dtype])
     largest = cache(partial(_largest, plain.seen))
     for name, value in plain.seen:

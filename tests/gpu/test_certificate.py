@@ -53,7 +53,7 @@ def without_tail(operand: LibraryOperand) -> LibraryOperand:
 
 def transposed(operand: LibraryOperand) -> LibraryOperand:
     codes = operand.codes.view(torch.uint8)
-    turned = codes.flatten().view(codes.shape[::-1]).t().contiguous()
+    turned = torch.empty_like(codes).copy_(codes.flatten().view(codes.shape[::-1]).t())  # one line keeps strides that BLAS takes
     return operand._replace(codes=turned.view(operand.codes.dtype))
 
 

@@ -61,8 +61,8 @@ class Run:
         self.report: opfuse.convert.report.Report | None = None
         self.calls = 0
         self.refused: list[int] = []
-        # The text alone: an exception keeps frames, one of them that of a checkpoint whose forward raised, and torch 2.11 pops the
-        # hooks of that checkpoint when its frame goes. They would pack what later runs save.
+        # The text alone: an exception keeps frames, one of them that of a checkpoint whose forward raised, and torch 2.11 removes
+        # the hooks of that checkpoint when its frame goes. They would pack what later runs save.
         self.error = ""
 
     def execute(self) -> Run:

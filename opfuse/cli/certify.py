@@ -25,7 +25,7 @@ from opfuse.errors import OpfuseWarning, RecipeError, UnsupportedError, describe
 from opfuse.formats import E4M3, NVFP4, ROWWISE, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.engine.registry import BITWISE, Tolerance, definitions_alone
 from opfuse.kernels.products.backends import BACKENDS, Backend, backend_of
-from opfuse.kernels.products.certificate import Pair, examine, random_plane
+from opfuse.kernels.products.certificate import PairOperands, examine, random_plane
 from opfuse.kernels.products.native import library_product, machine, native_refusal
 from opfuse.recipes import RECIPES, Recipe
 from opfuse.recipes.availability import device_arch
@@ -117,7 +117,7 @@ def _speed(family: str, backend: Backend) -> str:
     if native_refusal(left.layout, right.layout, torch.bfloat16, machine(device_arch())):
         return ""
     x, w = (torch.randn(_TIMED, _TIMED, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    ours = _milliseconds(lambda: library_product(backend, Pair(left, right), torch.bfloat16, backend.fast))
+    ours = _milliseconds(lambda: library_product(backend, PairOperands(left, right), torch.bfloat16, backend.fast))
     return f"{_milliseconds(lambda: x @ w.t()) / ours:.2f}"
 
 

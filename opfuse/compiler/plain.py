@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from opfuse.compiler.cover import Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE_GROUPS, CastSpec, Graph
 from opfuse.compiler.plan import Plan
-from opfuse.compiler.products import how
+from opfuse.compiler.products import how, refusal_in_groups
 from opfuse.core.protocol import Grouping
-from opfuse.core.signature import Env
-from opfuse.kernels.products.native import machine
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE
 from opfuse.tensors.ragged import casts_in_groups
 
@@ -58,7 +54,7 @@ def sizes_read(plan: Plan) -> dict[str, str]:
                 each.spec for each in plan.graph.nodes if each.is_cast and each.op == node.op and each.kind == QUANTIZE_GROUPS
             ]
             why = _why_read(node.grouping, casts) or emulated.get(node.name, "")
-            found[node.name] = why or next((_refusal(cast, plan.key.env) for cast in casts), "")
+            found[node.name] = why or next((refusal_in_groups(each, plan.key.env) for each in casts), "")
     return {name: why for name, why in found.items() if why}
 
 
@@ -73,11 +69,6 @@ def _why_read(grouping: Grouping, casts: Sequence[CastSpec]) -> str:
     if unknown:
         return f"no kernel casts groups by {' or '.join(unknown)}"
     return "weights have several formats" if apart else ""
-
-
-def _refusal(cast: CastSpec, env: Env) -> str:
-    """Why a device that multiplies each group does not so where it alone knows their sizes; an empty string if it does."""
-    return "" if cast.ragged is None else cast.ragged.refusal(machine(env.arch), torch.bfloat16)
 
 
 def rematerialized(plan: Plan) -> Iterator[dict[str, Any]]:

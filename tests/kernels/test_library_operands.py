@@ -14,7 +14,7 @@ import opfuse
 from opfuse import ops
 from opfuse.formats import E4M3
 from opfuse.kernels.products.backends import BACKENDS, Backend, LibraryOperand, Machine, backend_of
-from opfuse.kernels.products.library_groups import Runs, operands_of_rows, operands_over_rows
+from opfuse.kernels.products.library_groups import RunOperands, operands_of_rows, operands_over_rows
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import load_scale
 from opfuse.numerics.row_groups import RowGroups
@@ -85,7 +85,7 @@ def test_scales_of_groups_of_rows_lie_as_torchao_writes_them(sizes: tuple[int, .
     (x, groups), weights = in_groups(sizes, 256), torch.randn(len(sizes), 160, 256)
     rights = [MXFP8Quantizer().quantize(weight) for weight in weights]
     ends = torch.tensor(sizes).cumsum(0)
-    given = operands_of_rows(Runs(of(x, "rowwise"), [of(right, "rowwise") for right in rights], groups))
+    given = operands_of_rows(RunOperands(of(x, "rowwise"), [of(right, "rowwise") for right in rights], groups))
     wanted, starts = theirs.torch_to_blocked_2d_M_groups(scales_in(x, "rowwise"), ends)
     used = int(starts[-1])
     assert used == sum(-(-size // 128) * 128 for size in sizes)
@@ -104,7 +104,7 @@ def test_scales_of_groups_of_rows_lie_as_torchao_writes_them(sizes: tuple[int, .
 def test_scales_over_the_rows_of_groups_lie_as_torchao_writes_them(sizes: tuple[int, ...]) -> None:
     theirs = pytest.importorskip("torchao.prototype.moe_training.kernels.mxfp8.quant")
     (x, groups), (dy, _) = in_groups(sizes, 256), in_groups(sizes, 144)
-    given = operands_over_rows(Runs(of(dy, "columnwise"), [of(x, "columnwise")], groups))
+    given = operands_over_rows(RunOperands(of(dy, "columnwise"), [of(x, "columnwise")], groups))
     blocks = (torch.tensor(sizes) + 127) // 128 * 4
     for storage, scales in ((dy, given.left_scales), (x, given.right_scales)):
         wanted, starts = theirs.torch_to_blocked_2d_K_groups(scales_in(storage, "columnwise"), blocks.cumsum(0))
@@ -121,8 +121,8 @@ def test_the_meta_implementation_of_torch_takes_groups() -> None:
     """That of the first version of the operator; torch has none of the second, which ``scaled_grouped_mm`` calls."""
     (x, groups), (dy, _) = in_groups(GROUPS[0], 256), in_groups(GROUPS[0], 384)
     rights = [of(MXFP8Quantizer().quantize(torch.randn(160, 256)), "rowwise") for _ in GROUPS[0]]
-    of_rows = operands_of_rows(Runs(of(x, "rowwise"), rights, groups))
-    over_rows = operands_over_rows(Runs(of(dy, "columnwise"), [of(x, "columnwise")], groups))
+    of_rows = operands_of_rows(RunOperands(of(x, "rowwise"), rights, groups))
+    over_rows = operands_over_rows(RunOperands(of(dy, "columnwise"), [of(x, "columnwise")], groups))
     for given, shape in ((of_rows, (264, 160)), (over_rows, (6, 384, 256))):
         tensors = (given.left, given.right, given.left_scales, given.right_scales, given.ends)
         result = torch._scaled_grouped_mm(*(each.to("meta") for each in tensors), out_dtype=torch.bfloat16)

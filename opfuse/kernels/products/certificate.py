@@ -53,26 +53,26 @@ from opfuse.kernels.engine.cubins import CubinCache, root
 from opfuse.kernels.engine.sources import sources_digest
 from opfuse.kernels.products.backends import BACKENDS, MX_GROUPS, Backend, Machine, backend_of
 from opfuse.kernels.products.emulated import operand
-from opfuse.kernels.products.library_groups import Runs
+from opfuse.kernels.products.library_groups import RunOperands
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, round_up, store_data, store_scale
 from opfuse.numerics.row_groups import TILE, RowGroups, row_groups
 from opfuse.torch_private.dispatch import without_modes
 
 
-class Pair(NamedTuple):
+class PairOperands(NamedTuple):
     """The operands of a product of two planes."""
 
     left: Stored
     right: Stored
 
-    def to(self, device: torch.device | str) -> Pair:
+    def to(self, device: torch.device | str) -> PairOperands:
         """The same planes on another device."""
-        return Pair(self.left.to(device), self.right.to(device))
+        return PairOperands(self.left.to(device), self.right.to(device))
 
 
-Multiply = Callable[[Backend, Pair | Runs, torch.dtype, bool], torch.Tensor]
-"""The products of operands by a back end in a dtype, with fast sums or without: (left lines, right lines), or as Runs says."""
+Multiply = Callable[[Backend, PairOperands | RunOperands, torch.dtype, bool], torch.Tensor]
+"""The products of operands by a back end in a dtype, with fast sums or without: one result, or those of all groups."""
 
 
 class Certificate(NamedTuple):
@@ -90,14 +90,14 @@ class Trial(NamedTuple):
     """Operands on the CPU. name: what is tried. pairs: the planes whose products, one below the other, make the result."""
 
     name: str
-    operands: Pair | Runs
-    pairs: Sequence[Pair]
+    operands: PairOperands | RunOperands
+    pairs: Sequence[PairOperands]
 
     @property
     def layouts(self) -> tuple[Layout, Layout]:
         """Those of both sides, of groups of the first right."""
         operands = self.operands
-        right = operands.rights[0] if isinstance(operands, Runs) else operands.right
+        right = operands.rights[0] if isinstance(operands, RunOperands) else operands.right
         return operands.left.layout, right.layout
 
 
@@ -135,7 +135,7 @@ def trials(family: str, backend: Backend) -> Iterator[Trial]:
 
 def _pairs(family: str, random: torch.Generator) -> Iterator[Trial]:
     for name, left, right in _planes(family, random):
-        pair = Pair(left, right)
+        pair = PairOperands(left, right)
         yield Trial(name, pair, [pair])
 
 
@@ -186,14 +186,14 @@ def _runs(random: torch.Generator) -> Iterator[Trial]:
 
 def _of_rows(name: str, lefts: Sequence[Stored], rights: Sequence[Stored]) -> Trial:
     sizes = [left.layout.lines[0] for left in lefts]
-    runs = Runs(_joined(lefts, sum(sizes)), rights, _groups(sizes))
-    return Trial(name, runs, [Pair(*pair) for pair, size in zip(zip(lefts, rights), sizes) if size])
+    runs = RunOperands(_joined(lefts, sum(sizes)), rights, _groups(sizes))
+    return Trial(name, runs, [PairOperands(*pair) for pair, size in zip(zip(lefts, rights), sizes) if size])
 
 
 def _over_rows(name: str, lefts: Sequence[Stored], rights: Sequence[Stored], sizes: Sequence[int]) -> Trial:
     groups = _groups(sizes)
     left, right = (_joined(planes, groups.padded_rows) for planes in (lefts, rights))
-    return Trial(name, Runs(left, [right], groups), [Pair(*pair) for pair in zip(lefts, rights)])
+    return Trial(name, RunOperands(left, [right], groups), [PairOperands(*pair) for pair in zip(lefts, rights)])
 
 
 def _on_tiles(fmt: NumberFormat, lines: int, rows: int, random: torch.Generator) -> Stored:
@@ -297,7 +297,7 @@ class Exact(NamedTuple):
     def of(trial: Trial) -> Exact:
         """That of a trial; products over the rows of groups one after another, (groups, left lines, right lines)."""
         found = [Exact.of_planes(*pair) for pair in trial.pairs]
-        over_rows = isinstance(trial.operands, Runs) and trial.operands.left.layout.usage == COLUMNWISE
+        over_rows = isinstance(trial.operands, RunOperands) and trial.operands.left.layout.usage == COLUMNWISE
         join = torch.stack if over_rows else torch.cat
         return Exact(*(join(parts) for parts in zip(*found)))
 

@@ -23,17 +23,17 @@ from opfuse.numerics.row_groups import TILE, RowGroups, padded
 _TILE_BYTES = SCALE_TILE[0] * SCALE_TILE[1]
 
 
-class Runs(NamedTuple):
+class RunOperands(NamedTuple):
     """The operands of products of groups, as in runs.py: a left, of which each group meets a right, or one in such groups."""
 
     left: Stored
     rights: Sequence[Stored]
     groups: RowGroups
 
-    def to(self, device: torch.device | str) -> Runs:
+    def to(self, device: torch.device | str) -> RunOperands:
         """The same operands on another device."""
         moved = self.groups._replace(table=self.groups.table.to(device))
-        return Runs(self.left.to(device), [right.to(device) for right in self.rights], moved)
+        return RunOperands(self.left.to(device), [right.to(device) for right in self.rights], moved)
 
 
 class GroupedOperands(NamedTuple):
@@ -51,7 +51,7 @@ class GroupedOperands(NamedTuple):
     filled: torch.Tensor | None
 
 
-def multiply_runs(runs: Runs, *, out_dtype: torch.dtype) -> torch.Tensor:
+def multiply_runs(runs: RunOperands, *, out_dtype: torch.dtype) -> torch.Tensor:
     """The products as runs.py defines them: (rows, right lines), or, over rows, (groups, left lines, right lines)."""
     over_rows = runs.left.layout.usage == COLUMNWISE
     given = operands_over_rows(runs) if over_rows else operands_of_rows(runs)
@@ -73,7 +73,7 @@ def multiply_runs(runs: Runs, *, out_dtype: torch.dtype) -> torch.Tensor:
     return result
 
 
-def operands_of_rows(runs: Runs) -> GroupedOperands:
+def operands_of_rows(runs: RunOperands) -> GroupedOperands:
     """For a rowwise left: scales of each group begin on 128 lines of their own."""
     left, groups = runs.left, runs.groups
     apart = padded(load_scale(left.scale, left.layout), groups)
@@ -89,7 +89,7 @@ def operands_of_rows(runs: Runs) -> GroupedOperands:
     )
 
 
-def operands_over_rows(runs: Runs) -> GroupedOperands:
+def operands_over_rows(runs: RunOperands) -> GroupedOperands:
     """For columnwise planes, of matrices whose groups begin on tiles: all tiles of scales of a group lie together."""
     (right,), groups = runs.rights, runs.groups
     one, other = mx_operand(runs.left, False), mx_operand(right, True)

@@ -41,9 +41,9 @@ from opfuse.kernels.products.backends import (
     Version,
     backend_of,
 )
-from opfuse.kernels.products.certificate import Pair, certified, known_certificate, standing
+from opfuse.kernels.products.certificate import PairOperands, certified, known_certificate, standing
 from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_faster
-from opfuse.kernels.products.library_groups import Runs, multiply_runs
+from opfuse.kernels.products.library_groups import RunOperands, multiply_runs
 from opfuse.kernels.products.runs import product_of_rows, product_over_rows
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import lines_from, rows_of
@@ -145,9 +145,9 @@ def is_certified(family: str, device: int) -> bool:
     return certified(family, device, machine_of(device), library_product).passed
 
 
-def library_product(backend: Backend, operands: Pair | Runs, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+def library_product(backend: Backend, operands: PairOperands | RunOperands, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
     """The product ``backend`` of the library, whatever is known of it; the other arguments are those of :func:`multiply`."""
-    if isinstance(operands, Runs):
+    if isinstance(operands, RunOperands):
         return multiply_runs(operands, out_dtype=out_dtype)
     return _scaled_mm(*operands, out_dtype=out_dtype, fast=fast, library=backend)
 
@@ -350,7 +350,7 @@ def multiply_rows(
 ) -> torch.Tensor:
     """:func:`~opfuse.kernels.products.runs.product_of_rows`, by who multiplies the family so."""
     if left.layout.format.family == "mx":
-        return _mx_runs(Runs(left, rights, groups), out_dtype, emulation.product_of_rows, rights)
+        return _mx_runs(RunOperands(left, rights, groups), out_dtype, emulation.product_of_rows, rights)
     return product_of_rows(left, rights, groups, out_dtype=out_dtype, fast=fast)
 
 
@@ -359,11 +359,11 @@ def multiply_over_rows(
 ) -> torch.Tensor:
     """:func:`~opfuse.kernels.products.runs.product_over_rows`, by who multiplies the family so."""
     if left.layout.format.family == "mx":
-        return _mx_runs(Runs(left, [right], groups), out_dtype, emulation.product_over_rows, right)
+        return _mx_runs(RunOperands(left, [right], groups), out_dtype, emulation.product_over_rows, right)
     return product_over_rows(left, right, groups, out_dtype=out_dtype, fast=fast)
 
 
-def _mx_runs(runs: Runs, out_dtype: torch.dtype, emulate: Callable[..., torch.Tensor], rights: Any) -> torch.Tensor:
+def _mx_runs(runs: RunOperands, out_dtype: torch.dtype, emulate: Callable[..., torch.Tensor], rights: Any) -> torch.Tensor:
     """The products of MXFP8 by the library, or by ``emulate``, for which the host waits for the sizes."""
     (left, (right, *_), groups), data = runs, runs.left.data
     if data.is_cuda and runs_kernels(data):

@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 from opfuse.formats import E2M1, E4M3, E5M2
+from opfuse.kernels.engine.certificates import RECORDED
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products.block_scales import scales_of_blocks
 from opfuse.kernels.products.stored import Stored
@@ -191,7 +192,7 @@ def _nv(plane: Stored, is_right: bool) -> LibraryOperand:
 # -- the table -------------------------------------------------------------------------------------------------------------------
 
 _ADA: Any = {"since": (8, 9), "below": (9, 0), "cuda": (12, 1), "fast": True}
-_HOPPER: Any = {"since": (9, 0), "below": (10, 0), "recorded": True}
+_HOPPER: Any = {"since": RECORDED[0], "below": RECORDED[1], "recorded": True}
 _BLACKWELL: Any = {"since": (10, 0), "below": (13, 0), "cuda": (12, 8)}
 """10.x, 11.x and 12.x: sums are in fp32 there, so none is fast."""
 

@@ -12,26 +12,18 @@ That is of a unit with 13 fraction bits, the coarsest that is known (compute cap
 product off at 2^-13 of the largest, and then the sum of what it has. The last part is one rounding to the ``b`` bits of the
 result's dtype. Maxima are those of a line.
 
-A family that passes is native from then on. Its certificate is kept beside the compiled kernels, for this code, device, driver
-and library. One that fails, or raises, is emulated, and an OpfuseWarning tells the first wrong element.
+A family that passes is native from then on; one that fails, or raises, is emulated (engine/certificates.py).
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
-import json
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
-from opfuse.errors import OpfuseWarning, PlanMissError, describe
 from opfuse.formats import (
     COLUMNWISE,
     E4M3,
@@ -48,16 +40,13 @@ from opfuse.formats import (
     fp8_tensor,
     mxfp8,
 )
-from opfuse.kernels.engine.bindings import runtime
-from opfuse.kernels.engine.cubins import CubinCache, root
-from opfuse.kernels.engine.sources import sources_digest
+from opfuse.kernels.engine.certificates import Certificate, Tried, certificate_of, certified
 from opfuse.kernels.products.backends import BACKENDS, MX_GROUPS, Backend, Machine, backend_of
 from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.library_groups import RunOperands
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, round_up, store_data, store_scale
 from opfuse.numerics.row_groups import TILE, RowGroups, row_groups
-from opfuse.torch_private.dispatch import without_modes
 
 
 class PairOperands(NamedTuple):
@@ -73,17 +62,6 @@ class PairOperands(NamedTuple):
 
 Multiply = Callable[[Backend, PairOperands | RunOperands, torch.dtype, bool], torch.Tensor]
 """The products of operands by a back end in a dtype, with fast sums or without: one result, or those of all groups."""
-
-
-class Certificate(NamedTuple):
-    """What trials of a product found. fault: the first wrong element, or what was raised; an empty string if there is none."""
-
-    fault: str
-
-    @property
-    def passed(self) -> bool:
-        """Whether the product may be used."""
-        return not self.fault
 
 
 class Trial(NamedTuple):
@@ -344,19 +322,19 @@ def examine(family: str, backend: Backend, product: Multiply, device: torch.devi
 
 # -- certificates ----------------------------------------------------------------------------------------------------------------
 
-_CERTIFICATE = "certificate"
-_known: dict[tuple[str, int], Certificate] = {}
-"""By family and device, those that this process knows."""
 
-
-def certified(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
+def certified_product(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
     """The certificate of the library's product of ``family`` on a CUDA device, which is found if it is not known.
 
     PlanMissError if a stream is being captured and the product was never tried: trials wait for the device.
     """
-    if (known := _known.get((family, device))) is None:
-        known = _known[family, device] = _found(family, device, machine, product)
-    return known
+    backend = backend_of(BACKENDS[family], machine)
+    if isinstance(backend, str):
+        return Certificate(backend)
+    if backend.recorded:
+        return Certificate("")
+    tried = Tried(family, backend.name, "the exact product", "products of this format are emulated here, and right")
+    return certified(tried, device, lambda: examine(family, backend, product, torch.device("cuda", device)))
 
 
 def standing(family: str, machine: Machine) -> str:
@@ -373,66 +351,4 @@ def known_certificate(family: str, machine: Machine) -> Certificate | None:
     is_here = torch.cuda.is_available() and torch.cuda.get_device_capability() == machine.arch
     if isinstance(backend, str) or backend.recorded or not is_here:
         return None
-    device = torch.cuda.current_device()
-    return _known.get((family, device)) or _read(_key(family, device))
-
-
-def _found(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
-    backend = backend_of(BACKENDS[family], machine)
-    if isinstance(backend, str):
-        return Certificate(backend)
-    if backend.recorded:
-        return Certificate("")
-    key = _key(family, device)
-    if (kept := _read(key)) is None:
-        if torch.cuda.is_current_stream_capturing():
-            cure = "run the same call once before the capture"
-            raise PlanMissError(describe(backend.name, wanted="a certified product during graph capture", got="none", cure=cure))
-        kept = _examined(family, backend, product, device)
-        _cache().store(key, json.dumps({"product": backend.name, "fault": kept.fault}).encode(), _CERTIFICATE)
-    if not kept.passed:
-        where = f"{backend.name} on {torch.cuda.get_device_name(device)}"
-        cure = "report what `opfuse doctor --certify` prints; products of this format are emulated here, and right"
-        warnings.warn(describe(where, wanted="the exact product", got=kept.fault, cure=cure), OpfuseWarning, stacklevel=2)
-    return kept
-
-
-def _examined(family: str, backend: Backend, product: Multiply, device: int) -> Certificate:
-    """Trials see no recorder, no mode of the caller and no autograd."""
-    with ExitStack() as stack:
-        for around in (torch.cuda.device(device), without_modes(), torch.inference_mode(mode=False), torch.no_grad()):
-            stack.enter_context(around)
-        return examine(family, backend, product, torch.device("cuda", device))
-
-
-def _read(key: str) -> Certificate | None:
-    content = _cache().find(key, _CERTIFICATE)
-    return None if content is None else Certificate(json.loads(content)["fault"])
-
-
-@functools.cache
-def _cache() -> CubinCache:
-    return CubinCache(root() / "certificates-v1")
-
-
-@functools.cache
-def _key(family: str, device: int) -> str:
-    """A digest of all that a certificate depends on."""
-    facts = (
-        family,
-        sources_digest(),
-        torch.__version__,
-        torch.version.cuda,
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
-        runtime().driverGetVersion(),
-        {name: version(name) for name in ("nvidia-cublas", "nvidia-cublas-cu12") if _is_installed(name)},
-    )
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False
+    return certificate_of(family, torch.cuda.current_device())

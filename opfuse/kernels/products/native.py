@@ -41,7 +41,7 @@ from opfuse.kernels.products.backends import (
     Version,
     backend_of,
 )
-from opfuse.kernels.products.certificate import PairOperands, certified, known_certificate, standing
+from opfuse.kernels.products.certificate import PairOperands, certified_product, known_certificate, standing
 from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_faster
 from opfuse.kernels.products.library_groups import RunOperands, multiply_runs
 from opfuse.kernels.products.runs import product_of_rows, product_over_rows
@@ -142,7 +142,7 @@ def _library(family: str, machine: Machine) -> Backend:
 
 def is_certified(family: str, device: int) -> bool:
     """Whether the library's product of a family that it takes on a CUDA device is right there (certificate.py)."""
-    return certified(family, device, machine_of(device), library_product).passed
+    return certified_product(family, device, machine_of(device), library_product).passed
 
 
 def library_product(backend: Backend, operands: PairOperands | RunOperands, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Draw(NamedTuple):
         x[:33, :17] = 0
         x[40, 70], x[-1, -1], x[50, 3] = 3e4, torch.finfo(self.dtype).max, torch.finfo(self.dtype).smallest_normal / 4
         if self.nonfinite:
-            x[3, 5], x[-2, 7], x[41, 70] = torch.nan, torch.inf, -torch.inf
+            x[3, 5:8], x[-2, 7], x[41, 70] = torch.nan, torch.inf, -torch.inf
         return x.to(self.dtype)
 
     def __str__(self) -> str:

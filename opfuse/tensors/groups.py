@@ -152,7 +152,7 @@ def read_sizes(splits: torch.Tensor, rows: int, *, where: str) -> Sizes:
 
 _CAPTURED = (
     "pass a list of ints where they are the same at every replay; else capture without this op, or, with splits on the device "
-    "and no bias that trains, in bf16 without a recipe and main_grad, or in FP8 on compute capability 9.0"
+    "and no bias that trains, in bf16 without a recipe and main_grad, or in FP8 on compute capability 9.0, or in MXFP8 on 10.x"
 )
 
 

@@ -118,7 +118,7 @@ def test_scales_over_the_rows_of_groups_lie_as_torchao_writes_them(sizes: tuple[
 
 
 def test_the_meta_implementation_of_torch_takes_groups() -> None:
-    """That of the first version of the operator; torch has none of the second, which ``scaled_grouped_mm`` calls."""
+    """That of the first version of the operator; before 2.15 torch has none of the second, which ``scaled_grouped_mm`` calls."""
     (x, groups), (dy, _) = in_groups(GROUPS[0], 256), in_groups(GROUPS[0], 384)
     rights = [of(MXFP8Quantizer().quantize(torch.randn(160, 256)), "rowwise") for _ in GROUPS[0]]
     of_rows = operands_of_rows(RunOperands(of(x, "rowwise"), rights, groups))

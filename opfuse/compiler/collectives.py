@@ -27,7 +27,7 @@ from opfuse.core.signature import Env
 from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.recipes import DelayedScaling, Recipe, current_amax_group
 from opfuse.tensors.quantizers import Quantizer
-from opfuse.tensors.quantizers.provenance import draws, is_library_quantizer
+from opfuse.tensors.quantizers.base import draws, is_library_quantizer
 from opfuse.tensors.row_collectives import PlaneTransfer
 
 CARRIERS: Mapping[str, Mapping[str, bool]] = MappingProxyType(

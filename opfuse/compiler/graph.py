@@ -17,7 +17,7 @@ from opfuse.core.signature import TensorSig
 from opfuse.errors import Described
 from opfuse.formats import NumberFormat
 from opfuse.tensors.gemm import clash
-from opfuse.tensors.quantizers.provenance import casts_itself
+from opfuse.tensors.quantizers.base import casts_itself
 from opfuse.tensors.row_collectives import PlaneTransfer
 
 if TYPE_CHECKING:

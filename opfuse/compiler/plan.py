@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from opfuse.compiler.claims import Claims
-from opfuse.compiler.cover import ABSENT_STATUS, FUSED, Group, Outcome, refused_everywhere
+from opfuse.compiler.cover import ABSENT_STATUS, FUSED, Claims, Group, Outcome, refused_everywhere
 from opfuse.compiler.graph import BACKWARD, FORWARD, TRANSPARENT, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet

@@ -29,7 +29,7 @@ from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
 from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.quantizers import Quantizer
-from opfuse.tensors.quantizers.provenance import casts_itself
+from opfuse.tensors.quantizers.base import casts_itself
 from opfuse.tensors.tensor import QuantizedTensor
 
 GEMM = "gemm"

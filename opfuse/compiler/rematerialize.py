@@ -27,7 +27,7 @@ from opfuse.core.signature import Env
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Usage
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
-from opfuse.tensors.quantizers.provenance import draws, is_library_code, is_library_quantizer
+from opfuse.tensors.quantizers.base import draws, is_library_code, is_library_quantizer
 
 _FOLLOWED = frozenset(("elementwise", "norm"))
 """Traits of ops whose results may follow from their saved state."""

@@ -18,7 +18,6 @@ from torch import nn
 
 from opfuse.core.channels import ChannelMixin, cure_of_keywords
 from opfuse.core.context import Context, Value
-from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, is_unchanged, kind_of, place, word_of
 from opfuse.core.numbered import NumberedMixin
 from opfuse.core.protocol import Grouping, check_signatures, refuse_missing
 from opfuse.core.quantizers import QuantizerSlotsMixin
@@ -26,7 +25,20 @@ from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec, spec_fields
 from opfuse.core.state import StatefulModule
 from opfuse.core.tracers import check_proxy
-from opfuse.core.watched import ParameterPlaces, ParameterSlots, WatchedClass
+from opfuse.core.watched import (
+    CALLS,
+    METHODS,
+    WITHOUT,
+    ParameterPlaces,
+    ParameterSlots,
+    WatchedClass,
+    adds_code,
+    calls,
+    is_unchanged,
+    kind_of,
+    place,
+    word_of,
+)
 from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from opfuse.core.cast import check_features
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.core.quantizers import Mode, separate_slot
 from opfuse.core.signature import Env
-from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.formats import IDENTITY, NumberFormat

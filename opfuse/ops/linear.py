@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from opfuse.core.cast import check_features
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.core.signature import Env
-from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import SpecError, describe
 from opfuse.numerics import pointwise

@@ -11,9 +11,9 @@ from torch import nn
 
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value
-from opfuse.core.declared import METHODS
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import NonNegative, SizesLike, hyper_parameters, new_parameter
+from opfuse.core.watched import METHODS
 from opfuse.errors import ShapeError, describe
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward

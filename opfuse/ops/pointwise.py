@@ -10,11 +10,10 @@ from torch import nn
 
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, plain, plain_or_none
-from opfuse.core.declared import METHODS, place
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.core.tracers import all_enrolled
-from opfuse.core.watched import WatchedClass
+from opfuse.core.watched import METHODS, WatchedClass, place
 from opfuse.domains import numbers
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.numerics import activations

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from opfuse.core.cast import cure_of
 from opfuse.core.operation import BasicOperation
-from opfuse.core.sizes import cure_of
 from opfuse.core.spec import new_parameter
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES

@@ -22,13 +22,13 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, EncodedArrays, Encoding, WithOriginal
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
+from opfuse.kernels.engine.launch import is_capturing
 from opfuse.kernels.engine.registry import kernels_run_on
 from opfuse.kernels.products import grouped
 from opfuse.kernels.products.native import multiplies_runs
 from opfuse.numerics.casts import Encoded
 from opfuse.numerics.layouts import Layout, layout_of, transposed
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups, padded
-from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import written
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,

@@ -20,7 +20,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import beyond_gradients
 from opfuse.core.watched import rewritten
 from opfuse.numerics.pointwise import Pointwise
-from opfuse.tensors.quantizers.provenance import is_library_code, is_library_quantizer, reduces
+from opfuse.tensors.quantizers.base import is_library_code, is_library_quantizer, reduces
 
 BEFORE_FORWARD = "before forward"
 """A forward pass whose only own code is casts of parameters and of the segment's inputs, which run before the segment."""

@@ -381,7 +381,9 @@ class Claims:
     def claim_functions(self, rules: RuleSet, ops: Sequence[BasicOperation]) -> None:
         """Fusion functions see the live ops and replace runs of them."""
         for direction in PASSES:
-            for function in rules.functions_of(direction, self.env.level):
+            for function in rules.functions if self.env.level else ():
+                if function.direction != direction:
+                    continue
                 found = _replaced(function, ops, self.env)
                 for start, fused in found:
                     self._claim(fused, start, direction, name=function.name)

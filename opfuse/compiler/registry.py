@@ -104,10 +104,6 @@ class RuleSet:
         """The rules of one direction, higher priority first, in order otherwise. The level is checked like a guard."""
         return tuple(sorted((rule for rule in self.rules if rule.direction == direction), key=lambda rule: -rule.priority))
 
-    def functions_of(self, direction: str, level: int) -> tuple[FusionFunction, ...]:
-        """The functions of one direction, in order."""
-        return tuple(f for f in self.functions if f.direction == direction and level > 0)
-
     def without(self, *names: str) -> RuleSet:
         """A copy of the set without the named rules and functions; FusionError for a name that the set lacks."""
         self._check(names)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -49,10 +49,13 @@ class _RunsOfModules:
 
 def _unquantized(modules: Iterable[nn.Module | None]) -> str:
     """The first ``nn.Linear`` of a list in which no recipe quantizes anything; empty where there is none."""
-    parts = [part for module in modules if module is not None for part in module.modules()]
-    if any(op.quantized_roles() for part in parts if isinstance(part, FusibleOperation) for op in part.basic_ops):
-        return ""
-    return next((repr(part) for part in parts if isinstance(part, nn.Linear)), "")
+    plain = ""
+    for part in itertools.chain.from_iterable(module.modules() for module in modules if module is not None):
+        if isinstance(part, FusibleOperation) and any(op.quantized_roles() for op in part.basic_ops):
+            return ""
+        if isinstance(part, nn.Linear) and not plain:
+            plain = repr(part)
+    return plain
 
 
 def _callable(name: str, module: nn.Module) -> nn.Module:
@@ -233,28 +236,29 @@ class Sequential(Enrolled):
                 parts.append([(name, module)])
         runs = [part for part in parts if isinstance(part, list)]
         check_channels([basic for run in runs for _, op in run for basic in op.basic_ops])
-        return tuple(self._pipeline(part, runs) if isinstance(part, list) else part for part in parts)
+        return tuple([self._pipeline(part, runs) if isinstance(part, list) else part for part in parts])
 
     def _pipeline(self, run: NamedOps, runs: Sequence[NamedOps]) -> OperationFuser:
-        others = [other for other in runs if other is not run]
-        fuser = OperationFuser(
-            [op for _, op in run],
-            rules=self.rules,
-            name=f"ops {run[0][0]}..{run[-1][0]}",
-            names=[name for name, _ in run],
-            before=self._last_key(run[0][0]),
-            imports={name for other in others for name in _channels(other, "extra_output_channels")},
-            exports={name for other in others for name in _channels(other, "extra_input_channels")},
-        )
+        names, members = zip(*run)
+        imports: set[str] = set()
+        exports: set[str] = set()
+        for other in runs:
+            if other is not run:
+                imports.update(_channels(other, "extra_output_channels"))
+                exports.update(_channels(other, "extra_input_channels"))
+        before = self._last_key(names[0])
+        name = f"ops {names[0]}..{names[-1]}"
+        fuser = OperationFuser(members, rules=self.rules, name=name, names=names, before=before, imports=imports, exports=exports)
         fuser.path = self.__dict__["_path"]
         return fuser
 
     def _last_key(self, name: str) -> PlanKey | None:
         """The last key of the pipeline that began at the module ``name`` before the list changed."""
         made: _RunsOfModules | None = self.__dict__["_runs"]
-        runs = [run for run in made.runs if isinstance(run, OperationFuser)] if made is not None else []
-        last = next((run.cache.last_miss for run in runs if name in run.names), None)
-        return None if last is None else cast(PlanKey, last.key)
+        for run in () if made is None else made.runs:
+            if isinstance(run, OperationFuser) and name in run.names:
+                return None if run.cache.last_miss is None else cast(PlanKey, run.cache.last_miss.key)
+        return None
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         # Whoever walks the whole model says where this module stands in it.
@@ -297,7 +301,7 @@ class Sequential(Enrolled):
                     if channel.to_caller:
                         outputs.append(tensor)
             elif isinstance(run, Sequential):
-                result = run(x, *islice(extras, run._num_extra_inputs()))
+                result = run(x, *itertools.islice(extras, run._num_extra_inputs()))
                 x, *more = result if isinstance(result, tuple) else (result,)
                 outputs += more
             else:

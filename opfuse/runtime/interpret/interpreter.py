@@ -200,7 +200,7 @@ class Interpreter:
         first, last = nodes[group.nodes[0]], nodes[group.nodes[-1]]
         x = values[first.inputs[0]]
         made = {i: self._context(nodes[i], values) for i in group.nodes}
-        output = _implementation(rule.forward)(x if first.takes_quantized else plain(x), **_bind(rule, group, made))
+        output = cast(Callable[..., Any], rule.forward)(x if first.takes_quantized else plain(x), **_bind(rule, group, made))
         check_result(f"{rule.name} forward", output)
         if rule.backward is None:
             terms = [(term, index) for term, place in zip(rule.pattern, group.binding) for index in place]
@@ -372,7 +372,8 @@ class Interpreter:
         # A joint rule also sees the ops that want no gradient, but only the casts that act on gradients.
         made = {i: grads.contexts[i] for place in group.binding for i in place if not nodes[i].is_cast}
         made |= {i: self._cast_context(nodes[i], grads) for i in group.nodes if nodes[i].is_cast}
-        dx = _implementation(rule.backward)(dy if last.takes_quantized else plain_or_none(dy), **_bind(rule, group, made))
+        dy = dy if last.takes_quantized else plain_or_none(dy)
+        dx = cast(Callable[..., Any], rule.backward)(dy, **_bind(rule, group, made))
         if nodes[group.nodes[0]].inputs[0] in self.plan.graph.grads:
             check_result(f"{rule.name} backward", dx)
         self._finish([nodes[i] for i in group.nodes], dx, grads)
@@ -416,7 +417,3 @@ def _bind(rule: Fusion, group: Group, contexts: Mapping[int, Context]) -> dict[s
         found = tuple(contexts[i] for i in place if i in contexts)
         bound[term.name] = found if term.high != 1 else (found[0] if found else None)
     return bound
-
-
-def _implementation(function: Callable[..., Any] | None) -> Callable[..., Any]:
-    return cast(Callable[..., Any], function)

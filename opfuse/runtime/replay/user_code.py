@@ -42,6 +42,8 @@ class _Reason(NamedTuple):
 def user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
     """For each pass why a program cannot repeat all of it, and the casts to run before the segment; other passes are left out."""
     parts = list(_user_code(plan, segment, ops))
+    if not parts:
+        return UserCode({}, frozenset(), (), ())
     casts = [part.cast for part in parts if part.side == FORWARD]
     before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
     if len(before) < len(casts):
@@ -52,7 +54,7 @@ def user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Us
     # A cast in groups leaves the gradient itself in the context of its reader, which may be in another stretch.
     theirs |= {i for i, cast in casting.items() if isinstance(cast, GroupedCast) or not is_library_cast(cast)}
     users = frozenset(part.side for part in parts if part.is_users)
-    stretches = _stretches(plan, segment.backward, theirs if BACKWARD in why else ()) if why else ()
+    stretches = _stretches(plan, segment.backward, theirs if BACKWARD in why else ())
     return UserCode(why, users, before, tuple(stretches))
 
 

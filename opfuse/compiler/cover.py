@@ -9,10 +9,12 @@ got furthest; *missed* is a match that a guard refused; *shadowed* is a match wh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
-from typing import Any
+from functools import partial
+from itertools import accumulate, chain
+from operator import itemgetter
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, Graph, Node
@@ -78,192 +80,137 @@ class Group:
         return self.rule.name if self.rule is not None else type(self.opaque).__name__
 
 
-@dataclass(frozen=True)
-class PartialMatch:
+class PartialMatch(NamedTuple):
     """How far a pattern got where it did not match.
 
     depth, term: the place at which it stopped. node: the node there, None at the end of the run. at: the nodes matched before.
-    bounded: whether more unclaimed nodes could have changed the result.
     """
 
     depth: int
     node: Node | None
     term: Term
     at: tuple[int, ...]
-    bounded: bool
 
 
-class MainChain:
-    """The main chain of a graph in one direction, with links only where a fused kernel may hide the value in between."""
+class Fits:
+    """How the pattern of a rule fits nodes in a row. barred: the indices of nodes that it cannot take.
 
-    def __init__(self, graph: Graph, direction: str) -> None:
-        self.direction = direction
-        self.nodes = graph.view(direction if direction != JOINT else FORWARD)
-        if direction == JOINT:
-            self.nodes = tuple(node for node in graph.nodes if not node.side)
-        self.next: list[Node | None] = [None] * len(self.nodes)
-        for i, (node, follower) in enumerate(zip(self.nodes, self.nodes[1:])):
-            if graph.linked(node, follower, self.direction):
-                self.next[i] = follower
-
-    def takes(self, node: Node, rule: Fusion) -> bool:
-        """Whether ``rule`` can run ``node``: a forward implementation returns the main output, and may leave extra ones."""
-        return self.direction == BACKWARD or len(node.outputs) == 1 or rule.extra_outputs
-
-
-class Tries:
-    """Tries to bind a rule's pattern to nodes in a row, each from one start on, in order from left to right.
-
-    Each place takes as many nodes as it can, and gives some back if a later place needs them. What one try has found lets later
-    ones look at each node a few times, however many tries there are. limits: for each node where a match that begins there has
-    to end.
-
-    _dead: pairs of place and position from which no match exists, up to the limit of the last try. One that begins later has
-    fewer nodes, and cannot match where an earlier one could not. _lost: the same of a place without an upper bound, as a range up
-    to where its nodes end: from any position in it the place could stop where it could from the first.
+    Each place takes as many nodes as it can, and gives some back if a later place needs them. So it is found from the last place
+    to the first, and for each node: up to where the place could take nodes, and where it stops, which is the last node before
+    there from which all later places fit; -1 if they fit from none.
     """
 
-    def __init__(self, rule: Fusion, nodes: Sequence[Node], limits: Sequence[int]) -> None:
-        self.pattern = rule.pattern
-        self._least = 1 if rule.single else 2
-        self._nodes = nodes
-        self._limits = limits
-        self._ends: dict[int, list[int]] = {}
-        self._limit, self._dead, self._lost = -1, set[tuple[int, int]](), dict[int, tuple[int, int]]()
+    def __init__(self, rule: Fusion, nodes: Sequence[Node], barred: Collection[int] = ()) -> None:
+        self._pattern, self._least = rule.pattern, 1 if rule.single else 2
+        self._nodes, self._barred = nodes, barred
+        self._ends: list[list[int]] = []
+        self._stops: list[list[int]] = []
+        fitting = [*range(len(nodes) + 1)]  # for each position the last one up to it from which the later places fit
+        for term in reversed(self._pattern):
+            ends = [len(nodes)]
+            for i in reversed(range(len(nodes))):
+                ends.append(ends[-1] if nodes[i].index not in barred and term.accepts(nodes[i]) else i)
+            ends.reverse()
+            if term.high is not None:
+                ends = [min(end, i + term.high) for i, end in enumerate(ends)]
+            stops = [fitting[end] if fitting[end] >= i + term.low else -1 for i, end in enumerate(ends)]
+            fitting = [*accumulate([i if stop >= 0 else -1 for i, stop in enumerate(stops)], max)]
+            self._ends.insert(0, ends)
+            self._stops.insert(0, stops)
 
-    def bind(self, start: int) -> tuple[range, ...] | None:
-        """The positions at each place of a match that begins at ``start``; None if there is none, and then how far it got."""
-        if self._limits[start] != self._limit:  # what was found of other nodes' ends says nothing of these
-            self._limit = self._limits[start]
-            self._dead, self._lost = set(), {}
-        self._start = start
-        self.furthest, self.bounded = (-1, 0, 0), False
-        return self._bind(0, start)
+    def match(self, start: int) -> tuple[range, ...] | None:
+        """The positions that each place takes in a match that begins at ``start``; None if there is none."""
+        at, places = start, []
+        for stops in self._stops:
+            if stops[at] < 0:
+                return None
+            places.append(range(at, stops[at]))
+            at = stops[at]
+        return tuple(places) if at - start >= self._least else None
 
-    def node(self, at: int) -> Node | None:
-        """The node at a position, if a match may go so far."""
-        if at < self._limit:
-            return self._nodes[at]
-        self.bounded = True
-        return None
+    def binding(self, start: int) -> Binding | None:
+        """The nodes at each place of the match that begins at ``start``; None if there is none."""
+        places = self.match(start)
+        return None if places is None else tuple([self._indices(place) for place in places])
 
-    def indices(self, positions: range) -> tuple[int, ...]:
-        """The indices of the nodes at these positions, as far as a match may go."""
-        return tuple(node.index for node in self._nodes[positions.start : min(positions.stop, self._limit)])
+    def _indices(self, positions: range) -> tuple[int, ...]:
+        return tuple([self._nodes[i].index for i in positions])
 
-    def _end(self, place: int, at: int) -> int:
-        """Where the nodes end that the place can take from ``at`` on."""
-        if place not in self._ends:
-            term, ends = self.pattern[place], [len(self._nodes)]
-            for i, node in zip(range(len(self._nodes) - 1, -1, -1), reversed(self._nodes)):
-                ends.append(ends[-1] if term.accepts(node) else i)
-            self._ends[place] = ends[::-1]
-        most = self.pattern[place].high
-        end = min(self._ends[place][at], self._limit)
-        if most is not None and end >= at + most:
-            return at + most
-        self.bounded |= end == self._limit
-        return end
+    def nearest(self) -> PartialMatch | None:
+        """Of nodes of which no match begins at any, the partial match that reaches the latest place, the first one of several.
 
-    def _bind(self, place: int, at: int) -> tuple[range, ...] | None:
-        """The positions at each place from ``place`` on, when those before it took all up to ``at``; None if there is no way."""
-        if place == len(self.pattern):
-            return () if at - self._start >= self._least else None
-        if (place, at) in self._dead:
-            self._give_up()
+        None if no node could be the first.
+        """
+        needed = self._pattern[0].low
+        starts = [i for i in range(len(self._nodes)) if not needed or self._ends[0][i] > i]
+        if not starts:
             return None
-        term, end = self.pattern[place], self._end(place, at)
-        first, to = self._lost.get(place, (0, -1)) if term.high is None else (0, -1)
-        lost = first if to == end else end + 1  # from here on
-        if lost <= at:
-            self._give_up()
-            return None
-        if end - at < term.low:
-            self.furthest = max(self.furthest, (place, end - self._start, at - self._start))
-        last = min(end, lost + term.low - 1)
-        if last < end and place + 1 < len(self.pattern):
-            self._give_up()
-        for stop in range(last, at + term.low - 1, -1):
-            if (rest := self._bind(place + 1, stop)) is not None:
-                return range(at, stop), *rest
-        if term.high is None:
-            self._lost[place] = at, end
-        else:
-            self._dead.add((place, at))
-        return None
+        place, stuck = self._stuck(starts)
+        start = min([start for start, _, _ in stuck], default=len(self._nodes))
+        alone = next((i for i in starts if self._stops[0][i] >= 0), None)
+        if alone is not None and (place < 1 or (place == 1 and alone < start)):  # it fits, but takes too few nodes
+            return PartialMatch(1, None, self._pattern[-1], self._indices(range(alone, alone + 1)))
+        _, stuck = self._stuck([start])
+        _, end, at = max(stuck)
+        node = self._nodes[end] if end < len(self._nodes) and self._nodes[end].index not in self._barred else None
+        return PartialMatch(place, node, self._pattern[place], self._indices(range(start, at)))
 
-    def _give_up(self) -> None:
-        """Of what is lost nothing more is known than that it is."""
-        self.furthest, self.bounded = max(self.furthest, (0, 0, 0)), True
+    def _stuck(self, starts: Sequence[int]) -> tuple[int, list[tuple[int, int, int]]]:
+        """The latest place that lacks nodes in some way to bind the places before it, and all such ways: the start, the first of
+        several; where its nodes end; where they begin. -1 if no place ever does.
+        """
+        place, found = -1, list[tuple[int, int, int]]()
+        reached = dict(zip(starts, starts))  # by position, the first start from which the places before can stop there
+        for i, (term, ends) in enumerate(zip(self._pattern, self._ends)):
+            if stuck := [(start, ends[at], at) for at, start in reached.items() if ends[at] < at + term.low]:
+                place, found = i, stuck
+            ways, reached, last = reached, {}, -1
+            for at, start in ways.items():  # in order, so that a later one adds only positions behind those of earlier ones
+                reached.update(dict.fromkeys(range(max(at + term.low, last + 1), ends[at] + 1), start))
+                last = max(last, ends[at])
+        return place, found
 
 
 def bound(rule: Fusion, nodes: Sequence[Node], start: int = 0) -> tuple[range, ...] | None:
     """Which of ``nodes``, counted from ``start``, each place of the rule takes; None if it does not fit there."""
-    left = nodes[start:]
-    return Tries(rule, left, [len(left)] * max(len(left), 1)).bind(0)
+    return Fits(rule, nodes[start:]).match(0)
 
 
-def tries_over(chain: MainChain, rule: Fusion, claimed: Collection[int] = ()) -> Tries:
-    """Tries of a rule over a chain, each up to a node that is claimed, or that the rule cannot take or go on from."""
-    limits, limit = [0] * len(chain.nodes), len(chain.nodes)
-    for i, node in zip(range(len(chain.nodes) - 1, -1, -1), reversed(chain.nodes)):
-        if node.index in claimed or not chain.takes(node, rule):
-            limit = i
-        elif chain.next[i] is None:
-            limit = i + 1
-        limits[i] = limit
-    return Tries(rule, chain.nodes, limits)
-
-
-def match(tries: Tries, start: int) -> Binding | PartialMatch:
-    """The nodes at each place of a match that begins at ``start``; a PartialMatch says where it stopped."""
-    found = tries.bind(start)
-    if found is not None:
-        return tuple(tries.indices(place) for place in found)
-    place, end, at = tries.furthest
-    if place < 0:  # every place has its nodes, which are too few together
-        return PartialMatch(1, None, tries.pattern[-1], tries.indices(range(start, start + 1)), tries.bounded)
-    node = tries.node(start + end)
-    return PartialMatch(place, node, tries.pattern[place], tries.indices(range(start, start + at)), tries.bounded)
-
-
-def _flat(binding: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(i for place in binding for i in place)
+def linked_nodes(graph: Graph, direction: str) -> list[list[Node]]:
+    """The nodes of the main chain in one direction, cut where no fused kernel may hide the value between two of them."""
+    chains: list[list[Node]] = []
+    for node in graph.nodes:
+        if node.side or not (direction == JOINT or direction in node.directions):
+            continue
+        if chains and graph.linked(chains[-1][-1], node, direction):
+            chains[-1].append(node)
+        else:
+            chains.append([node])
+    return chains
 
 
 def read(path: str, graph: Graph, env: Env, names: Mapping[str, tuple[int, ...]]) -> list[Any]:
     """The values a guard's path stands for: one for ``env``, one for each node bound to a name."""
     root, *rest = path.split(".")
-    starts: list[Any] = [env] if root == "env" else [graph.nodes[i] for i in names[root]]
-    return [_walk(start, rest) for start in starts]
+    values: list[Any] = [env] if root == "env" else [graph.nodes[i] for i in names[root]]
+    for step in rest:
+        values = [_parts(value).get(step, ABSENT) for value in values]
+    return values
 
 
 def _parts(value: Any) -> Mapping[str, Any]:
     """What a guard may read of ``value``: what is in the key or follows from it, so that no plan outlives an answer."""
-    parts = key_fields(value) or {}
+    parts = dict(key_fields(value) or {})
     if isinstance(value, Node):
         return {**parts, **(key_fields(value.spec) or {}), **dict(value.params)}
-    derived = (name for cls, names in DERIVED.items() if isinstance(value, cls) for name in names)
-    return {**parts, **{name: getattr(value, name) for name in derived}}
-
-
-def _walk(value: Any, path: Sequence[str]) -> Any:
-    for step in path:
-        value = _parts(value).get(step, ABSENT)
-    return value
+    for cls, names in DERIVED.items():
+        if isinstance(value, cls):
+            parts.update(zip(names, map(partial(getattr, value), names)))
+    return parts
 
 
 _LEVEL_GUARDS: Mapping[int, tuple[Guard, ...]] = {0: (at_least("env.level", 1),), 1: (is_("env.rounding", "per_op"),)}
 """What a level asks of every rule before the rule's own guards."""
-
-
-def _refusal(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> tuple[Guard, Any] | None:
-    names = {term.name: place for term, place in zip(rule.pattern, binding)}
-    for guard in _LEVEL_GUARDS.get(env.level, ()) + rule.when:
-        for got in read(guard.reads, graph, env, names):
-            if not guard.ok(got):
-                return guard, got
-    return None
 
 
 def cover(
@@ -274,52 +221,49 @@ def cover(
     Rules claim in order, each over the whole chain from left to right; ``taken`` maps nodes that are claimed already to the
     claimant's name.
     """
-    chain = MainChain(graph, direction)
+    chains = linked_nodes(graph, direction)
     claimed = dict(taken)
     groups: list[Group] = []
     outcomes: list[Outcome] = []
     for rule in rules:
-        found, seen = _apply(rule, chain, graph, env, claimed)
-        groups += found
-        outcomes += seen
+        found: list[Outcome] = []
+        partial_matches: list[PartialMatch] = []
+        for nodes in chains:
+            # Forwards an implementation returns the main output, and may leave extra ones.
+            takes_all = direction == BACKWARD or rule.extra_outputs
+            barred = frozenset() if takes_all else frozenset([node.index for node in nodes if len(node.outputs) > 1])
+            free = Fits(rule, nodes, barred)
+            taken_here = claimed.keys() & {node.index for node in nodes}
+            left = Fits(rule, nodes, barred | taken_here) if taken_here else free
+            start = 0
+            while start < len(nodes):
+                if (binding := left.binding(start)) is not None:
+                    outcome = _judged(rule, graph, env, binding)
+                    if outcome.status == FUSED:
+                        groups.append(Group(tuple(chain.from_iterable(binding)), rule, binding))
+                        claimed.update(dict.fromkeys(groups[-1].nodes, rule.name))
+                elif (binding := free.binding(start)) is not None:  # what a match lost is worth an outcome of its own
+                    outcome = _shadowed(rule, graph, binding, claimed)
+                else:
+                    start += 1
+                    continue
+                found.append(outcome)
+                start += _advance(outcome, [*chain.from_iterable(binding)], claimed)
+            if not found and (partial_match := free.nearest()) is not None:
+                partial_matches.append(partial_match)
+        outcomes += found or [_absence(rule, graph, max(partial_matches, key=itemgetter(0), default=None))]
     return groups, outcomes
 
 
-def _apply(rule: Fusion, chain: MainChain, graph: Graph, env: Env, claimed: dict[int, str]) -> tuple[list[Group], list[Outcome]]:
-    groups: list[Group] = []
-    outcomes: list[Outcome] = []
-    nearest: PartialMatch | None = None
-    start, first = 0, rule.pattern[0]
-    tries, unclaimed = tries_over(chain, rule, claimed), None
-    while start < len(chain.nodes):
-        if first.low and not first.accepts(chain.nodes[start]):  # as at most nodes: nothing that an outcome would tell
-            start += 1
-            continue
-        binding = match(tries, start)
-        if not isinstance(binding, PartialMatch):
-            outcome = _judged(rule, graph, env, binding)
-            if outcome.status == FUSED:
-                groups.append(Group(_flat(binding), rule, binding))
-                claimed.update(dict.fromkeys(_flat(binding), rule.name))
-        else:
-            # What a match lost to earlier claims is worth an outcome of its own.
-            if binding.bounded:
-                unclaimed = unclaimed or tries_over(chain, rule)
-                binding = match(unclaimed, start)
-            if isinstance(binding, PartialMatch):
-                nearest = binding if nearest is None or binding.depth > nearest.depth else nearest
-                start += 1
-                continue
-            outcome = _shadowed(rule, graph, binding, claimed)
-        outcomes.append(outcome)
-        start += _advance(outcome, _flat(binding), claimed)
-    return groups, outcomes or [_absence(rule, graph, nearest)]
-
-
 def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> Outcome:
-    ops = tuple(graph.nodes[i].name for i in _flat(binding))
-    refusal = _refusal(rule, graph, env, binding)
-    return Outcome(rule.name, rule.direction, FUSED, ops) if refusal is None else _missed(rule, ops, *refusal)
+    """The outcome of a match: fused, unless a guard refuses it."""
+    ops = tuple([graph.nodes[i].name for i in chain.from_iterable(binding)])
+    names = dict(zip([term.name for term in rule.pattern], binding))
+    for guard in _LEVEL_GUARDS.get(env.level, ()) + rule.when:
+        for got in read(guard.reads, graph, env, names):
+            if not guard.ok(got):
+                return _missed(rule, ops, guard, got)
+    return Outcome(rule.name, rule.direction, FUSED, ops)
 
 
 def _missed(rule: Fusion, ops: tuple[str, ...], guard: Guard, got: Any) -> Outcome:
@@ -328,30 +272,33 @@ def _missed(rule: Fusion, ops: tuple[str, ...], guard: Guard, got: Any) -> Outco
 
 def refused_everywhere(rule: Fusion, graph: Graph, env: Env, ops: tuple[str, ...]) -> Outcome | None:
     """The outcome of a rule at ``ops`` that a guard on the environment refuses whatever the nodes are; None: none does."""
-    asked = ((guard, got) for guard in rule.when if guard.reads.startswith("env.") for got in read(guard.reads, graph, env, {}))
-    refusal = next(((guard, got) for guard, got in asked if not guard.ok(got)), None)
-    return None if refusal is None else _missed(rule, ops, *refusal)
+    for guard in rule.when:
+        for got in read(guard.reads, graph, env, {}) if guard.reads.startswith("env.") else ():
+            if not guard.ok(got):
+                return _missed(rule, ops, guard, got)
+    return None
 
 
 def _shadowed(rule: Fusion, graph: Graph, binding: Binding, claimed: Mapping[int, str]) -> Outcome:
-    nodes = _flat(binding)
-    owner = next(claimed[i] for i in nodes if i in claimed)
-    return Outcome(rule.name, rule.direction, SHADOWED, tuple(graph.nodes[i].name for i in nodes), by=owner)
+    nodes = [*chain.from_iterable(binding)]
+    owner = next(filter(None, map(claimed.get, nodes)))
+    return Outcome(rule.name, rule.direction, SHADOWED, tuple([graph.nodes[i].name for i in nodes]), by=owner)
 
 
 def _advance(outcome: Outcome, nodes: Sequence[int], claimed: Mapping[int, str]) -> int:
     """How many nodes to go on by. What lies within a fused place, or a place missed for its environment, is settled with it."""
     if outcome.status == FUSED or (outcome.guard or "").startswith("env."):
         return len(nodes)
-    if outcome.status == SHADOWED:
-        return max(1, sum(1 for _ in takewhile(lambda i: claimed.get(i) == outcome.by, nodes)))
+    owners = [*map(claimed.get, nodes)]
+    if outcome.status == SHADOWED and owners[0] == outcome.by:  # all that it took here in a row
+        return next((i for i, owner in enumerate(owners) if owner != outcome.by), len(nodes))
     return 1
 
 
 def _absence(rule: Fusion, graph: Graph, nearest: PartialMatch | None) -> Outcome:
     if nearest is None or not nearest.at:
         return Outcome(rule.name, rule.direction, ABSENT_STATUS)
-    ops = tuple(graph.nodes[i].name for i in nearest.at)
+    ops = tuple([graph.nodes[i].name for i in nearest.at])
     got = nearest.node.kind if nearest.node is not None else "the end of the run"
     return Outcome(
         rule.name, rule.direction, ABSENT_STATUS, ops, guard=f"pattern.{nearest.term.name}", wanted=str(nearest.term), got=got
@@ -405,8 +352,11 @@ class Claims:
 
         In the order of their last nodes: what a group reads aside, such as a quantized weight, is made before the group runs.
         """
-        free = (node.index for node in self.graph.nodes if side in node.directions and node.index not in self.owners[side])
-        return tuple(sorted([*self.groups[side], *(Group((i,)) for i in free)], key=lambda group: group.nodes[-1]))
+        groups = [*self.groups[side]]
+        for node in self.graph.nodes:
+            if side in node.directions and node.index not in self.owners[side]:
+                groups.append(Group((node.index,)))
+        return tuple(sorted(groups, key=lambda group: group.nodes[-1]))
 
     def _claim(self, fused: FusedOperation, start: int, direction: str, *, name: str) -> None:
         """Give ``fused`` the nodes of its ops, unless some are taken: then the outcome says by whom."""
@@ -423,7 +373,7 @@ class Claims:
     def _add(self, group: Group, direction: str) -> None:
         """Let ``group`` run its nodes, in each pass those that do something in it."""
         for side in PASSES[direction]:
-            nodes = tuple(i for i in group.nodes if side in self.graph.nodes[i].directions)
+            nodes = tuple([i for i in group.nodes if side in self.graph.nodes[i].directions])
             if nodes:
                 self.groups[side].append(replace(group, nodes=nodes))
                 self.owners[side].update(dict.fromkeys(nodes, group.name))

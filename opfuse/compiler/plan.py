@@ -167,7 +167,7 @@ def compile_plan(
     forward, backward = claims.complete(FORWARD), claims.complete(BACKWARD)
     verify(graph, forward, FORWARD)
     verify(graph, backward, BACKWARD)
-    labels = tuple(op.label for op in ops)
+    labels = tuple([op.label for op in ops])
     casts, own = live_casts(graph, ops, key.env, labels)
     rematerialized = rematerialized_operands(graph, ops, key.env, casts, (*forward, *backward))
     segments = partition(graph, forward, backward, rematerialized)
@@ -183,9 +183,11 @@ def _outcomes_without_override(
     An override leaves casts out, so what a pattern wants may be there without it alone. That is found by lowering the ops again.
     """
     recipe, outcomes = key.env.recipe, tuple(claims.outcomes)
+    if recipe is None or recipe.backward_override is None:
+        return outcomes
     absent = {outcome.rule for outcome in outcomes if outcome.status == ABSENT_STATUS}
     asked = [rule for rule in rules.rules if rule.name in absent and refused_everywhere(rule, claims.graph, key.env, ())]
-    if recipe is None or recipe.backward_override is None or not asked:
+    if not asked:
         return outcomes
     try:
         env = key.env._replace(recipe=recipe.replace(backward_override=None))
@@ -236,8 +238,13 @@ def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: 
 def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:
     """FusionError unless ``groups`` run every node of ``side`` exactly once, each in order."""
     wanted = [node.index for node in graph.nodes if side in node.directions]
-    got = sorted(i for group in groups for i in group.nodes)
-    if got != wanted or any(list(group.nodes) != sorted(group.nodes) for group in groups):
+    each: list[int] = []
+    ordered = True
+    for group in groups:
+        each += group.nodes
+        ordered = ordered and [*group.nodes] == sorted(group.nodes)
+    got = sorted(each)
+    if got != wanted or not ordered:
         cure = "a fusion must keep the basic ops it takes, in order"
         raise FusionError(describe(f"{side} plan", wanted=f"nodes {wanted}, each once and in order", got=got, cure=cure))
 
@@ -256,9 +263,10 @@ def partition(
         if node.is_cast:
             first, last = _quantized_span(graph, node.index)
             reach[first] = max(reach[first], last)
-    for operand in (each for operands in (rematerialized or {}).values() for each in operands):
-        first = min(operand.source, *operand.chain[:1], operand.reader)
-        reach[first] = max(reach[first], operand.reader)
+    for operands in (rematerialized or {}).values():
+        for operand in operands:
+            first = min(operand.source, *operand.chain[:1], operand.reader)
+            reach[first] = max(reach[first], operand.reader)
     starts = [0] if reach else []
     end = 0
     for i, last in enumerate(reach):
@@ -269,9 +277,8 @@ def partition(
     for side, groups in enumerate((forward, backward)):
         for group in groups:
             bins[bisect_right(starts, group.nodes[0]) - 1][side].append(group)
-    return tuple(
-        _segment(graph, range(start, stop), *sides) for start, stop, sides in zip(starts, [*starts[1:], len(reach)], bins)
-    )
+    stops = [*starts[1:], len(reach)]
+    return tuple([_segment(graph, range(start, stop), *sides) for start, stop, sides in zip(starts, stops, bins)])
 
 
 def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
@@ -293,13 +300,24 @@ def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
 
 def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Sequence[Group]) -> Segment:
     members = [graph.nodes[i] for i in nodes]
-    produced = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
-    outputs = [v for v in produced if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
+    produced: set[int] = set()
+    outputs: list[int] = []
+    readers: Counter[int] = Counter()
+    trains, only_views = False, not any(group.claimed for group in (*forward, *backward))
+    for node in members:
+        trains = trains or bool(node.needs)
+        only_views = only_views and VIEW in node.traits
+        if (
+            not node.is_cast
+        ):  # only inputs of channels have several readers: what is cast, forwards or backwards, is read by one op
+            readers.update(node.inputs)
+        for value in node.outputs:
+            if graph.producer[value] in nodes and value not in produced:
+                produced.add(value)
+                if value in graph.outputs or not set(graph.consumers.get(value, ())).issubset(nodes):
+                    outputs.append(value)
     inputs = _inputs(members, produced)
-    trains = any(node.needs for node in members) or not graph.grads.isdisjoint(outputs)
-    only_views = all(VIEW in node.traits for node in members) and not any(group.claimed for group in (*forward, *backward))
-    # Only inputs of channels have several readers: what is cast, forwards or backwards, is read by one op.
-    readers = Counter(value for node in members if not node.is_cast for value in node.inputs)
+    trains = trains or not graph.grads.isdisjoint(outputs)
     return Segment(
         nodes,
         inputs=inputs,

@@ -326,8 +326,11 @@ _RELEASED = torch.empty(0, device="cpu")
 
 def versions(*values: Value | None) -> list[int]:
     """How often each tensor of ``values`` was written, as autograd counts; 0 for those of inference mode, which do not count."""
-    tensors = [(value,) if isinstance(value, torch.Tensor) else _tensors(value) for value in values]
-    return [0 if tensor.is_inference() else version_of(tensor) for part in tensors for tensor in part]
+    found: list[int] = []
+    for value in values:
+        for tensor in (value,) if isinstance(value, torch.Tensor) else _tensors(value):
+            found.append(0 if tensor.is_inference() else version_of(tensor))
+    return found
 
 
 def _tensors(value: Value | None) -> tuple[torch.Tensor, ...]:

@@ -267,8 +267,8 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         return self.saves if not self.patches(METHODS) and is_unchanged(type(self), ("saves",), METHODS) else None
 
     def extra_repr(self) -> str:
-        given = ((f, getattr(self.spec, f.name)) for f in fields(self.spec))
-        return ", ".join(f"{argument(f.name)}={value!r}" for f, value in given if value != f.default)
+        given = [(f, getattr(self.spec, f.name)) for f in fields(self.spec)]
+        return ", ".join([f"{argument(f.name)}={value!r}" for f, value in given if value != f.default])
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 

@@ -109,6 +109,8 @@ class ThrashingDetector:
 
     def _pattern(self) -> tuple[str, str] | None:
         """The path of the leaf that changes, and what happens."""
+        if len(self._last) < AGAIN:
+            return None
         again = [miss for miss in list(self._last)[-AGAIN:] if miss.again]
         paths = Counter(difference.path for miss in self._last for difference in miss.differences)
         if len(again) == AGAIN:

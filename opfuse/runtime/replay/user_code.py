@@ -125,11 +125,18 @@ def is_library_op(op: BasicOperation) -> bool:
 
 def _replaced(op: BasicOperation) -> set[str]:
     """Names of the op's code that is not the library's: in its classes, written into a class later, or set on the op itself."""
-    theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
-    now = {name: getattr(type(op), name, None) for name in rewritten(type(op))}
-    later = {name for name, value in now.items() if _is_code(value) and not is_library_code(value)}
-    on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
-    return theirs | later | on_itself
+    theirs: set[str] = set()
+    for kind in type(op).__mro__:
+        if not _is_known(kind):
+            theirs.update([name for name, value in vars(kind).items() if _is_code(value)])
+    for name in rewritten(type(op)):
+        value = getattr(type(op), name, None)
+        if _is_code(value) and not is_library_code(value):
+            theirs.add(name)
+    for name, value in vars(op).items():
+        if callable(value) and hasattr(type(op), name):
+            theirs.add(name)
+    return theirs
 
 
 def _is_fixed(math: Any) -> bool:

@@ -167,8 +167,8 @@ class Quantizer(ABC):
 
     def wanting(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
         """A copy that makes other directions; None keeps what this one makes."""
-        wanted = {"rowwise": rowwise, "columnwise": columnwise}
-        return replace(self, **{usage: value for usage, value in wanted.items() if value is not None})
+        rowwise = self.rowwise if rowwise is None else rowwise
+        return replace(self, rowwise=rowwise, columnwise=self.columnwise if columnwise is None else columnwise)
 
     @property
     def planes_agree(self) -> bool:

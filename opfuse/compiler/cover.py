@@ -93,67 +93,65 @@ class PartialMatch(NamedTuple):
 
 
 class Fits:
-    """How the pattern of a rule fits nodes in a row. barred: the indices of nodes that it cannot take.
+    """How the pattern of a rule fits nodes in a row, of which it may take none that is ``claimed``.
 
     Each place takes as many nodes as it can, and gives some back if a later place needs them. So it is found from the last place
     to the first, and for each node: up to where the place could take nodes, and where it stops, which is the last node before
     there from which all later places fit; -1 if they fit from none.
     """
 
-    def __init__(self, rule: Fusion, nodes: Sequence[Node], barred: Collection[int] = ()) -> None:
+    def __init__(self, rule: Fusion, nodes: Sequence[Node], claimed: Collection[int] = ()) -> None:
         self._pattern, self._least = rule.pattern, 1 if rule.single else 2
-        self._nodes, self._barred = nodes, barred
+        self._nodes, self.indices = nodes, tuple([node.index for node in nodes])
+        # Forwards an implementation returns the main output, and may leave extra ones.
+        takes_all = rule.direction == BACKWARD or rule.extra_outputs
+        self._free = [node.index not in claimed and (takes_all or len(node.outputs) < 2) for node in nodes]
         self._ends: list[list[int]] = []
         self._stops: list[list[int]] = []
         fitting = [*range(len(nodes) + 1)]  # for each position the last one up to it from which the later places fit
         for term in reversed(self._pattern):
-            ends = [len(nodes)]
+            ends, stops, following, last = [len(nodes)], list[int](), list[int](), -1
             for i in reversed(range(len(nodes))):
-                ends.append(ends[-1] if nodes[i].index not in barred and term.accepts(nodes[i]) else i)
+                ends.append(ends[-1] if self._free[i] and term.accepts(nodes[i]) else i)
             ends.reverse()
-            if term.high is not None:
-                ends = [min(end, i + term.high) for i, end in enumerate(ends)]
-            stops = [fitting[end] if fitting[end] >= i + term.low else -1 for i, end in enumerate(ends)]
-            fitting = [*accumulate([i if stop >= 0 else -1 for i, stop in enumerate(stops)], max)]
+            for i, run_end in enumerate(ends):
+                ends[i] = end = run_end if term.high is None else min(run_end, i + term.high)
+                stops.append(fitting[end] if fitting[end] >= i + term.low else -1)
+                last = i if stops[i] >= 0 else last
+                following.append(last)
+            fitting = following
             self._ends.insert(0, ends)
             self._stops.insert(0, stops)
 
-    def match(self, start: int) -> tuple[range, ...] | None:
-        """The positions that each place takes in a match that begins at ``start``; None if there is none."""
+    def binding(self, start: int) -> Binding | None:
+        """The nodes at each place of a match that begins at position ``start``; None if there is none."""
         at, places = start, []
         for stops in self._stops:
             if stops[at] < 0:
                 return None
-            places.append(range(at, stops[at]))
+            places.append(self.indices[at : stops[at]])
             at = stops[at]
         return tuple(places) if at - start >= self._least else None
-
-    def binding(self, start: int) -> Binding | None:
-        """The nodes at each place of the match that begins at ``start``; None if there is none."""
-        places = self.match(start)
-        return None if places is None else tuple([self._indices(place) for place in places])
-
-    def _indices(self, positions: range) -> tuple[int, ...]:
-        return tuple([self._nodes[i].index for i in positions])
 
     def nearest(self) -> PartialMatch | None:
         """Of nodes of which no match begins at any, the partial match that reaches the latest place, the first one of several.
 
-        None if no node could be the first.
+        None if no node could be at the first place.
         """
-        needed = self._pattern[0].low
-        starts = [i for i in range(len(self._nodes)) if not needed or self._ends[0][i] > i]
-        if not starts:
-            return None
+        needed, starts, alone = self._pattern[0].low, list[int](), len(self._nodes)
+        for i in reversed(range(len(self._nodes))):
+            if not needed or self._ends[0][i] > i:
+                starts.insert(0, i)
+                alone = i if self._stops[0][i] >= 0 else alone
         place, stuck = self._stuck(starts)
-        start = min([start for start, _, _ in stuck], default=len(self._nodes))
-        alone = next((i for i in starts if self._stops[0][i] >= 0), None)
-        if alone is not None and (place < 1 or (place == 1 and alone < start)):  # it fits, but takes too few nodes
-            return PartialMatch(1, None, self._pattern[-1], self._indices(range(alone, alone + 1)))
-        _, stuck = self._stuck([start])
-        _, end, at = max(stuck)
-        node = self._nodes[end] if end < len(self._nodes) and self._nodes[end].index not in self._barred else None
-        return PartialMatch(place, node, self._pattern[place], self._indices(range(start, at)))
+        start = min(stuck)[0] if place > 0 else len(self._nodes)
+        if place < 2 and alone < start:  # it fits, but takes too few nodes
+            return PartialMatch(1, None, self._pattern[-1], self.indices[alone : alone + 1])
+        if place < 1:
+            return None
+        _, end, at = max(self._stuck([start])[1])
+        node = self._nodes[end] if end < len(self._nodes) and self._free[end] else None
+        return PartialMatch(place, node, self._pattern[place], self.indices[start:at])
 
     def _stuck(self, starts: Sequence[int]) -> tuple[int, list[tuple[int, int, int]]]:
         """The latest place that lacks nodes in some way to bind the places before it, and all such ways: the start, the first of
@@ -169,11 +167,6 @@ class Fits:
                 reached.update(dict.fromkeys(range(max(at + term.low, last + 1), ends[at] + 1), start))
                 last = max(last, ends[at])
         return place, found
-
-
-def bound(rule: Fusion, nodes: Sequence[Node], start: int = 0) -> tuple[range, ...] | None:
-    """Which of ``nodes``, counted from ``start``, each place of the rule takes; None if it does not fit there."""
-    return Fits(rule, nodes[start:]).match(0)
 
 
 def linked_nodes(graph: Graph, direction: str) -> list[list[Node]]:
@@ -229,36 +222,36 @@ def cover(
         found: list[Outcome] = []
         partial_matches: list[PartialMatch] = []
         for nodes in chains:
-            # Forwards an implementation returns the main output, and may leave extra ones.
-            takes_all = direction == BACKWARD or rule.extra_outputs
-            barred = frozenset() if takes_all else frozenset([node.index for node in nodes if len(node.outputs) > 1])
-            free = Fits(rule, nodes, barred)
-            taken_here = claimed.keys() & {node.index for node in nodes}
-            left = Fits(rule, nodes, barred | taken_here) if taken_here else free
+            free = Fits(rule, nodes)
+            left = free if claimed.keys().isdisjoint(free.indices) else Fits(rule, nodes, claimed)
             start = 0
             while start < len(nodes):
-                if (binding := left.binding(start)) is not None:
-                    outcome = _judged(rule, graph, env, binding)
-                    if outcome.status == FUSED:
-                        groups.append(Group(tuple(chain.from_iterable(binding)), rule, binding))
-                        claimed.update(dict.fromkeys(groups[-1].nodes, rule.name))
-                elif (binding := free.binding(start)) is not None:  # what a match lost is worth an outcome of its own
-                    outcome = _shadowed(rule, graph, binding, claimed)
-                else:
+                binding = left.binding(start) or free.binding(start)
+                if binding is None:
                     start += 1
                     continue
+                bound = tuple(chain.from_iterable(binding))
+                owners = [*map(claimed.get, bound)]
+                if any(owners):  # what a match lost is worth an outcome of its own
+                    ops = tuple([graph.nodes[i].name for i in bound])
+                    outcome = Outcome(rule.name, rule.direction, SHADOWED, ops, by=next(filter(None, owners)))
+                else:
+                    outcome = _judged(rule, graph, env, binding, bound)
+                if outcome.status == FUSED:
+                    groups.append(Group(bound, rule, binding))
+                    claimed.update(dict.fromkeys(bound, rule.name))
                 found.append(outcome)
-                start += _advance(outcome, [*chain.from_iterable(binding)], claimed)
+                start += _advance(outcome, owners)
             if not found and (partial_match := free.nearest()) is not None:
                 partial_matches.append(partial_match)
         outcomes += found or [_absence(rule, graph, max(partial_matches, key=itemgetter(0), default=None))]
     return groups, outcomes
 
 
-def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding) -> Outcome:
-    """The outcome of a match: fused, unless a guard refuses it."""
-    ops = tuple([graph.nodes[i].name for i in chain.from_iterable(binding)])
-    names = dict(zip([term.name for term in rule.pattern], binding))
+def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding, bound: Sequence[int]) -> Outcome:
+    """The outcome of a match of the nodes ``bound``: fused, unless a guard refuses it."""
+    ops = tuple([graph.nodes[i].name for i in bound])
+    names = {term.name: place for term, place in zip(rule.pattern, binding)}
     for guard in _LEVEL_GUARDS.get(env.level, ()) + rule.when:
         for got in read(guard.reads, graph, env, names):
             if not guard.ok(got):
@@ -279,19 +272,15 @@ def refused_everywhere(rule: Fusion, graph: Graph, env: Env, ops: tuple[str, ...
     return None
 
 
-def _shadowed(rule: Fusion, graph: Graph, binding: Binding, claimed: Mapping[int, str]) -> Outcome:
-    nodes = [*chain.from_iterable(binding)]
-    owner = next(filter(None, map(claimed.get, nodes)))
-    return Outcome(rule.name, rule.direction, SHADOWED, tuple([graph.nodes[i].name for i in nodes]), by=owner)
+def _advance(outcome: Outcome, owners: Sequence[str | None]) -> int:
+    """How many nodes to go on by. What lies within a fused place, or a place missed for its environment, is settled with it.
 
-
-def _advance(outcome: Outcome, nodes: Sequence[int], claimed: Mapping[int, str]) -> int:
-    """How many nodes to go on by. What lies within a fused place, or a place missed for its environment, is settled with it."""
+    owners: of the nodes that were matched, who had claimed each.
+    """
     if outcome.status == FUSED or (outcome.guard or "").startswith("env."):
-        return len(nodes)
-    owners = [*map(claimed.get, nodes)]
+        return len(owners)
     if outcome.status == SHADOWED and owners[0] == outcome.by:  # all that it took here in a row
-        return next((i for i, owner in enumerate(owners) if owner != outcome.by), len(nodes))
+        return next((i for i, owner in enumerate(owners) if owner != outcome.by), len(owners))
     return 1
 
 

@@ -303,8 +303,11 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
     produced: set[int] = set()
     outputs: list[int] = []
     readers: Counter[int] = Counter()
-    trains, only_views = False, not any(group.claimed for group in (*forward, *backward))
+    trains, only_views, ops = False, True, dict[int, None]()
+    for group in (*forward, *backward):
+        only_views = only_views and not group.claimed
     for node in members:
+        ops[node.op] = None
         trains = trains or bool(node.needs)
         only_views = only_views and VIEW in node.traits
         if (
@@ -324,7 +327,7 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
         outputs=tuple(sorted(outputs)),
         forward=tuple(forward),
         backward=tuple(reversed(backward)),
-        ops=tuple(dict.fromkeys(node.op for node in members)),
+        ops=tuple(ops),
         requires_grad=trains and not only_views,
         again=tuple(value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)),
         constant=frozenset(outputs) - graph.grads,

@@ -10,12 +10,11 @@ from typing import cast as cast_to
 import torch
 
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value
+from opfuse.core.context import Context, Value, values_of
 from opfuse.kernels.casts.encoding import Encoding, WithOriginal, apart
 from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
 from opfuse.numerics.chain import Rounding, Stage
-from opfuse.ops.operands import values_of
 from opfuse.tensors.gemm import PendingProduct
 from opfuse.tensors.storage import QuantizedStorage
 

@@ -25,8 +25,8 @@ from opfuse.formats import IDENTITY, NumberFormat
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, biases_of, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.grouped_main_grad import add_gradients
+from opfuse.ops.linear import check_forward, in_dtype, multiplied, saved_operand
 from opfuse.ops.main_grad import is_asked_for
-from opfuse.ops.operands import check_forward, in_dtype, multiplied, saved_operand
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import OVERRIDES, cast_quantizer

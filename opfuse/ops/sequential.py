@@ -50,11 +50,13 @@ class _RunsOfModules:
 def _unquantized(modules: Iterable[nn.Module | None]) -> str:
     """The first ``nn.Linear`` of a list in which no recipe quantizes anything; empty where there is none."""
     plain = ""
-    for part in itertools.chain.from_iterable(module.modules() for module in modules if module is not None):
-        if isinstance(part, FusibleOperation) and any(op.quantized_roles() for op in part.basic_ops):
-            return ""
-        if isinstance(part, nn.Linear) and not plain:
-            plain = repr(part)
+    for module in modules:
+        for part in () if module is None else module.modules():
+            for op in part.basic_ops if isinstance(part, FusibleOperation) else ():
+                if op.quantized_roles():
+                    return ""
+            if isinstance(part, nn.Linear) and not plain:
+                plain = repr(part)
     return plain
 
 
@@ -72,12 +74,12 @@ def _check_owned_parameters(module: nn.Module) -> None:
         wanted, cure = "the state of an nn.Module", "call super().__init__() first in its constructor"
         raise PipelineError(describe(f"class {type(module).__name__}", wanted=wanted, got="none", cure=cure))
     held = set(module.modules())
-    lent = next((op for op in held if isinstance(op, BasicOperation) and op.owner not in held), None)
-    if lent is not None:
-        owner, names = lent.owner, " and ".join(lent.borrows) or "parameters"
-        got = f"{lent.label}, whose {names} a {type(owner).__name__} outside of the list holds"
-        cure = f"put that {type(owner).__name__} into the list, or a {type(lent).__name__}(...) made for it"
-        raise PipelineError(describe("Sequential", wanted="ops with their parameters", got=got, cure=cure))
+    for lent in held:
+        if isinstance(lent, BasicOperation) and lent.owner not in held:
+            owner, names = lent.owner, " and ".join(lent.borrows) or "parameters"
+            got = f"{lent.label}, whose {names} a {type(owner).__name__} outside of the list holds"
+            cure = f"put that {type(owner).__name__} into the list, or a {type(lent).__name__}(...) made for it"
+            raise PipelineError(describe("Sequential", wanted="ops with their parameters", got=got, cure=cure))
 
 
 class Sequential(Enrolled):

@@ -34,7 +34,7 @@ from opfuse.core.tracers import (
     outside,
     prepared,
 )
-from opfuse.core.watched import Tree, WatchedModule
+from opfuse.core.watched import ParameterPlaces, Tree, WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
@@ -157,11 +157,7 @@ class OperationFuser:
         self._read_ops()
         self._read_structure()
         self.form = f"{self.structure} {sorted(self.imports)} {sorted(self.exports)}"
-        self.places = tuple([op.parameter_places() for op in self.ops])
         self.slots = tuple(itertools.chain.from_iterable(self.places))
-        self._modal = tuple([op for op in self.ops if op.reads_training])
-        modal = [name for name, op in zip(self._op_names, self.ops) if op.reads_training]
-        self._modes = {len(modal): record(modal), len(self.ops): record(self._op_names)}
         self._trees = tuple([(op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules])
 
     def _read_ops(self) -> None:
@@ -172,6 +168,9 @@ class OperationFuser:
         ops: list[BasicOperation] = []
         names: list[str] = []
         parameters: list[str] = []
+        places: list[ParameterPlaces] = []
+        modal: list[BasicOperation] = []
+        modal_names: list[str] = []
         self.starts: dict[str, int] = {}
         self.presets: tuple[tuple[int, FusedOperation], ...] = ()
         self._called_before: list[tuple[int, BasicOperation]] = []
@@ -190,10 +189,16 @@ class OperationFuser:
                     self._reset_by_recipes.append(op)
                 ops.append(op)
                 names.append(".".join(filter(None, (name, str(i) if len(parts) > 1 else ""))))
+                places.append(op.parameter_places())
+                if op.reads_training:
+                    modal.append(op)
+                    modal_names.append(names[-1])
                 for own, slot in op.parameter_slots():
                     parameters.append(".".join(filter(None, (name, prefixes.get(id(slot), ""), own.rpartition(".")[2]))))
             member.capture(member=bool(self.members))
-        self.ops, self._op_names, self._parameters = tuple(ops), tuple(names), record(parameters)
+        self.ops, self._op_names, self._modal = tuple(ops), tuple(names), tuple(modal)
+        self.places, self._parameters = tuple(places), record(parameters)
+        self._modes = {len(modal): record(modal_names), len(ops): record(names)}
 
     def _read_structure(self) -> None:
         """The digest of specs and channels; which extra tensors a call takes, those of imported channels once, and returns."""
@@ -263,7 +268,7 @@ class OperationFuser:
         structure, env, (x, extras, params, training), rules = key
         named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
         modes = self._modes[len(training)](training)
-        inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, modes)
+        inputs = Inputs(TensorSig(*x), tuple(itertools.starmap(TensorSig, extras)), named_params, modes)
         around = _Around(*env)
         named = _LocatedKey(structure, around, inputs, rules)
         if call is not None:

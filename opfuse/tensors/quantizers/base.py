@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
@@ -403,35 +403,38 @@ def is_library_code(what: Any) -> bool:
     return str(getattr(what, "__module__", "")).startswith("opfuse.")
 
 
+def parts_of(quantizer: Any) -> Iterator[Any]:
+    """The quantizer and, of one that is made of others, these."""
+    if is_dataclass(quantizer):
+        yield quantizer
+        for setting in fields(quantizer):
+            yield from parts_of(getattr(quantizer, setting.name))
+
+
 def is_library_quantizer(quantizer: Any) -> bool:
     """Whether all code of the quantizer is the library's; not if it reduces amaxes, which depends on the ranks at each call."""
-    if not is_dataclass(quantizer):
-        return True
-    if getattr(quantizer, "with_amax_reduction", False) or getattr(quantizer, "runs_code_of_others", False):
-        return False
-    return is_library_code(type(quantizer)) and all(
-        is_library_quantizer(getattr(quantizer, field.name)) for field in fields(quantizer)
-    )
-
-
-def reduces(quantizer: Any) -> bool:
-    """Whether a cast takes the largest amax of several ranks."""
-    if not is_dataclass(quantizer):
-        return False
-    return getattr(quantizer, "with_amax_reduction", False) or any(reduces(getattr(quantizer, f.name)) for f in fields(quantizer))
+    for part in parts_of(quantizer):
+        if getattr(part, "with_amax_reduction", False) or getattr(part, "runs_code_of_others", False):
+            return False
+        if not is_library_code(type(part)):
+            return False
+    return True
 
 
 def casts_itself(quantizer: Any) -> bool:
     """Whether the library's own code casts, which a kernel may then do; for a quantizer made of others, of all of them."""
-    if not is_dataclass(quantizer):
-        return True
-    cast = getattr(type(quantizer), "quantize", None)
-    known = cast is None or (is_library_code(cast) and not getattr(quantizer, "runs_code_of_others", False))
-    return known and all(casts_itself(getattr(quantizer, field.name)) for field in fields(quantizer))
+    for part in parts_of(quantizer):
+        quantize = getattr(type(part), "quantize", None)
+        if quantize is not None and (not is_library_code(quantize) or getattr(part, "runs_code_of_others", False)):
+            return False
+    return True
+
+
+def reduces(quantizer: Any) -> bool:
+    """Whether a cast takes the largest amax of several ranks."""
+    return any(getattr(part, "with_amax_reduction", False) for part in parts_of(quantizer))
 
 
 def draws(quantizer: Any) -> bool:
     """Whether a cast draws random numbers, so that no two are equal."""
-    if not is_dataclass(quantizer):
-        return False
-    return getattr(quantizer, "stochastic_rounding", False) or any(draws(getattr(quantizer, f.name)) for f in fields(quantizer))
+    return any(getattr(part, "stochastic_rounding", False) for part in parts_of(quantizer))

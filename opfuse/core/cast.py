@@ -151,11 +151,10 @@ class Cast:
             raise DtypeError(describe(self.where, wanted=", ".join(map(str, taken)), got=got, cure=", or ".join(cures)))
         quantizer.check(shape, dtype, where=self.where, cure=self._cure)
 
-    @functools.cached_property
-    def _cure(self) -> Callable[[Layout], str]:
+    def _cure(self, layout: Layout) -> str:
         recipe = cast(Recipe, self.env.recipe)
         overridable = recipe.takes_backward_override and recipe.backward_override is None
-        return cure_of(self.op, self.op.quantizer_role(self.role).tensor_type, overridable=overridable)
+        return cure_of(self.op, self.op.quantizer_role(self.role).tensor_type, layout, overridable=overridable)
 
     def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
         """The quantizer over the live tensors of a state. If a program is being recorded, it will ask for them at every call."""
@@ -284,18 +283,14 @@ def check_features(where: str, shape: Sequence[int], features: int) -> None:
         raise ShapeError(describe(where, wanted=wanted, got=tuple(shape), cure=cure))
 
 
-def cure_of(op: Any, tensor_type: str, *, overridable: bool) -> Callable[[Layout], str]:
+def cure_of(op: Any, tensor_type: str, layout: Layout, *, overridable: bool) -> str:
     """The cure for a layout of the operand ``tensor_type`` of ``op`` whose lines are no whole blocks.
 
     overridable: whether a backward override would do without the planes that only a quantized backward pass reads.
     """
-
-    def cure(layout: Layout) -> str:
-        size = layout.lines[1]
-        whole = round_up(size, layout.format.multiple)
-        what = _SIZES.get((tensor_type, layout.usage), _IN)
-        text = _CURES[what] if not what or hasattr(op.spec, what) else _COLUMNS
-        spared = overridable and (layout.usage == COLUMNWISE or tensor_type == "grad_output")
-        return text.format(whole=whole, spare=whole - size, size=size) + (_OVERRIDE if spared else "")
-
-    return cure
+    size = layout.lines[1]
+    whole = round_up(size, layout.format.multiple)
+    what = _SIZES.get((tensor_type, layout.usage), _IN)
+    text = _CURES[what] if not what or hasattr(op.spec, what) else _COLUMNS
+    spared = overridable and (layout.usage == COLUMNWISE or tensor_type == "grad_output")
+    return text.format(whole=whole, spare=whole - size, size=size) + (_OVERRIDE if spared else "")

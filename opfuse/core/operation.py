@@ -267,8 +267,11 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         return self.saves if not self.patches(METHODS) and is_unchanged(type(self), ("saves",), METHODS) else None
 
     def extra_repr(self) -> str:
-        given = [(f, getattr(self.spec, f.name)) for f in fields(self.spec)]
-        return ", ".join([f"{argument(f.name)}={value!r}" for f, value in given if value != f.default])
+        shown = []
+        for setting in fields(self.spec):
+            if (value := getattr(self.spec, setting.name)) != setting.default:
+                shown.append(f"{argument(setting.name)}={value!r}")
+        return ", ".join(shown)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -279,25 +282,20 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         """
         slots: ParameterSlots | None = self.__dict__.get("_slots")
         if slots is None:
-            slots = self._find_slots()
+            found = dict.fromkeys(self.borrows, self.owner._parameters)
+            for prefix, module in self.named_modules():
+                for name in module._parameters:
+                    found[f"{prefix}.{name}".lstrip(".")] = module._parameters
+            slots = tuple(found.items())
             if self._captured:
                 self.__dict__["_slots"] = slots
         return slots
-
-    def _find_slots(self) -> ParameterSlots:
-        borrowed = dict.fromkeys(self.borrows, self.owner._parameters)
-        own = {
-            f"{prefix}.{name}".lstrip("."): module._parameters
-            for prefix, module in self.named_modules()
-            for name in module._parameters
-        }
-        return tuple((borrowed | own).items())
 
     def parameter_places(self) -> ParameterPlaces:
         """The dictionaries of the parameters, with the name of each: a form that every call reads fast."""
         places: ParameterPlaces | None = self.__dict__.get("_places")
         if places is None:
-            places = tuple((slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots())
+            places = tuple([(slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots()])
             if self._captured:
                 self.__dict__["_places"] = places
         return places

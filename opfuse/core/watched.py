@@ -217,7 +217,10 @@ _WORDS: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 def place(cls: type, names: Collection[str]) -> int:
     """How far up the bases of ``cls`` the first class that has one of these names is: 0 for ``cls`` itself."""
-    return next((i for i, base in enumerate(cls.__mro__) if not vars(base).keys().isdisjoint(names)), len(cls.__mro__))
+    for i, base in enumerate(cls.__mro__):
+        if not vars(base).keys().isdisjoint(names):
+            return i
+    return len(cls.__mro__)
 
 
 def is_unchanged(cls: type, declared: Collection[str], methods: Collection[str]) -> bool:

@@ -59,8 +59,7 @@ def rematerialized_operands(
     graph: Graph, ops: Sequence[BasicOperation], env: Env, casts: Mapping[int, Cast], groups: Sequence[Group]
 ) -> Rematerialized:
     """What the backward pass makes anew. groups: of both passes."""
-    waits = any(node.transfer is not None and node.transfer.later for node in graph.nodes)
-    if not env.grad or (env.keep is None and not waits):
+    if not env.grad or (env.keep is None and not graph.collective_casts):
         return {}
     foreign = {i for group in groups if not _saves_like_its_ops(group) for i in group.nodes}
     by_reader = {}

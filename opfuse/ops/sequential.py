@@ -289,7 +289,9 @@ class Sequential(Enrolled):
         if not compiling and self.__dict__["_runs"].unquantized and current_recipe() is not None:
             self._warn_unquantized()
         kwargs = {} if op_kwargs is None else self._kwargs(op_kwargs)
-        extras = self._checked_extras(extra_inputs)
+        if len(extra_inputs) != (wanted := _num_extra_inputs(runs)):
+            raise self._another_number(wanted, len(extra_inputs))
+        extras = iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
         for run in runs:
@@ -303,7 +305,7 @@ class Sequential(Enrolled):
                     if channel.to_caller:
                         outputs.append(tensor)
             elif isinstance(run, Sequential):
-                result = run(x, *itertools.islice(extras, run._num_extra_inputs()))
+                result = run(x, *itertools.islice(extras, _num_extra_inputs(run.runs())))
                 x, *more = result if isinstance(result, tuple) else (result,)
                 outputs += more
             else:
@@ -320,25 +322,10 @@ class Sequential(Enrolled):
         message = describe(where, wanted="an op that a recipe quantizes", got=f"{got}, which stays as it is", cure=cure)
         warnings.warn(message, OpfuseWarning, stacklevel=5)
 
-    def _num_extra_inputs(self) -> int:
-        """Extra inputs of a call, with those of each Sequential inside."""
-        count = 0
-        for run in self.runs():
-            if isinstance(run, OperationFuser):
-                count += run.extra_inputs.count(None)
-            elif isinstance(run, Sequential):
-                count += run._num_extra_inputs()
-        return count
-
     def _basic_ops(self) -> Iterator[BasicOperation]:
         for run in self.runs():
             if isinstance(run, (OperationFuser, Sequential)):
                 yield from run.ops if isinstance(run, OperationFuser) else run._basic_ops()
-
-    def _checked_extras(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        if len(extra_inputs) != (wanted := self._num_extra_inputs()):
-            raise self._another_number(wanted, len(extra_inputs))
-        return iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
 
     def _another_number(self, wanted: int, got: int) -> PipelineError:
         cure = cure_of_extras(self._basic_ops())
@@ -378,6 +365,17 @@ class Sequential(Enrolled):
         lists = [module for module in self.modules() if isinstance(module, Sequential)]
         pipelines = [run for inner in lists for run in inner.runs() if isinstance(run, OperationFuser)]
         return infos_of(pipelines)
+
+
+def _num_extra_inputs(runs: Iterable[nn.Module | OperationFuser]) -> int:
+    """Extra inputs of a call, with those of each Sequential inside."""
+    count = 0
+    for run in runs:
+        if isinstance(run, OperationFuser):
+            count += run.extra_inputs.count(None)
+        elif isinstance(run, Sequential):
+            count += _num_extra_inputs(run.runs())
+    return count
 
 
 def _channels(run: NamedOps, side: str) -> Iterator[str]:

@@ -40,6 +40,7 @@ from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import Recipe, current_amax_group, current_recipe, mark_region_used, region_source
+from opfuse.recipes.autocast import default_group
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
 from opfuse.runtime.compile.backward_tape import BackwardTape
@@ -52,7 +53,7 @@ from opfuse.runtime.plans.misses import ThrashingDetector, check_miss, plan_poli
 from opfuse.runtime.plans.trace import PlanRecord, since_start
 from opfuse.runtime.segment import outlined, run_plan
 from opfuse.sources import caller
-from opfuse.tensors.quantizers.ranks import default_group, in_distributed_run
+from opfuse.tensors.quantizers.ranks import in_distributed_run
 from opfuse.torch_private.autograd import is_followed
 
 ROWS = 128

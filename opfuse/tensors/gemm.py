@@ -131,7 +131,7 @@ class PendingProduct(NamedTuple):
         if planes is None or clash("fprop", planes[0].format, planes[1].format) is not None:
             return None
         left, right = map(_stored, planes)
-        how = {name: self.options.get(name, False) for name in ("fast", "invariant")}
+        how = {"fast": self.options.get("fast", False), "invariant": self.options.get("invariant", False)}
         if rounding != "per_op":
             why = UNROUNDED
         elif left.layout.lines[0] != matrix_shape(self.left.shape)[0]:

@@ -6,7 +6,6 @@ that has one is repeated in parts (``partial.py``), the other one as a whole.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, Node
-from opfuse.compiler.plan import Plan, Segment, UserCode
+from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.cast import Cast
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
@@ -50,7 +49,6 @@ from opfuse.tensors.storage import matrix_shape
 from opfuse.torch_private.autograd import saving_hooks
 from opfuse.torch_private.dispatch import active_modes
 
-_log = logging.getLogger("opfuse.programs")
 _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
 
 
@@ -77,7 +75,7 @@ def runner_of(
             return Interpreter(plan, segment, ops, kwargs, cached.casts, events=GroupEvents(plan, ops, heard))
         if not INTERPRETED.isdisjoint(heard):
             tensors = None
-    code = plan.user_code.get(segment.nodes.start) or _user_code(plan, segment, ops)
+    code = plan.user_code.get(segment.nodes.start) or user_code(plan, segment, ops)
     before = precomputed_casts(plan, segment, ops, code.before, tensors) if code.before and tensors is not None else ()
     precomputed = (*before, *cached.casts) if before else cached.casts
     if tensors is None or not _enabled.get() or active_modes():
@@ -118,14 +116,6 @@ def _key(
     if cached.casts:
         layout = *layout, cached.layout
     return (*layout, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else layout
-
-
-def _user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
-    """What of the user's own runs in the segment, which is logged once."""
-    found = plan.user_code[segment.nodes.start] = user_code(plan, segment, ops)
-    for side, why in found.why.items():
-        _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
-    return found
 
 
 def _sizes(

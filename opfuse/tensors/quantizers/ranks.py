@@ -22,11 +22,6 @@ def in_distributed_run() -> bool:
     return HAS_RANKS and dist.is_initialized()
 
 
-def default_group() -> dist.ProcessGroup | None:
-    """torch's default group, of all processes; None before there is one."""
-    return dist.group.WORLD if HAS_RANKS else None
-
-
 def checked_group(where: str, group: object, error: type[OpfuseError]) -> dist.ProcessGroup | None:
     """``group``, which may be a process group or None; ``error`` for anything else, as ranks that are not of a new group get."""
     if group is None or (HAS_RANKS and isinstance(group, dist.ProcessGroup)):

@@ -13,8 +13,7 @@ from torch import nn
 from opfuse.compiler.lower import check_channels
 from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, checked_rules
-from opfuse.core.channels import cure_of_extras
-from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation, cure_of_extras
 from opfuse.core.tracers import Enrolled, check_exported, check_proxy, prepared
 from opfuse.core.watched import WatchedModule
 from opfuse.domains import INTEGER

@@ -20,9 +20,8 @@ import torch
 from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
-from opfuse.core.channels import Channel
 from opfuse.core.fused import FusedOperation
-from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.operation import BasicOperation, Channel, FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
 from opfuse.core.tracers import (
     break_graph,

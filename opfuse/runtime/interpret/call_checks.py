@@ -11,8 +11,7 @@ from weakref import WeakSet
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from opfuse.core.channels import cure_of_extras
-from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation, cure_of_extras
 from opfuse.core.signature import is_foreign
 from opfuse.core.state import StatefulModule
 from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe, number_of

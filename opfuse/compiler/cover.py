@@ -231,12 +231,12 @@ def cover(
                     start += 1
                     continue
                 bound = tuple(chain.from_iterable(binding))
+                ops = tuple([graph.nodes[i].name for i in bound])
                 owners = [*map(claimed.get, bound)]
                 if any(owners):  # what a match lost is worth an outcome of its own
-                    ops = tuple([graph.nodes[i].name for i in bound])
                     outcome = Outcome(rule.name, rule.direction, SHADOWED, ops, by=next(filter(None, owners)))
                 else:
-                    outcome = _judged(rule, graph, env, binding, bound)
+                    outcome = _judged(rule, graph, env, binding, ops)
                 if outcome.status == FUSED:
                     groups.append(Group(bound, rule, binding))
                     claimed.update(dict.fromkeys(bound, rule.name))
@@ -248,9 +248,8 @@ def cover(
     return groups, outcomes
 
 
-def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding, bound: Sequence[int]) -> Outcome:
-    """The outcome of a match of the nodes ``bound``: fused, unless a guard refuses it."""
-    ops = tuple([graph.nodes[i].name for i in bound])
+def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding, ops: tuple[str, ...]) -> Outcome:
+    """The outcome of a match at ``ops``: fused, unless a guard refuses it."""
     names = {term.name: place for term, place in zip(rule.pattern, binding)}
     for guard in _LEVEL_GUARDS.get(env.level, ()) + rule.when:
         for got in read(guard.reads, graph, env, names):

@@ -122,8 +122,12 @@ class Plan:
     @cached_property
     def delays(self) -> bool:
         """Whether scales of gradients come from earlier steps."""
-        casts = [*self.casts.values(), *(cast for own in self.own_casts.values() for cast in own.values())]
-        return any(cast.role == GRADIENT and cast.is_delayed for cast in casts)
+        by_place: list[Mapping[Any, Cast]] = [self.casts, *self.own_casts.values()]
+        for casts in by_place:
+            for cast in casts.values():
+                if cast.role == GRADIENT and cast.is_delayed:
+                    return True
+        return False
 
     @cached_property
     def cast_once(self) -> dict[int, Cast]:

@@ -194,7 +194,10 @@ def _warn_of_hooks(members: Iterable[FusibleOperation]) -> None:
 
     Likewise for a basic op of a fused op with a ``forward`` of its own.
     """
-    for op in (op for member in members for op in dict.fromkeys((member, *member.basic_ops))):
+    parts: dict[FusibleOperation, None] = {}
+    for member in members:
+        parts.update(dict.fromkeys((member, *member.basic_ops)))
+    for op in parts:
         if op in _warned:
             continue
         if not op.joins:

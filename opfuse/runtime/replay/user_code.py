@@ -153,7 +153,7 @@ def _replaced(op: BasicOperation) -> set[str]:
 def _is_fixed(math: Any) -> bool:
     """Whether the functions of an elementwise op read nothing but their arguments, so that all runs do the same."""
     made_of = (math.value, math.grad, math.operand_grad) if isinstance(math, Pointwise) else ()
-    return all(function is None or _is_closed(function) for function in made_of)
+    return all(map(_is_closed, filter(None, made_of)))
 
 
 def _is_closed(function: Any) -> bool:

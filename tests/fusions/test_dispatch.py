@@ -191,7 +191,7 @@ NO_PLACE = "pattern.quantize: quantize_groups"
     [
         *((lambda: wired(layer()), recipe, ("fused", None, None)) for recipe in RECIPES.values()),
         (lambda: wired(layer()), None, ("absent", NO_PLACE, "grouped_linear")),
-        (lambda: wired(layer()), recipes.MXFP8BlockScaling(), NO_CAST),
+        (lambda: wired(layer()), recipes.MXFP8BlockScaling(), (*NO_CAST[:2], "'mx'")),
         (lambda: wired(layer()), recipes.NVFP4BlockScaling(), NO_CAST),
         (lambda: wired(layer()), recipes.Float8CurrentScaling(backward_override="high_precision"), ("fused", None, None)),
         (lambda: wired(layer()), recipes.Float8BlockScaling(backward_override="dequantized"), ("fused", None, None)),

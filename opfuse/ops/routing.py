@@ -158,6 +158,7 @@ class TokenPermute(BasicOperation):
         _check_rows(self.label, input_, None)
         _check_chosen(self.label, chosen, len(input_))
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
+        chosen = chosen.long()  # narrow integers may not hold the last group
         group = chosen.clamp(0, self.num_groups - 1)
         order, places, splits = by_group(group.to(_narrowest(self.num_groups)), self.num_groups)
         places = places.where(group == chosen, ~places)

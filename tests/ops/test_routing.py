@@ -119,6 +119,13 @@ def test_rows_of_a_router_of_ones_own_come_by_group_and_go_back():
     torch.testing.assert_close(torch.autograd.grad(y, x, torch.ones_like(y))[0], counts.expand_as(x))
 
 
+def test_choices_may_be_narrower_than_the_number_of_groups():
+    chosen = torch.tensor([[200], [3]], dtype=torch.uint8)
+    rows, splits, _ = ops.TokenPermute(300)(randn(2, FEATURES), chosen)
+    assert torch.equal(rows, randn(2, FEATURES).flip(0))
+    assert splits.nonzero().flatten().tolist() == [3, 200]
+
+
 def test_choices_that_are_no_matrix_of_integers_are_refused():
     permute, x = ops.TokenPermute(GROUPS), randn(TOKENS, FEATURES)
     for chosen in (torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS - 1, 2, dtype=torch.int64)):

@@ -14,6 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 from opfuse.convert.code import code_of
 from opfuse.convert.guards import ModuleGuard, Proven
 from opfuse.convert.pipeline import PipelineRun
+from opfuse.convert.states import METHODS, States
 from opfuse.convert.weights import MadeParameters, replica, stand_ins, taking
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, enrolled, outside, prepared
@@ -181,15 +183,30 @@ class Converted:
             warnings.warn(change, OpfuseWarning, stacklevel=5)
         return change is not None
 
-    def beside(self, copy: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The call of a shallow copy of the module, which may have other parameters."""
+    def warn_of_copy(self) -> None:
+        """Say once that a shallow copy of the module, which may have other parameters, runs the forward of its class."""
         if not self.warned:
             self.warned = True
             cure = "call opfuse.fuse_ on a copy.deepcopy, or use DistributedDataParallel in place of DataParallel"
             got = "a shallow copy of it, which computes in high precision"
-            told = describe(self.label, wanted="calls of the module that fuse_ converted", got=got, cure=cure)
-            warnings.warn(told, OpfuseWarning, stacklevel=4)
-        return type(copy).forward(copy, *args, **kwargs)
+            text = describe(self.label, wanted="calls of the module that fuse_ converted", got=got, cure=cure)
+            warnings.warn(text, OpfuseWarning, stacklevel=4)
+
+    def state(self) -> Any:
+        """The state of the module for ``copy`` and pickle."""
+        state = type(self.module).__getstate__(self.module)
+        return CopiedState(self, state) if isinstance(state, dict) else state
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the module, for code that takes the ``__self__`` of its forward for the module."""
+        if name.startswith("__") or "module" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def install(self) -> None:
+        """Replace the module's forward, and what copies, moves and saves it."""
+        own = {"forward": self.forward, OWN: self, "__getstate__": self.state}
+        vars(self.module).update(own, **States(self.module, self.products).methods)
 
     @property
     def runs(self) -> tuple[PipelineRun, ...]:
@@ -382,13 +399,18 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 
         @wraps(kind.forward, updated=())
         def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own: Converted = vars(self)[OWN] if isinstance(self, nn.Module) else self
-            if torch.compiler.is_compiling() or stand_ins() is not None:
-                return own(*args, **kwargs)
-            caller = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
+            own: Any = self
+            caller = None
+            if isinstance(self, nn.Module):
+                own, caller = vars(self).get(OWN), self
+            elif not torch.compiler.is_compiling() and stand_ins() is None:
+                caller = module_that_calls()
+            if own is None:  # bound to a module that is not converted
+                return type(caller).forward(caller, *args, **kwargs)
             if caller is None or caller is own.module or vars(caller).get(OWN) is not own:
                 return own(*args, **kwargs)
-            return own.beside(caller, args, kwargs)
+            own.warn_of_copy()
+            return type(caller).forward(caller, *args, **kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)
@@ -399,8 +421,38 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 OWN = "opfuse_forward"
 """The attribute of a module that holds its :class:`Converted`, beside the method, which others may bind anew."""
 
+INSTALLED = ("forward", OWN, "__getstate__", *METHODS)
+"""The attributes that a converted module has of opfuse."""
+
 _forwards: dict[type[nn.Module], Callable[..., Any]] = {}
 """The forward of each class of converted modules."""
+
+
+class CopiedState(Mapping[str, Any]):
+    """The attributes of a converted module, with which a copy of it begins.
+
+    A deep copy and a pickle get all. A shallow copy gets those that the module had before, since the forward that it has now is
+    bound to the module itself, and so would read parameters that the copy may not have.
+    """
+
+    def __init__(self, forward: Converted, state: dict[str, Any]) -> None:
+        self.forward, self.all = forward, state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.all[name]
+
+    def __len__(self) -> int:
+        return sum(1 for name in self.all if name not in INSTALLED)
+
+    def __iter__(self) -> Iterator[str]:
+        self.forward.warn_of_copy()
+        return (name for name in self.all if name not in INSTALLED)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return deepcopy(self.all, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.all,)
 
 
 def _blank(made: type[Converted], kind: type[nn.Module]) -> Converted:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from opfuse.convert.build import build, build_alone
 from opfuse.convert.code import NotRecorded
-from opfuse.convert.converted import OWN, Converted, converted
+from opfuse.convert.converted import INSTALLED, OWN, Converted, converted
 from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.leaves import obstacle, weight_of, why_refused
 from opfuse.convert.norms import lone_norm, why_kept
@@ -20,7 +20,6 @@ from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report, Status
 from opfuse.convert.siblings import siblings
-from opfuse.convert.states import States
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
 from opfuse.domains import BOOLEAN, checked_arguments
@@ -117,9 +116,8 @@ def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
 
 
 def _install(forwards: dict[nn.Module, Converted]) -> None:
-    for module, forward in forwards.items():
-        vars(module).update({"forward": forward.forward, OWN: forward})
-        States(module, forward.products).install()
+    for forward in forwards.values():
+        forward.install()
     for forward in forwards.values():
         forward.guard.forwards = {path: converted(member) for path, member in forward.guard.members.items()}
 
@@ -135,9 +133,8 @@ def _carry_over(before: dict[nn.Module, Converted], forwards: dict[nn.Module, Co
 
 def _restore(forwards: dict[nn.Module, Converted]) -> None:
     for module in forwards:
-        for name in ("forward", OWN):
+        for name in INSTALLED:
             vars(module).pop(name, None)
-        States.remove(module)
 
 
 def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:

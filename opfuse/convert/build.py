@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, chain_of
+from opfuse.convert.chain import Chain, Step, chain_of
+from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import Converted
 from opfuse.convert.guards import Proven
 from opfuse.convert.leaves import GATED, UNGATED, LeafModule, leaf_of, obstacle, runs, weight_of
@@ -45,19 +46,19 @@ class Build:
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
-    def add(self, steps: Sequence[ChainStep], within: str = "") -> None:
-        """Add the ops of all ``steps`` of the submodule at the path ``within``. NoChain for a submodule that is none."""
+    def add(self, steps: Sequence[Step], within: str = "") -> None:
+        """Add the ops of all ``steps`` of the submodule at the path ``within``. NotRecorded for a submodule that is none."""
         for step in steps:
             match step:
-                case CallModule():
-                    self._call(_joined_path(within, step.path))
-                case Apply():
-                    self._op(UNGATED[step.name](), step.name)
-                case Add():
-                    self._op(AddExtraInput(), f"add{step.index}")
-                    self.run.extras.append(step.index)
-                case GatedUnit():
-                    self._gate(step, within)
+                case "call", path:
+                    self._call(_joined_path(within, path))
+                case "apply", name:
+                    self._op(UNGATED[name](), name)
+                case "add", index:
+                    self._op(AddExtraInput(), f"add{index}")
+                    self.run.extras.append(index)
+                case "gate", act, *paths:
+                    self._gate(act, [_joined_path(within, path) for path in paths], within)
 
     def _call(self, path: str) -> None:
         child = self.module.get_submodule(path)
@@ -70,10 +71,10 @@ class Build:
             self._op(leaf.op, path, leaf)
             return
         if not self.policies.allows(child, self._named(path)):
-            raise NoChain(f"{path}, which the filter leaves alone", "submodules that may be converted")
+            raise NotRecorded(f"{path}, which the filter leaves alone", "submodules that may be converted")
         inner = chain_of(child)
         if len(inner.arguments) != 1:
-            raise NoChain(f"{path}, which takes {len(inner.arguments)} arguments", "submodules of one argument")
+            raise NotRecorded(f"{path}, which takes {len(inner.arguments)} arguments", "submodules of one argument")
         self.members[path] = child
         self.inlined.append(child)
         self.dtypes.append(() if inner.dtype is None else (inner.dtype,))
@@ -81,7 +82,7 @@ class Build:
 
     def _leaf(self, child: nn.Module, path: str) -> LeafModule | None:
         if (hindered := obstacle(child)) is not None:
-            raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
+            raise NotRecorded(f"{path} with {hindered[0]}", "plain submodules")
         leaf = leaf_of(child)
         if leaf is not None:
             self.members[path] = child
@@ -90,24 +91,22 @@ class Build:
                 self.run.made.append(leaf.made)
         return leaf
 
-    def _gate(self, step: GatedUnit, within: str) -> None:
-        if isinstance(step.act, Apply):
-            name = step.act.name
-        else:
-            at = _joined_path(within, step.act.path)
+    def _gate(self, act: Step, paths: Sequence[str], within: str) -> None:
+        kind, name = act
+        if kind == "call":
+            at = _joined_path(within, name)
             leaf = self._leaf(self.module.get_submodule(at), at)
             name = leaf.name if leaf is not None else ""
             self.keeps_dtype &= leaf is not None and leaf.keeps_dtype
         if name not in GATED:
-            raise NoChain(f"a gate of {step.act}", f"a gate that is one of {', '.join(GATED)}")
-        paths = [_joined_path(within, path) for path in (step.gate, step.up) if path]
+            raise NotRecorded(f"a gate of {act}", f"a gate that is one of {', '.join(GATED)}")
         if paths:
             found = [weight_of(self.module.get_submodule(path)) for path in paths]
             if None in found:
-                raise NoChain(f"{' and '.join(paths)}, of which one is no product", "two products of one input")
+                raise NotRecorded(f"{' and '.join(paths)}, of which one is no product", "two products of one input")
             weights = [self._taken(weight, path) for weight, path in zip(found, paths) if weight is not None]
             if not weights[0].agrees(weights[1]) or weights[0].out_features != weights[1].out_features:
-                raise NoChain(f"{' and '.join(paths)}, which differ", "two products of one size, dtype and bias or none")
+                raise NotRecorded(f"{' and '.join(paths)}, which differ", "two products of one size, dtype and bias or none")
             self._product(paths, weights)
         self._op(GATED[name](), f"{'+'.join(paths) or 'halves'}.{name}")
 
@@ -129,26 +128,26 @@ class Build:
         self.names.append("Linear" + (f"×{len(weights)}" if len(weights) > 1 else ""))
 
     def _taken(self, weight: Weight, path: str) -> Weight:
-        """The weight, as a part of the pipeline. NoChain if it may not be converted, or not under the recipe of those before."""
+        """The weight, in the pipeline. NotRecorded if it may not be converted, or under another recipe than those before."""
         choice = self.policies.of(weight.module, self._named(path), in_chain=True)
         if not choice.convert:
-            raise NoChain(f"{path}: {choice.got}", "products that are converted")
+            raise NotRecorded(f"{path}: {choice.got}", "products that are converted")
         if (hindered := obstacle(weight.module)) is not None:
-            raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
+            raise NotRecorded(f"{path} with {hindered[0]}", "plain submodules")
         if choice.recipe is not None and (why := unfit(choice.recipe, weight.in_features, weight.out_features)) is not None:
-            raise NoChain(f"{path} of {why[1]}", why[0])
+            raise NotRecorded(f"{path} of {why[1]}", why[0])
         if self.weights and choice.recipe != self.recipe:
-            raise NoChain(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
+            raise NotRecorded(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
         self.recipe = choice.recipe
         return weight
 
     def _named(self, path: str) -> str:
         return _joined_path(self.path, path)
 
-    def result(self, chain: TracedChain) -> Converted:
-        """The forward of the module. NoChain where it multiplies nothing."""
+    def result(self, chain: Chain) -> Converted:
+        """The forward of the module. NotRecorded where it multiplies nothing."""
         if not self.weights:
-            raise NoChain("no product that may be converted", "a product")
+            raise NotRecorded("no product that may be converted", "a product")
         proven = Proven(
             ranks=tuple(len(leading) + 1 for leading in LEADING),
             dtypes=self._dtypes(chain),
@@ -167,12 +166,14 @@ class Build:
             proven=proven,
         )
 
-    def _dtypes(self, chain: TracedChain) -> tuple[torch.dtype, ...]:
-        """The dtypes in which the forward and all its leaves were read; empty: any. NoChain where these have none in common."""
+    def _dtypes(self, chain: Chain) -> tuple[torch.dtype, ...]:
+        """The dtypes in which the forward and all its leaves were read; empty: any. NotRecorded where they share none."""
         found = [dtypes for dtypes in (*self.dtypes, () if chain.dtype is None else (chain.dtype,)) if dtypes]
         common = tuple(dtype for dtype in found[0] if all(dtype in each for each in found)) if found else ()
         if found and not common:  # none at all, where nothing would mean any
-            raise NoChain(f"parts that are known in {' and in '.join(map(str, found))}", "a dtype in which all of it is known")
+            raise NotRecorded(
+                f"parts that are known in {' and in '.join(map(str, found))}", "a dtype in which all of it is known"
+            )
         return common
 
 
@@ -181,9 +182,9 @@ def _joined_path(parent: str, name: str) -> str:
 
 
 def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, Build]:
-    """The new forward of a module whose forward is a chain, and how it was made. NoChain for any other, or without a product."""
+    """The new forward of a module whose forward is a chain with a product, and how it was made. NotRecorded for any other."""
     if "forward" in vars(module):
-        raise NoChain("a forward of this very object", "the forward of its class")
+        raise NotRecorded("a forward of this very object", "the forward of its class")
     chain = chain_of(module)
     made = Build(module, path, policies, PipelineRun(path=path))
     made.add(chain.steps)

@@ -399,17 +399,17 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 
         @wraps(kind.forward, updated=())
         def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own: Any = self
-            caller = None
+            own: Any
+            caller: Any
             if isinstance(self, nn.Module):
                 own, caller = vars(self).get(OWN), self
-            elif not torch.compiler.is_compiling() and stand_ins() is None:
-                caller = module_that_calls()
-            if own is None:  # bound to a module that is not converted
-                return type(caller).forward(caller, *args, **kwargs)
-            if caller is None or caller is own.module or vars(caller).get(OWN) is not own:
+            else:
+                followed = torch.compiler.is_compiling() or stand_ins() is not None
+                own, caller = self, None if followed else module_that_calls()
+            if caller is None or (own is not None and (caller is own.module or vars(caller).get(OWN) is not own)):
                 return own(*args, **kwargs)
-            own.warn_of_copy()
+            if own is not None:  # as it is where it is bound to a module that is not converted
+                own.warn_of_copy()
             return type(caller).forward(caller, *args, **kwargs)
 
         del forward.__wrapped__

@@ -13,7 +13,6 @@ what does it do                         ``record.py``: the graph; ``chain.py``: 
 which op is a step                      ``leaves.py``, by formula (``forms.py``); ``experts.py``, by numbers
 the pipeline                            ``build.py``: from steps to ops; ``weights.py``: their parameters; ``pipeline.py``
 products of one tensor                  ``siblings.py``: from the code of the module around them
-norms by themselves                     ``norms.py``
 does a call have what was recorded      ``guards.py``
 the new forward, also in a graph        ``converted.py``; ``states.py``: its delayed scales in state dicts
 ======================================  ============================================================================

@@ -12,7 +12,7 @@ from opfuse.convert.chain import Chain, Step, chain_of
 from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import Converted
 from opfuse.convert.guards import Proven
-from opfuse.convert.leaves import GATED, UNGATED, LeafModule, leaf_of, obstacle, runs, weight_of
+from opfuse.convert.leaves import GATED, NORM_DTYPES, UNGATED, LeafModule, leaf_of, norm_of, obstacle, runs, weight_of
 from opfuse.convert.pipeline import PipelineRun, unfit
 from opfuse.convert.policy import Policies
 from opfuse.convert.record import LEADING, required_arguments
@@ -206,3 +206,29 @@ def build_alone(weight: Weight, path: str, recipe: Recipe | None, shared: Sequen
 def views_rows(weight: Weight) -> bool:
     """Whether the forward of a product may view its input as a matrix, as that of a Conv1D, and refuse one of other strides."""
     return not runs(weight.module, nn.Linear)
+
+
+# -- norms by themselves ---------------------------------------------------------------------------------------------------------
+
+NARROW = 1024
+"""Columns below which a norm is left alone: norms of attention heads were not measured."""
+
+
+def build_norm(module: nn.Module, path: str, recipe: Recipe | None) -> Converted:
+    """The new forward of a norm that no pipeline begins with, such as the one before attention. NotRecorded for any other module.
+
+    Models write an RMS norm as several sums, casts and products, seven in transformers, each a kernel over the whole tensor. In a
+    graph of torch.compile the norm stays as it is: the compiler makes one kernel of it and of the sum before it.
+    """
+    columns = next(p.numel() for p in module._parameters.values() if p is not None)
+    if columns < NARROW:
+        raise NotRecorded(f"vectors of {columns}", f"a norm of {NARROW} columns or more")
+    if (hindered := obstacle(module, called=True)) is not None:
+        raise NotRecorded(hindered[0], "a plain norm", hindered[1])
+    leaf = norm_of(module)
+    if leaf is None:
+        got = f"a {type(module).__name__}, whose forward is no LayerNorm or RMSNorm"
+        raise NotRecorded(got, "a norm that opfuse has")
+    run = PipelineRun([leaf.op], ["norm"], made=[] if leaf.made is None else [leaf.made], path=path)
+    proven = Proven(ranks=range(1, 65), dtypes=NORM_DTYPES, in_graph=False)
+    return Converted(module, path, arguments=required_arguments(module), run=run, members={}, recipe=recipe, proven=proven)

@@ -7,7 +7,7 @@ forward was tried on. Otherwise its own forward runs, over its converted submodu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,18 +31,22 @@ class Proven:
 
     linear: the pipeline is that of one linear layer, which takes what a linear layer takes. ranks: numbers of dimensions of
     the input. dtypes: of inputs and parameters; empty: any. in_autocast: also under torch.autocast. columns: of each further
-    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix.
+    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix. in_graph: also those in
+    a graph of torch.compile.
     """
 
     linear: bool = False
-    ranks: tuple[int, ...] = ()
+    ranks: Container[int] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     in_autocast: bool = False
     columns: tuple[int, ...] = ()
     views: bool = False
+    in_graph: bool = True
 
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
+        if not self.in_graph and torch.compiler.is_compiling():
+            return False
         dense = not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested)
         if not dense or type(x) is not torch.Tensor:
             return dense and self.linear

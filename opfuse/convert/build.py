@@ -64,7 +64,7 @@ class Build:
         child = self.module.get_submodule(path)
         weight = weight_of(child)
         if weight is not None:
-            self._product([path], [self._taken(weight, path)])
+            self._product([path], [self._checked(weight, path)])
             return
         leaf = self._leaf(child, path)
         if leaf is not None:
@@ -101,10 +101,10 @@ class Build:
         if name not in GATED:
             raise NotRecorded(f"a gate of {act}", f"a gate that is one of {', '.join(GATED)}")
         if paths:
-            found = [weight_of(self.module.get_submodule(path)) for path in paths]
-            if None in found:
+            members = [weight_of(self.module.get_submodule(path)) for path in paths]
+            if None in members:
                 raise NotRecorded(f"{' and '.join(paths)}, of which one is no product", "two products of one input")
-            weights = [self._taken(weight, path) for weight, path in zip(found, paths) if weight is not None]
+            weights = [self._checked(weight, path) for weight, path in zip(members, paths) if weight is not None]
             if not weights[0].agrees(weights[1]) or weights[0].out_features != weights[1].out_features:
                 raise NotRecorded(f"{' and '.join(paths)}, which differ", "two products of one size, dtype and bias or none")
             self._product(paths, weights)
@@ -127,7 +127,7 @@ class Build:
         self.members.update(zip(paths, [weight.module for weight in weights]))
         self.names.append("Linear" + (f"×{len(weights)}" if len(weights) > 1 else ""))
 
-    def _taken(self, weight: Weight, path: str) -> Weight:
+    def _checked(self, weight: Weight, path: str) -> Weight:
         """The weight, in the pipeline. NotRecorded if it may not be converted, or under another recipe than those before."""
         choice = self.policies.of(weight.module, self._named(path), in_chain=True)
         if not choice.convert:
@@ -168,11 +168,11 @@ class Build:
 
     def _dtypes(self, chain: Chain) -> tuple[torch.dtype, ...]:
         """The dtypes in which the forward and all its leaves were read; empty: any. NotRecorded where they share none."""
-        found = [dtypes for dtypes in (*self.dtypes, () if chain.dtype is None else (chain.dtype,)) if dtypes]
-        common = tuple(dtype for dtype in found[0] if all(dtype in each for each in found)) if found else ()
-        if found and not common:  # none at all, where nothing would mean any
+        known = [dtypes for dtypes in (*self.dtypes, () if chain.dtype is None else (chain.dtype,)) if dtypes]
+        common = tuple(dtype for dtype in known[0] if all(dtype in dtypes for dtypes in known)) if known else ()
+        if known and not common:  # none at all, where nothing would mean any
             raise NotRecorded(
-                f"parts that are known in {' and in '.join(map(str, found))}", "a dtype in which all of it is known"
+                f"parts that are known in {' and in '.join(map(str, known))}", "a dtype in which all of it is known"
             )
         return common
 

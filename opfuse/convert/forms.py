@@ -38,19 +38,19 @@ def number(value: float) -> float:
 
 def total(*terms: Any) -> Any:
     """The sum of expressions and numbers."""
-    constant, found = 0.0, list[NormalForm]()
+    constant, parts = 0.0, list[NormalForm]()
     for term in terms:
         if isinstance(term, tuple) and term[0] == "sum":
-            constant, found = constant + term[1], [*found, *term[2]]
+            constant, parts = constant + term[1], [*parts, *term[2]]
         elif isinstance(term, tuple):
-            found.append(term)
+            parts.append(term)
         else:
             constant += term
-    if not found:
+    if not parts:
         return number(constant)
-    if not constant and len(found) == 1:
-        return found[0]
-    return "sum", number(constant), tuple(sorted(found, key=repr))
+    if not constant and len(parts) == 1:
+        return parts[0]
+    return "sum", number(constant), tuple(sorted(parts, key=repr))
 
 
 def product(*factors: Any) -> Any:
@@ -66,8 +66,12 @@ def product(*factors: Any) -> Any:
             constant *= factor
     if not powers:
         return number(constant)
-    found = tuple(sorted(powers.items(), key=repr))
-    return found[0][0] if constant == 1 and found[0][1] == 1 and len(found) == 1 else ("product", number(constant), found)
+    factored = tuple(sorted(powers.items(), key=repr))
+    return (
+        factored[0][0]
+        if constant == 1 and factored[0][1] == 1 and len(factored) == 1
+        else ("product", number(constant), factored)
+    )
 
 
 def power(base: Any, exponent: float) -> Any:
@@ -218,10 +222,10 @@ READERS: Mapping[str, Callable[[Reader, fx.Node], Any]] = {
 
 def _bound(node: fx.Node, *names: str) -> list[Any]:
     """The arguments of a call in order, None for one that is not given. NotRecorded for one of another name."""
-    given = dict(zip(names, node.args)) | node.kwargs
-    if given.keys() - set(names) or len(node.args) > len(names):
-        raise _formless(f"{node.target} with {', '.join(map(str, given))}")
-    return [given.get(name) for name in names]
+    values = dict(zip(names, node.args)) | node.kwargs
+    if values.keys() - set(names) or len(node.args) > len(names):
+        raise _formless(f"{node.target} with {', '.join(map(str, values))}")
+    return [values.get(name) for name in names]
 
 
 RULES: Mapping[str, Callable[..., Any]] = {
@@ -316,11 +320,11 @@ class RMSNormForm(NamedTuple):
     zero_centered: bool
 
 
-def rms_norm_form(found: Any, weight: str, columns: int) -> RMSNormForm | None:
+def rms_norm_form(form: Any, weight: str, columns: int) -> RMSNormForm | None:
     """Which RMS norm an expression is."""
-    for eps in dict.fromkeys((*_numbers(found), 0.0)):
+    for eps in dict.fromkeys((*_numbers(form), 0.0)):
         for centered in (False, True):
-            if found in _rms_norms(weight, columns, eps, centered):
+            if form in _rms_norms(weight, columns, eps, centered):
                 return RMSNormForm(weight, eps, centered)
     return None
 
@@ -334,12 +338,12 @@ def _rms_norms(weight: str, columns: int, eps: float, centered: bool) -> tuple[A
     return (by_hand,) if centered else (by_hand, ("rms_norm", X, (columns,), factor, eps))
 
 
-def _numbers(found: Any) -> Iterator[float]:
+def _numbers(form: Any) -> Iterator[float]:
     """Constants of an expression that may be an eps."""
-    for each in found if isinstance(found, tuple) else ():
-        if isinstance(each, float) and 0 < each < 1:
-            yield each
-        yield from _numbers(each)
+    for part in form if isinstance(form, tuple) else ():
+        if isinstance(part, float) and 0 < part < 1:
+            yield part
+        yield from _numbers(part)
 
 
 # -- products --------------------------------------------------------------------------------------------------------------------

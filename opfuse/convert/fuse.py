@@ -84,8 +84,9 @@ def fuse_(
     _carry_over(before, walk.forwards)
     _install(walk.forwards)
     if pack:
-        for parameters in dict.fromkeys(parameters for forward in walk.forwards.values() for parameters in forward.made):
-            parameters.pack()
+        for run in {run: None for forward in walk.forwards.values() for run in forward.runs}:
+            for parameters in run.made:
+                parameters.pack()
     return Report(tuple(walk.entries.values()))
 
 

@@ -7,7 +7,7 @@ forward was tried on. Otherwise its own forward runs, over its converted submodu
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,8 +31,8 @@ class Proven:
 
     linear: the pipeline is that of one linear layer, which takes what a linear layer takes. ranks: numbers of dimensions of
     the input. dtypes: of inputs and parameters; empty: any. in_autocast: also under torch.autocast. columns: of each further
-    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix. in_graph: also those in
-    a graph of torch.compile.
+    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix. in_graph: also in a
+    graph of torch.compile.
     """
 
     linear: bool = False
@@ -45,8 +45,6 @@ class Proven:
 
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
-        if not self.in_graph and torch.compiler.is_compiling():
-            return False
         dense = not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested)
         if not dense or type(x) is not torch.Tensor:
             return dense and self.linear
@@ -57,8 +55,8 @@ class Proven:
         if cast is not None and torch.float64 in (x.dtype, *[p.dtype for p in parameters if p is not None]):
             return False  # which torch.autocast leaves alone
         suits = not self.views or all(_is_matrix(each) for each in (x, *extras) if isinstance(each, torch.Tensor))
-        if self.linear or not suits:
-            return suits
+        if self.linear or not suits or (not self.in_graph and torch.compiler.is_compiling()):
+            return self.linear and suits
         if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast) or _is_tagged(x):
             return False
         fits = not self.dtypes or dtype in self.dtypes

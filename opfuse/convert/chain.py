@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from opfuse.convert.code import NotRecorded
-from opfuse.convert.forms import X, activations, expressions, text
+from opfuse.convert.forms import ACTIVATIONS, X, expressions, text
 from opfuse.convert.record import (
     LEADING,
     NotOfThisWidth,
@@ -146,6 +146,6 @@ def _activated(value: Any) -> tuple[Step | None, Any]:
     match value:
         case "call", path, inner:
             return ("call", path), inner
-        case name, inner if (name, X) in activations():
-            return ("apply", activations()[name, X]), inner
+        case name, inner if (name, X) in ACTIVATIONS:
+            return ("apply", ACTIVATIONS[name, X]), inner
     return None, None

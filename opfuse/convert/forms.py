@@ -1,9 +1,9 @@
-"""Which activation, norm or product a module is, by the formula that its forward computes.
+"""What a forward computes, as an expression, and which activation, norm or product that is.
 
 The recorded calls of a forward (``record.py``) are put together to one expression, in a normal form in which the spellings of one
 formula are equal: ``x * rsqrt(m)``, ``x / sqrt(m)`` and ``x * m ** -0.5``, sums and products in any order, casts that only widen.
-A module is known if its expression is that of a form below, in every dtype and mode; values are compared nowhere. What is in no
-table stays as it is.
+A module is known if its expression is that of a form below, in every dtype and mode, and a block if its expression is a chain
+(``chain.py``); values are compared nowhere. What is in no table stays as it is.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
-from torch.nn import functional as F
+from torch import fx
 
 from opfuse.convert.code import NotRecorded
-from opfuse.convert.record import CASTS, TRANSPOSES, VIEWS, RecordedForward, describe_node, record
+from opfuse.convert.record import CASTS, TRANSPOSES, VIEWS, RecordedForward, describe_node
 
 Reader = Callable[[Any], Any]
 """The expression of a value that a node reads."""
 
 NormalForm = tuple[Any, ...]
 """A name, then constants and expressions: ("sum", constant, terms), ("product", factor, ((base, count), …)), ("tanh", x) …"""
+X: NormalForm = ("x",)
 
 
 # -- the normal form -------------------------------------------------------------------------------------------------------------
@@ -248,8 +248,6 @@ RULES: Mapping[str, Callable[..., Any]] = {
 }
 """How a function's expression follows from those of its arguments."""
 
-X: NormalForm = ("x",)
-
 
 def expression(recording: RecordedForward, *, in_autocast: bool = False) -> Any:
     """The expression of a whole forward of one argument. NotRecorded if there is none.
@@ -268,45 +266,22 @@ def expression(recording: RecordedForward, *, in_autocast: bool = False) -> Any:
 # -- activations -----------------------------------------------------------------------------------------------------------------
 
 _C = math.sqrt(2 / math.pi)
+_CUBE = product(0.044715, power(X, 3))
 
-ACTIVATION_FORMS: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
-    "gelu": (
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda x: 0.5 * x * (1 + torch.tanh(_C * (x + 0.044715 * x**3))),
-        lambda x: 0.5 * x * (1 + torch.tanh(_C * x * (1 + 0.044715 * x * x))),
-    ),
-    "gelu_erf": (F.gelu, lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
-    "qgelu": (lambda x: x * torch.sigmoid(1.702 * x),),
-    "relu": (F.relu,),
-    "srelu": (lambda x: F.relu(x).square(),),
-    "silu": (F.silu, lambda x: x * torch.sigmoid(x), lambda x: x / (1 + torch.exp(-x))),
+ACTIVATIONS: Mapping[NormalForm, str] = {
+    ("gelu tanh", X): "gelu",
+    product(0.5, X, total(1, ("tanh", product(_C, total(X, _CUBE))))): "gelu",
+    product(0.5, X, total(1, ("tanh", product(_C, X, total(1, product(0.044715, X, X)))))): "gelu",
+    ("gelu none", X): "gelu_erf",
+    product(0.5, X, total(1, ("erf", product(X, 1 / math.sqrt(2))))): "gelu_erf",
+    product(X, ("sigmoid", product(1.702, X))): "qgelu",
+    ("relu", X): "relu",
+    power(("relu", X), 2): "srelu",
+    ("silu", X): "silu",
+    product(X, ("sigmoid", X)): "silu",
+    product(X, power(total(1, ("exp", product(-1, X))), -1)): "silu",
 }
-"""How libraries write the activations that have an op, by the name of the op."""
-
-
-class _FunctionModule(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> None:
-        super().__init__()
-        self.function = function
-        for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, *self.parameters())
-
-
-def expression_of(function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> Any:
-    """The expression of a function of x and of parameters."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return expression(record(_FunctionModule(function, **parameters), {"x": torch.zeros(3, 8, device="cpu")}, training=True))
-
-
-@cache
-def activations() -> Mapping[NormalForm, str]:
-    """The activations by their expressions."""
-    return {expression_of(form): name for name, forms in ACTIVATION_FORMS.items() for form in forms}
+"""The activations that have an op, as libraries write them, by the name of the op."""
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------------------

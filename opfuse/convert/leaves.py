@@ -16,7 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from opfuse.convert.code import NotRecorded
-from opfuse.convert.forms import activations, expression, products, rms_norm_form
+from opfuse.convert.forms import ACTIVATIONS, expression, products, rms_norm_form
 from opfuse.convert.record import recordings, required_arguments
 from opfuse.convert.weights import MadeParameters, Weight, borrowing
 from opfuse.core.operation import BasicOperation
@@ -189,7 +189,7 @@ def _activation(module: nn.Module) -> LeafModule | None:
     if any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
         return None
     found = formula(module, 8, DTYPES)
-    name = found and activations().get(found.expression)
+    name = found and ACTIVATIONS.get(found.expression)
     if not found or not name:
         return None
     return LeafModule(UNGATED[name](), name, keeps_dtype=found.functions <= KEEPING, dtypes=DTYPES)

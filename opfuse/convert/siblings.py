@@ -66,10 +66,6 @@ class Shared:
         code = _code_of(state["kind"], name)  # in another process it may be another one
         vars(self).update(state, code=code if code and code.co_code == text else None, waiting=WeakTensorKeyDictionary())
 
-    def views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The columns of all modules in a graph."""
-        return [part.contiguous() for part in whole.split(self.columns, dim=-1)]
-
     def first(self, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of the first module; those of the others wait until they are taken, or ``x`` is gone. None: it is alone."""
         run, writes = self.running(), self._writes(x)
@@ -162,7 +158,8 @@ class Sibling(Converted):
         if self.index == 0:
             if self._trains_apart(x) or any(changed_when_traced(member.ticket) for member in shared.members):
                 return super()._as_op(call, given)
-            first, *others = shared.views(super()._as_op(whole, given))
+            columns = super()._as_op(whole, given).split(shared.columns, dim=-1)
+            first, *others = [part.contiguous() for part in columns]
             shared.followed = moment(whole, x), others
             return first
         if followed is None or followed[0] != moment(whole, x):
@@ -204,7 +201,7 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
         groups = list[tuple[str, ...]]()
         for name in dict.fromkeys(names):
             longer = [(*group, name) for group in groups]
-            fits = [_agree(alone[group[0]], alone[name], converted) and method.joins(group) for group in longer]
+            fits = [_agree(group, alone, converted) and method.joins(group) for group in longer]
             if any(fits):
                 groups[fits.index(True)] = longer[fits.index(True)]
             else:
@@ -303,24 +300,22 @@ class _MethodCode(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         super().generic_visit(node)
-        name = _method_of_self(node)
-        if not name:
-            self.span += getattr(node.func, "attr", getattr(node.func, "id", "")) not in PURE
-            return
-        self.called.append(name)
-        match node.args:
-            case [ast.Name(id=variable)] if not node.keywords:
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=variable)], keywords=[]):
                 self.calls.append(_MemberCall(name, self._origins_of(variable), self.span, dict(self.arms)))
-        self.span += name not in self.known
+        match node.func:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                self.called.append(name)
+                self.span += name not in self.known
+            case function:
+                self.span += getattr(function, "attr", getattr(function, "id", "")) not in PURE
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
+    def visit_Attribute(self, node: ast.Attribute | ast.Subscript) -> None:
         super().generic_visit(node)
-        self.reads.append(node.attr)
+        self.reads.append(getattr(node, "attr", ""))
         self.span += not isinstance(node.ctx, ast.Load)
 
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        super().generic_visit(node)
-        self.span += not isinstance(node.ctx, ast.Load)
+    visit_Subscript = visit_Attribute
 
     def visit_Return(self, node: ast.Return) -> None:
         super().generic_visit(node)
@@ -379,14 +374,6 @@ class _MethodCode(ast.NodeVisitor):
         return frozenset({value})
 
 
-def _method_of_self(node: ast.Call) -> str:
-    """The name in ``self.name(…)``; empty for any other call."""
-    match node.func:
-        case ast.Attribute(value=ast.Name(id="self"), attr=name):
-            return name
-    return ""
-
-
 @cache
 def _methods(kind: Any, known: frozenset[str] = frozenset()) -> tuple[_MethodCode, ...]:
     """The methods of a class that its forward names."""
@@ -414,7 +401,9 @@ def _alone(child: nn.Module, converted: Mapping[nn.Module, Converted]) -> Weight
     return None
 
 
-def _agree(one: Weight, other: Weight, converted: Mapping[nn.Module, Converted]) -> bool:
+def _agree(group: Sequence[str], alone: Mapping[str, Weight], converted: Mapping[nn.Module, Converted]) -> bool:
+    """Whether one product under one recipe can do for the first and the last of a group."""
+    one, other = alone[group[0]], alone[group[-1]]
     return one.agrees(other) and converted[one.module].recipe == converted[other.module].recipe
 
 

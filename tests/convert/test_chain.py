@@ -15,15 +15,23 @@ from torch.nn import functional as F
 
 from opfuse.convert.chain import chain_of
 from opfuse.convert.code import NotRecorded
-from opfuse.convert.forms import activations, expression_of
+from opfuse.convert.forms import ACTIVATIONS, expression
 from opfuse.convert.leaves import leaf_of, weight_of
+from opfuse.convert.record import record
 from tests.convert.blocks import GatedMLP, HalvesMLP, Residual, Transposed
+
+X = torch.zeros(3, 8)
+
+
+def expression_of(function):
+    """The expression of a function of one tensor."""
+    return expression(record(type("Made", (nn.Module,), {"forward": lambda self, x: function(x)})(), {"x": X}, training=True))
 
 
 def activation_of(function):
     """The activation that a function is written as, if it is one."""
     try:
-        return activations().get(expression_of(function))
+        return ACTIVATIONS.get(expression_of(function))
     except NotRecorded:
         return None
 
@@ -223,7 +231,9 @@ def test_a_forward_that_writes_to_what_it_has_is_no_chain_and_writes_nothing(nam
         setattr(made.get_submodule(holder), last, copy.deepcopy(value))
     before = [[*vars(part)] for part in made.modules()]
     of_tensor = "a write to a tensor that the forward did not make"
-    with pytest.raises(NotRecorded, match=of_tensor if name == "a buffer" else "the attribute log, a|setattr, which <lambda> reads"):
+    with pytest.raises(
+        NotRecorded, match=of_tensor if name == "a buffer" else "the attribute log, a|setattr, which <lambda> reads"
+    ):
         chain_of(made)
     assert [[*vars(part)] for part in made.modules()] == before
     if value is not None:

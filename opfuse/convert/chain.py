@@ -107,17 +107,17 @@ def _read(recording: RecordedForward) -> Chain:
     first, *others = [node for node in recording.nodes if node.op == "placeholder"]
     known = expressions(recording.nodes, {first: X, **{node: ("argument", index) for index, node in enumerate(others)}})
     result: Any = recording.nodes[-1].args[0]
-    steps, value, parts = list[Step](), known[result], list[Any]()
+    steps, value, parts = list[Step](), known[result], set[int]()  # by the id() of an expression, as equal ones may be two values
     while value != X:
         step, inner, inside = _last_step(value)
         steps.append(step)
-        parts += [value, *inside]
+        parts.update(map(id, (value, *inside)))
         value = inner
     for node in recording.nodes:
         if node.op not in ("placeholder", "output"):
-            if known[node] not in parts:
+            if id(known[node]) not in parts:
                 raise NotRecorded(f"{describe_node(node)} beside it", "one value from the argument to the result")
-            parts.remove(known[node])
+            parts.remove(id(known[node]))
     dtype = first.meta["dtype"] if recording.reads_dtype else None
     return Chain(tuple(str(node.target) for node in (first, *others)), tuple(reversed(steps)), dtype)
 

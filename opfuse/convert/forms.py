@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +85,10 @@ def power(base: Any, exponent: float) -> Any:
     return "power", base, float(exponent)
 
 
+MOST_PARTS = 10_000
+"""How many parts an expression may have; they double where a value is added to what is made of it, step after step."""
+
+
 def expressions(nodes: Iterable[fx.Node], arguments: Mapping[fx.Node, NormalForm]) -> dict[fx.Node, Any]:
     """The expressions of a graph's nodes. NotRecorded for a function that no expression is written for.
 
@@ -99,8 +103,12 @@ def expressions(nodes: Iterable[fx.Node], arguments: Mapping[fx.Node, NormalForm
             raise _formless(repr(value))
         return number(value)
 
+    sizes = dict.fromkeys(known, 1)
     for node in nodes:
         if node.op not in ("placeholder", "output"):
+            sizes[node] = 1 + sum(sizes[read] for read in (*node.args, *node.kwargs.values()) if isinstance(read, fx.Node))
+            if sizes[node] > MOST_PARTS:
+                raise _formless(f"a formula of more than {MOST_PARTS} parts")
             known[node] = READERS.get(node.op if node.op != "call_method" else str(node.target), _by_rule)(of, node)
     return known
 
@@ -109,18 +117,21 @@ def _formless(got: str) -> NotRecorded:
     return NotRecorded(got, "a function that opfuse has a formula for")
 
 
-def text(form: Any) -> str:
-    """An expression as one reads it."""
+def text(form: Any, depth: int = 4) -> str:
+    """An expression as one reads it, its innermost parts left out."""
+    inner = partial(text, depth=depth - 1)
     match form:
+        case _ if not depth:
+            return "…"
         case "argument", index:
             return f"argument {index + 2}"
         case "sum", constant, terms:
-            return " + ".join([*map(text, terms), *[f"{constant:g}"] * bool(constant)])
+            return " + ".join([*map(inner, terms), *[f"{constant:g}"] * bool(constant)])
         case "product", constant, powers:
-            factors = [text(base) for base, count in powers for _ in range(count)]
+            factors = [inner(base) for base, count in powers for _ in range(count)]
             return " * ".join([*[f"{constant:g}"] * (constant != 1), *factors])
         case ("call", name, *inside) | (name, *inside):
-            return f"{name}({', '.join(map(text, inside))})" if inside else str(name)
+            return f"{name}({', '.join(map(inner, inside))})" if inside else str(name)
     return str(form)
 
 
@@ -140,7 +151,7 @@ def _by_rule(of: Reader, node: fx.Node) -> Any:
     values = [*map(of, node.args)]
     try:
         return rule(*values)
-    except ArithmeticError as error:  # of constants
+    except (ArithmeticError, RecursionError) as error:  # of constants, and of many steps
         raise _formless(str(error)) from error
 
 

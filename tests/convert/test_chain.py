@@ -186,6 +186,27 @@ def test_what_is_no_chain_says_what_was_met(name):
     assert told.value.wanted
 
 
+class Deep(nn.Module):
+    """Residual steps in one forward: what is written out doubles with each."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+    def forward(self, x):
+        for step in self.steps:
+            x = x + step(x)
+        return x
+
+
+def test_residual_steps_in_one_forward_are_no_chain():
+    with pytest.raises(NotRecorded) as told:
+        chain_of(Deep(2))
+    assert told.value.got == "steps.0(x) + steps.1(steps.0(…) + x) + x"
+    with pytest.raises(NotRecorded, match="a formula of more than 10000 parts"):
+        chain_of(Deep(100))
+
+
 @pytest.mark.parametrize("value", [lambda x, count: x, lambda x, count: count + 1], ids=["a value", "a count"])
 def test_a_forward_that_keeps_something_is_no_chain_and_that_is_taken_back(value):
     def keeping(self, x):

@@ -8,6 +8,7 @@ matrix are laid out. A matrix ``x`` of logical shape (M, K) has a *rowwise* plan
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -69,8 +70,8 @@ class NumberFormat:
     a row, None means the whole tensor. ``scale`` is the encoding of the stored decode scale. ``transposed`` says that columnwise
     data is stored (K, M). ``encode_max`` is the largest block scale the second level of NVFP4 aims at. ``rht`` holds the 16 signs
     of the Hadamard rotation that the data went through along its blocks; empty: none. ``per_row`` says that the global amax is
-    one per row (columnwise: per column). ``pow2`` says that fp32 block scales are known to be powers of two, as the quantizer
-    made them; bytes lie and mean the same without it.
+    one per row (columnwise: per column). ``pow2`` says that fp32 block scales are powers of two; bytes lie and mean the same
+    without it. A plane says so for as long as it lives, since others may share its memory: no other scales are written to it.
     """
 
     name: str
@@ -149,6 +150,12 @@ def fp8_block(element: Element, dims: int, *, pow2: bool = False) -> NumberForma
 def mxfp8(element: Element) -> NumberFormat:
     """E8M0 scales over 1x32 blocks; columnwise data keeps the shape (M, K). A 2D cast stores the same layout."""
     return NumberFormat(f"mxfp8_{element.name}", "mx", element, (1, 32), "e8m0", transposed=False)
+
+
+def shared_format(formats: Iterable[NumberFormat]) -> NumberFormat:
+    """The one format of groups that are stored alike, which says of their values what each of them does."""
+    first, *others = formats
+    return first if all(other is first or other == first for other in others) else first.as_stored
 
 
 _ENCODE_MAX = 448

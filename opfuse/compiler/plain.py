@@ -8,7 +8,7 @@ from typing import Any
 from opfuse.compiler.cover import Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE_GROUPS, CastSpec, Graph
 from opfuse.compiler.plan import Plan
-from opfuse.compiler.products import how
+from opfuse.compiler.products import how, refusal_in_groups
 from opfuse.core.protocol import Grouping
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE
 from opfuse.tensors.ragged import casts_in_groups
@@ -53,7 +53,8 @@ def sizes_read(plan: Plan) -> dict[str, str]:
             casts = [
                 each.spec for each in plan.graph.nodes if each.is_cast and each.op == node.op and each.kind == QUANTIZE_GROUPS
             ]
-            found[node.name] = _why_read(node.grouping, casts) or emulated.get(node.name, "")
+            why = _why_read(node.grouping, casts) or emulated.get(node.name, "")
+            found[node.name] = why or next((refusal_in_groups(each, plan.key.env) for each in casts), "")
     return {name: why for name, why in found.items() if why}
 
 

@@ -127,6 +127,11 @@ def in_read_order(quantizer: Quantizer, env: Env) -> Quantizer:
     return replace(quantizer, optimize_for_gemm=True) if reads_tiles and casts_itself(quantizer) else quantizer
 
 
+def refusal_in_groups(cast: CastSpec, env: Env) -> str:
+    """Why a device that multiplies each group does not where it alone knows their sizes; an empty string if it does."""
+    return "" if cast.ragged is None else cast.ragged.refusal(machine(env.arch), torch.bfloat16)
+
+
 class How(NamedTuple):
     """``native``, ``emulated`` or ``high precision``, and why."""
 

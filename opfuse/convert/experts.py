@@ -33,7 +33,7 @@ from opfuse.convert.record import (
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.activation import Activation
 from opfuse.ops.grouped_linear import GroupedLinear
-from opfuse.ops.routing import by_group, combined, rows_of
+from opfuse.ops.routing import TokenPermute, combined
 from opfuse.recipes import Recipe
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -199,6 +199,10 @@ class _ActivationOf(torch.autograd.Function):
         return dx, None
 
 
+SPLITS = "splits"
+"""The channel that carries the number of rows of each expert."""
+
+
 class Routed(Converted):
     """The forward of a module with experts."""
 
@@ -227,31 +231,30 @@ class Routed(Converted):
         return (torch.empty_like(given[0]),)
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy each token for each of its experts, sorted by expert; run them; weight the results and sum those of each token.
+        """The experts' results for the rows of each token, weighted and summed.
 
         A number that is no expert's, as routers write for one on another device, adds nothing.
         """
         index, weights = arguments
-        known = (index >= 0) & (index < self.experts)
-        index = index.where(known, 0)
-        order, places, splits = by_group(index, self.experts)
-        rows = self.run(rows_of(x, order // index.shape[-1], places), [splits])
-        return combined(rows, places.where(known, ~places), weights, x.dtype)
+        rows, places = self.run(x, [index])
+        return combined(rows, places, weights, x.dtype)
 
 
 def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
     """The new forward of a module with experts."""
     experts, width, inner = found.sizes
-    run = PipelineRun(path=path)
+    permute = TokenPermute(experts)
+    permute.set_extra_output_channel(0, SPLITS, output_to_caller=False)
+    run = PipelineRun(ops=[permute], names=["permute"], extras=[0], path=path)
     for name, sizes in ((found.both, (width, 2 * inner)), (found.down, (inner, width))):
         op, made = _grouped(found.module, name, experts, *sizes)
         op.name = f"{path}.{name}".lstrip(".")
+        op.set_extra_input_channel(0, SPLITS)
         run.ops.append(op)
         run.names.append(name)
         run.made.append(made)
-        run.extras.append(0)
-    run.ops.insert(1, GATED[found.act]())
-    run.names.insert(1, found.act)
+    run.ops.insert(2, GATED[found.act]())
+    run.names.insert(2, found.act)
     routed = Routed(
         found.module,
         path,

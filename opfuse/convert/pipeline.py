@@ -69,7 +69,8 @@ class PipelineRun:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=RLock())
 
-    def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        """The result; behind it extra outputs of the ops, if there are any."""
         fuser = self.fuser
         if fuser is None:
             fuser = self.fuser = OperationFuser(self.ops, name=self.path or "model", names=self.names)
@@ -82,18 +83,17 @@ class PipelineRun:
                     made.fill()
                 result = self._filled(fuser, x, extras)
                 for made in self.made:
-                    made.watch(result)
+                    made.watch(result[0] if isinstance(result, tuple) else result)
                 return result
             finally:
                 for made in self.made:
                     made.drop()
 
-    def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
         """The result for ``x``, to which copies of the last row are added for the call if the recipe needs them."""
         spare = self.spare_of(x)
         if not spare:
-            whole: torch.Tensor = fuser(x, *extras, instead=stand_ins())
-            return whole
+            return fuser(x, *extras, instead=stand_ins())
         result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras], instead=stand_ins())
         return result[: _rows(x)].view(*x.shape[:-1], -1)
 

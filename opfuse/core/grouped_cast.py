@@ -3,8 +3,8 @@
 An op says how its rows are in groups (``grouping``: how many there are, and which extra input has their sizes) and whether its
 casts can leave the sizes on the device (``ragged_products``). ``stays`` decides at the call. The host still reads sizes in five
 cases: the gradient of a bias, which sums the rows of one group in a fixed order; an emulated product, one of torch's for each
-group; gradients for an fp32 ``main_grad``; amaxes over ranks, which are reduced group by group; and more than 128 groups, or
-groups in 128x128 blocks or under a scale rule of torch alone.
+group; gradients for an fp32 ``main_grad`` in high precision or MXFP8; amaxes over ranks, which are reduced group by group; and
+more than 128 groups, or groups in tiles of one scale or under a scale rule of torch alone.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GroupedCast(Cast):
             return None
         if not self._stay(splits, shape):
             return None
-        self._check(self.quantizer, shape, dtype)
+        self._check_on_tiles(shape, dtype)
         return encoding_in_groups(self.quantizer, shape, dtype, splits, device)
 
     def scale_of_call(self) -> torch.Tensor:
@@ -121,9 +121,13 @@ class GroupedCast(Cast):
         self, x: torch.Tensor, splits: torch.Tensor, index: torch.Tensor | None, shape: torch.Size
     ) -> QuantizedStorage:
         dtype = self.op.compute_dtype(self.env, x)
-        self._check(self.quantizer, shape, dtype)
+        self._check_on_tiles(shape, dtype)
         storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=self._quantizers_of_groups(x.device))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
+
+    def _check_on_tiles(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        """:meth:`_check` of groups that begin on tiles in a columnwise plane, where any number of rows has whole blocks."""
+        self._check(self.quantizer.wanting(columnwise=False), shape, dtype)
 
     def _grouped(self, sizes: Sizes, device: torch.device) -> Quantizer:
         each = self._quantizers_of_groups(device) or (self.quantizer,) * self.groups

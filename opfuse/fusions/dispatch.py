@@ -19,7 +19,7 @@ def dispatch_cast(x: torch.Tensor, *, dispatch: Context, quantize: Context) -> A
 
 DISPATCH_CAST = fusion(
     "dispatch_cast",
-    {"dispatch": "token_dispatch", "quantize": "quantize_groups"},
+    {"dispatch": "token_dispatch|token_permute", "quantize": "quantize_groups"},
     when=(one_of("quantize.ragged.inputs.family", "block", "row", "tensor"),),
     forward=dispatch_cast,
     extra_outputs=True,

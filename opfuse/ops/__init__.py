@@ -41,7 +41,7 @@ from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from opfuse.ops.pointwise import AddExtraInput, Bias, ConstantScale, Dropout, PointwiseOperation
 from opfuse.ops.raw_kernel import RawKernelOperation, raw_kernel
-from opfuse.ops.routing import TokenCombine, TokenDispatch
+from opfuse.ops.routing import TokenCombine, TokenDispatch, TokenPermute
 from opfuse.ops.sequential import Sequential
 from opfuse.ops.structure import Identity, MakeExtraOutput, Quantize, Reshape
 
@@ -96,6 +96,7 @@ __all__ = [
     "SwiGLU",
     "TokenCombine",
     "TokenDispatch",
+    "TokenPermute",
     "formula",
     "raw_kernel",
     "register_backward_fusion",
@@ -112,7 +113,7 @@ OPS: dict[str, type[FusibleOperation]] = {
         *(ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, ScaledTanhSReLU),
         *(AddExtraInput, MakeExtraOutput, ConstantScale, Identity),
         *(Reshape, Quantize, Dropout, LayerNorm, RMSNorm, L2Normalization),
-        *(GroupedLinear, TokenDispatch, TokenCombine),
+        *(GroupedLinear, TokenDispatch, TokenPermute, TokenCombine),
     )
 }
 """Built-in ops by the name that configurations use."""

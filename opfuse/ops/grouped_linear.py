@@ -165,7 +165,8 @@ class GroupedLinear(BasicOperation):
         if self.sums_biases(needs) or not rows or not known or len(weights) != 1:
             return None
         one, *_, other = [quantizer.formats[0] for quantizer in (rows[0], *rows)]
-        return RaggedProducts(one, other if backward else None, weights.pop(), (self.in_features, self.out_features))
+        widths, added = (self.in_features, self.out_features), self.accumulate_into_main_grad
+        return RaggedProducts(one, other if backward else None, weights.pop(), widths, added)
 
     def _weight_formats(self, name: str, quantizers: Mapping[str, Quantizer]) -> Sequence[NumberFormat]:
         """Those of its directions, rowwise first, of a cast or as the parameter is stored."""

@@ -49,27 +49,6 @@ def by_group(chosen: torch.Tensor, groups: int) -> Sorted:
     return Sorted(order, places, begins[1:] - begins[:-1])
 
 
-class GatheredRows(torch.autograd.Function):
-    """``x[index]`` for x (rows, features). ``places``, int64 (rows, n): all places of the result that each row of ``x`` has.
-
-    The gradient reads the rows at these and sums them in fp32, rounded once. torch's of an index adds them to the result one by
-    one as they come, in its dtype: on a GPU in any order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (places,) = ctx.saved_tensors
-        if places.shape[1] == 1:
-            return grad.index_select(0, places.flatten()), None, None
-        return combine_rows(grad, places), None, None
-
-
 class CombinedRows(torch.autograd.Function):
     """:func:`~opfuse.numerics.combine.combine_rows` in ``dtype``; each row stands in ``places`` once. Weights may be None."""
 
@@ -92,11 +71,6 @@ class CombinedRows(torch.autograd.Function):
 def combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """:class:`CombinedRows`."""
     return cast(torch.Tensor, CombinedRows.apply(rows, places, weights, dtype))  # type: ignore[no-untyped-call]
-
-
-def rows_of(x: torch.Tensor, index: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """:class:`GatheredRows`."""
-    return cast(torch.Tensor, GatheredRows.apply(x, index, places))  # type: ignore[no-untyped-call]
 
 
 class TokenDispatch(BasicOperation):
@@ -177,11 +151,54 @@ class TokenDispatch(BasicOperation):
         return dx, (None if d_weight is None else d_weight.to(self.weight.dtype),)
 
 
+class TokenPermute(BasicOperation):
+    """Rows of x (tokens, features) once for each group that a router of your own chose for them, by group, then by token.
+
+    Extra input: ``chosen``, integers (tokens, top_k) from 0 to ``num_groups`` - 1; another dtype is a DtypeError, another shape a
+    ShapeError. Extra outputs: split sizes, int64 (num_groups,); and the place of each token's rows in the output, int64 (tokens,
+    top_k), for :class:`TokenCombine`. A choice that is no group, as routers write for one on another device, gets a row of the
+    first group, and ~place, a negative number, which sums leave out. The gradient of a token is the sum of those of its rows, in
+    fp32, rounded once.
+
+    Before a :class:`~opfuse.ops.GroupedLinear` that takes the split sizes, the rows are cast as they are read (rule
+    ``dispatch_cast``), and exist in their format alone.
+    """
+
+    saves = ("places",)
+    forward_kwargs = ()
+    num_extra_inputs = 1
+    num_extra_outputs = 2
+
+    @hyper_parameters
+    def __init__(self, num_groups: Size) -> None:
+        super().__init__()
+
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        route = self.route(ctx, input_)
+        return route.x.index_select(0, route.rows), *route.extra_outputs
+
+    def route(self, ctx: Context, input_: torch.Tensor) -> Route:
+        """All but the copies of rows, with what the backward pass needs kept in ``ctx``."""
+        (chosen,) = ctx.extras
+        _check_rows(self.label, input_, None)
+        _check_chosen(self.label, chosen, len(input_))
+        known = (chosen >= 0) & (chosen < self.num_groups)
+        order, places, splits = by_group(chosen.where(known, 0).to(_narrowest(self.num_groups)), self.num_groups)
+        places = places.where(known, ~places)
+        ctx.save(places=places if "input" in ctx.needs else None)
+        return Route(input_, order // chosen.shape[1], (splits, places))
+
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[None]]:
+        dx = combine_rows(grad_output, ctx.saved.places) if "input" in ctx.needs else None
+        return dx, (), (None,)
+
+
 class TokenCombine(BasicOperation):
     """y (tokens, features): the sum of the rows that belong to each token, in fp32, rounded once.
 
-    Extra input: ``places``, int64 or int32 (tokens, top_k), which :class:`TokenDispatch` gives out: each row stands there once,
-    or its gradient is undefined. Another dtype is a DtypeError, another shape a ShapeError.
+    Extra input: ``places``, int64 or int32 (tokens, top_k), which :class:`TokenDispatch` and :class:`TokenPermute` give out: each
+    row stands there once, or its gradient is undefined; ~place, a negative number, adds nothing. Another dtype is a DtypeError,
+    another shape a ShapeError.
     """
 
     saves = ("places",)
@@ -202,11 +219,8 @@ class TokenCombine(BasicOperation):
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[None]]:
         if "input" not in ctx.needs:
             return None, (), (None,)
-        places = ctx.saved.places.flatten().long()
-        tokens = torch.arange(places.numel(), device=places.device) // ctx.saved.places.shape[1]
-        # A row is read by its token's number: to write each token's rows at their places takes a GPU four times as long.
-        token = torch.zeros_like(places).scatter_(0, places, tokens)
-        return grad_output.index_select(0, token).to(ctx.input_dtype), (), (None,)
+        d_rows, _ = combine_rows_backward(grad_output, ctx.saved.places.long(), dtype=ctx.input_dtype)
+        return d_rows, (), (None,)
 
 
 def _narrowest(most: int) -> torch.dtype:
@@ -228,3 +242,12 @@ def _check_places(label: str, places: torch.Tensor) -> None:
         raise DtypeError(describe(f"{label} places", wanted="int64 or int32", got=places.dtype, cure=cure))
     if places.ndim != 2:
         raise ShapeError(describe(f"{label} places", wanted="shape (tokens, top_k)", got=tuple(places.shape), cure=cure))
+
+
+def _check_chosen(label: str, chosen: torch.Tensor, tokens: int) -> None:
+    """DtypeError or ShapeError unless ``chosen`` are integers (tokens, top_k)."""
+    cure = "pass the numbers of the groups that a router chose, of shape (tokens, 1) for one group each"
+    if chosen.is_floating_point() or chosen.is_complex() or chosen.dtype is torch.bool:
+        raise DtypeError(describe(f"{label} chosen", wanted="integers", got=chosen.dtype, cure=cure))
+    if chosen.ndim != 2 or len(chosen) != tokens or not chosen.shape[1]:
+        raise ShapeError(describe(f"{label} chosen", wanted=f"shape ({tokens}, top_k)", got=tuple(chosen.shape), cure=cure))

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from opfuse.errors import QuantizedTensorError, describe
-from opfuse.tensors.planes import map_tensors
+from opfuse.tensors.planes import map_tensors, with_formats
 from opfuse.tensors.quantized import Quantized
 from opfuse.torch_private.dispatch import DispatchKey, keys_after
 from opfuse.torch_private.operations import tree_leaves, tree_map
@@ -61,7 +61,8 @@ def broadcast(func: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
     work = None
     for target in cast(Sequence[Quantized], tensors):
         target.check_writable("broadcast", casting=False)
-        received = map_tensors(target.record, lambda held: held.clone(memory_format=torch.contiguous_format))
+        record = with_formats(target.record, {})  # what this rank knows of its own values says nothing of those that come
+        received = map_tensors(record, lambda held: held.clone(memory_format=torch.contiguous_format))
         for part in received.tensors():
             _, work = func([part.reshape(-1).view(torch.uint8)], *rest)
             torch.distributed.Work.unbox(work).wait()

@@ -181,11 +181,17 @@ def _together(name: str, arrays: Mapping[str, Any]) -> QuantizedTensor:
         if rows * columns != storage.shape.numel() and (columns != storage.shape[-1] or rows < storage.matrix_shape[0]):
             raise ValueError(f"a {usage} plane of shape {plane.shape} in a tensor of shape {tuple(storage.shape)}")
     quantizer = _restored(text["quantizer"], name, arrays)
-    storage = with_formats(storage, {usage: known_format(storage.plane(usage)) for usage in storage.usages})
-    made = QuantizedTensor(storage, quantizer=None if quantizer is None else _checked(quantizer, Quantizer))
+    quantizer = None if quantizer is None else _checked(quantizer, Quantizer)
+    made = QuantizedTensor(_with_known_scales(storage, quantizer), quantizer=quantizer)
     if text.get(_CHECKSUM) not in (None, _checksum(text, {part: arrays[name + part] for part in _arrays_of(text)})):
         raise ValueError("damaged data: the CRC-32 is not that of what was saved")  # texts of earlier versions have none
     return made
+
+
+def _with_known_scales(storage: QuantizedStorage, quantizer: Quantizer | None) -> QuantizedStorage:
+    """The same bytes; planes say of their scales what is so, and stays so under a quantizer that writes to them."""
+    stays = USAGES if quantizer is None else [usage for usage, fmt in zip(USAGES, quantizer.formats) if fmt.pow2]
+    return with_formats(storage, {usage: known_format(storage.plane(usage)) for usage in storage.usages if usage in stays})
 
 
 def _arrays_of(said: Any) -> Iterator[str]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from opfuse.errors import ShapeError, describe
-from opfuse.formats import ROWWISE
+from opfuse.formats import ROWWISE, NumberFormat
 from opfuse.tensors.one_plane_fsdp import PlaneRecords, alone, mirrors, one_plane, records_of_planes
-from opfuse.tensors.planes import mirrored
+from opfuse.tensors.planes import formats_of, mirrored, with_formats
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import join_rows, row_parts, row_unit
 from opfuse.tensors.shards import agree, is_mirror, learn
@@ -88,7 +88,7 @@ def after(
     if out is None:
         return _first(shard, storage, gathered, gathering)
     for usage in storage.usages:
-        out.hold(usage)
+        _hold(out, usage, storage.plane(usage).format)
         _write(out.held.plane(usage).tensors(), storage.plane(usage).tensors())
     if gathering.alone is not None:
         out.hold(gathering.alone)
@@ -125,6 +125,14 @@ def _owned(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     others = {t.untyped_storage().data_ptr() for t in (*gathered, *gathering.owned)}
     return whole, tuple(t for t in tensors if t.untyped_storage().data_ptr() not in others)
+
+
+def _hold(out: Quantized, usage: str, fmt: NumberFormat) -> None:
+    """Hold the plane of ``usage``, whose bytes a gather writes next: of its scales it says what that of the shard does."""
+    out.hold(usage)
+    out._storage = with_formats(out._storage, formats_of(out._storage) | {usage: fmt})
+    if out.plane_records is not None:
+        out.plane_records.records[usage] = out._storage
 
 
 def _write(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -22,8 +22,8 @@ from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products.chained import UNROUNDED, ProductResult, product_chain, why_apart
-from opfuse.kernels.products.native import accumulate, multiply, multiply_groups
-from opfuse.kernels.products.runs import product_of_rows, product_over_rows, products_into
+from opfuse.kernels.products.native import accumulate, multiply, multiply_groups, multiply_over_rows, multiply_rows
+from opfuse.kernels.products.runs import products_into
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import in_tiles
 from opfuse.numerics.chain import Rounding, Stage
@@ -205,7 +205,7 @@ def gemm_of_runs(
     """fprop or dgrad of the groups of ``left``, whose sizes only the device knows, in one launch."""
     what = GEMMS[name]
     stored = [_stored(right.derived(what.right_plane)).moved_in_place() for right in rights]
-    return product_of_rows(_stored(left.derived(what.left_plane)), stored, groups, out_dtype=out_dtype, fast=fast)
+    return multiply_rows(_stored(left.derived(what.left_plane)), stored, groups, out_dtype=out_dtype, fast=fast)
 
 
 def wgrad_of_runs(
@@ -213,7 +213,7 @@ def wgrad_of_runs(
 ) -> torch.Tensor:
     """wgrad of groups whose sizes only the device knows, in one launch, as one (G, N, K)."""
     one, other = (_stored(each.derived(COLUMNWISE)) for each in (left, right))
-    return product_over_rows(one, other, groups, out_dtype=out_dtype, fast=fast)
+    return multiply_over_rows(one, other, groups, out_dtype=out_dtype, fast=fast)
 
 
 def wgrad_into(

@@ -18,7 +18,7 @@ import torch
 
 from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, describe
 from opfuse.events import ValuesRead, emit, listeners
-from opfuse.formats import USAGES, NumberFormat
+from opfuse.formats import USAGES, NumberFormat, shared_format
 from opfuse.tensors.capture import check_capture
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
@@ -29,7 +29,7 @@ Sizes = tuple[int, ...]
 class GroupedPlane(Plane):
     """One direction of a matrix whose groups of rows are planes of their own.
 
-    members: the plane of each group, of one format. sizes: rows of each group. There is no array of the whole: ``data``,
+    members: the plane of each group, stored alike. sizes: rows of each group. There is no array of the whole: ``data``,
     ``scale`` and ``amax`` are those of the members.
     """
 
@@ -40,7 +40,8 @@ class GroupedPlane(Plane):
     def __init__(self, members: Sequence[Plane], sizes: Sizes) -> None:
         first = members[0]
         shape = sum(sizes), first.shape[1]
-        own = {"usage": first.usage, "format": first.format, "shape": shape, "swizzled": first.swizzled}
+        fmt = shared_format(member.format for member in members)
+        own = {"usage": first.usage, "format": fmt, "shape": shape, "swizzled": first.swizzled}
         vars(self).update(own, members=tuple(members), sizes=tuple(sizes))
 
     def _no_array(self) -> NoReturn:
@@ -72,7 +73,8 @@ class GroupedPlane(Plane):
         return self._mapped(member.transposed() for member in self.members)
 
     def with_format(self, fmt: NumberFormat) -> GroupedPlane:
-        return self._mapped(member.with_format(fmt) for member in self.members)
+        changed = [member.with_format(fmt) for member in self.members]
+        return self if all(new is old for new, old in zip(changed, self.members)) else self._mapped(changed)
 
     def with_swizzle(self, *, swizzled: bool) -> GroupedPlane:
         return self._mapped(member.with_swizzle(swizzled=swizzled) for member in self.members)
@@ -150,7 +152,7 @@ def read_sizes(splits: torch.Tensor, rows: int, *, where: str) -> Sizes:
 
 _CAPTURED = (
     "pass a list of ints where they are the same at every replay; else capture without this op, or, with splits on the device "
-    "and no bias that trains, in bf16 without a recipe and main_grad, or in FP8 on compute capability 9.0"
+    "and no bias that trains, in bf16 without a recipe and main_grad, or in FP8 on compute capability 9.0, or in MXFP8 on 10.x"
 )
 
 

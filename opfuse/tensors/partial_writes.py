@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from opfuse.errors import QuantizedTensorError, describe
-from opfuse.tensors.planes import formats_of, map_tensors, shared_formats, with_formats
+from opfuse.tensors.planes import map_tensors
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import paste_rows, shared_by_rows
 from opfuse.tensors.shards import unsure
@@ -57,7 +57,6 @@ def paste(span: RowSpan, rows: QuantizedStorage) -> QuantizedStorage:
 
 def _write(whole: Quantized, pieces: Mapping[int, tuple[int, QuantizedStorage]]) -> None:
     for start, (_, piece) in pieces.items():
-        whole._storage = with_formats(whole.held, shared_formats(whole.held, formats_of(piece)))
         paste_rows(whole.held, start, piece)
     whole.ranks = unsure(whole.ranks)
     increment_version([tensor for tensor in (whole, *whole.held.tensors()) if not tensor.is_inference()])

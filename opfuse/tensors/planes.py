@@ -13,6 +13,7 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.numerics.layouts import Layout, layout_of, load_data, load_scale, store_data, store_scale
 from opfuse.numerics.scales import are_pow2
+from opfuse.tensors.capture import check_capture
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
@@ -53,14 +54,32 @@ def mirrored(rowwise: Plane) -> Plane:
 
 
 def covers(source: QuantizedStorage, target: QuantizedStorage) -> bool:
-    """Whether ``source`` holds, in the layout of ``target``, every plane that ``target`` holds."""
-    pairs = ((getattr(source, usage), target.plane(usage)) for usage in target.usages)
-    return all(one is not None and _lies(one) == _lies(other) for one, other in pairs)
+    """Whether ``source`` holds, in the layout of ``target``, every plane that ``target`` holds, with scales as it says of them.
+
+    The host reads scales of which ``target`` says more than ``source`` does; UnsupportedError while a CUDA graph is captured.
+    """
+    pairs = [(getattr(source, usage), target.plane(usage)) for usage in target.usages]
+    alike = all(one is not None and _lies(one) == _lies(other) for one, other in pairs)
+    return alike and all(_has_scales_of(*pair) for pair in pairs)
 
 
 def _lies(plane: Plane) -> Layout:
     """The layout of a plane, whatever is known of its values."""
     return plane.with_format(plane.format.as_stored).layout
+
+
+def _has_scales_of(source: Plane, target: Plane) -> bool:
+    """Whether scales of ``source`` are powers of two wherever ``target`` says that its own are."""
+    said = [(one, other.format.pow2 and not one.format.pow2) for (_, one), (_, other) in zip(_parts(source), _parts(target))]
+    return all(_has_powers(part) for part, unknown in said if unknown)
+
+
+def _has_powers(plane: Plane) -> bool:
+    scale = cast(torch.Tensor, plane.scale)
+    if scale.is_meta:
+        return True
+    check_capture(f"a copy of {plane.format} scales", got="values that the host has to read", cure="copy before the capture")
+    return are_pow2(scale)
 
 
 def formats_of(storage: QuantizedStorage) -> dict[str, NumberFormat]:
@@ -75,20 +94,14 @@ def known_format(plane: Plane) -> NumberFormat:
     return plane.format.replace(pow2=known)
 
 
-def shared_formats(storage: QuantizedStorage, formats: Mapping[str, NumberFormat]) -> dict[str, NumberFormat]:
-    """Those of ``formats``, by usage, that planes of ``storage`` have."""
-    return dict(formats_of(storage).items() & formats.items())
-
-
 def with_formats(storage: QuantizedStorage, formats: Mapping[str, NumberFormat]) -> QuantizedStorage:
     """The same bytes, of whose values is known what ``formats``, by usage, say (``NumberFormat.pow2``): nothing without one."""
     old = formats_of(storage)
     new = {usage: fmt.as_stored for usage, fmt in old.items()}
     new |= {usage: fmt for usage, fmt in formats.items() if new.get(usage) == fmt.as_stored}
-    if new == old:
-        return storage
     rowwise, columnwise = (storage.plane(usage).with_format(new[usage]) if usage in new else None for usage in USAGES)
-    return replace(storage, rowwise=rowwise, columnwise=columnwise)
+    unchanged = rowwise is storage.rowwise and columnwise is storage.columnwise
+    return storage if unchanged else replace(storage, rowwise=rowwise, columnwise=columnwise)
 
 
 def tensor_pairs(target: QuantizedStorage, source: QuantizedStorage) -> list[tuple[torch.Tensor, torch.Tensor]]:

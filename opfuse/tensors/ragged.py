@@ -12,7 +12,7 @@ themselves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -22,12 +22,14 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, EncodedArrays, Encoding, WithOriginal
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
+from opfuse.kernels.casts.tensor import cast_mx
 from opfuse.kernels.engine.registry import kernels_run_on
 from opfuse.kernels.products import grouped
-from opfuse.kernels.products.native import multiplies_runs
+from opfuse.kernels.products.backends import Machine
+from opfuse.kernels.products.native import adds_runs, machine_of, runs_are_right, runs_refusal
 from opfuse.numerics.casts import Encoded
 from opfuse.numerics.layouts import Layout, layout_of, transposed
-from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups, padded
+from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups, padded, rows_read
 from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import written
 from opfuse.tensors.quantizers import (
@@ -36,6 +38,7 @@ from opfuse.tensors.quantizers import (
     Float8Quantizer,
     Float8RowQuantizer,
     HybridQuantizer,
+    MXFP8Quantizer,
     Quantizer,
 )
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
@@ -218,6 +221,15 @@ def _current(
     return [(plane, scales) for plane in data]
 
 
+def _microscaled(
+    each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], index: _Index
+) -> Sequence[Encoded]:
+    """Rows as those of any matrix; columns of one in which groups begin on tiles, so that no block has rows of two."""
+    rows = rows_read(x, index)
+    matrices = {ROWWISE: lambda: rows, COLUMNWISE: lambda: padded(rows, groups)}
+    return [cast_mx(matrices[layout.usage](), [layout], **each[0]._options())[0] for layout in layouts]
+
+
 def _delayed(
     each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], index: _Index
 ) -> Sequence[Encoded]:
@@ -245,6 +257,7 @@ _CASTS: Mapping[type[Quantizer], _CastOfGroups] = {
     Float8RowQuantizer: _CastOfGroups(_rows, lambda q: not q.runs_in_torch),
     Float8CurrentScalingQuantizer: _CastOfGroups(_current, lambda q: not (q.runs_in_torch or q.with_amax_reduction)),
     Float8Quantizer: _CastOfGroups(_delayed, lambda _: True),
+    MXFP8Quantizer: _CastOfGroups(_microscaled, lambda q: not (q.runs_in_torch or q.with_2d_quantization)),
 }
 
 
@@ -264,29 +277,39 @@ def casts_in_groups(quantizer: Quantizer, groups: int) -> bool:
 
 class RaggedProducts(NamedTuple):
     """fprop, dgrad and wgrad of a layer with a weight (N, K) for each group: formats of the input, of the gradient of the output
-    and of weights, and K and N. gradients: None where dgrad and wgrad are those of high precision.
+    and of weights, and K and N. gradients: None where dgrad and wgrad are those of high precision. added: whether wgrad is added
+    to buffers in fp32.
     """
 
     inputs: NumberFormat
     gradients: NumberFormat | None
     weights: NumberFormat
     widths: tuple[int, int]
+    added: bool = False
 
     def supported_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether kernels of the device make all of them in one launch each, in ``dtype``, without the host knowing sizes."""
         index = device.index or 0
         return device.type == "cuda" and kernels_run_on(index) and _supported(self, index, dtype)
 
+    def refusal(self, machine: Machine, dtype: torch.dtype) -> str:
+        """Why kernels of a machine do not make all of them so; an empty string if they do, unless they are wrong there."""
+        if self.added and self.gradients is not None and not adds_runs(self.gradients):
+            return "wgrad: wants a result in bf16, got one that is added in fp32"
+        return next((why for pair in self._pairs() if (why := runs_refusal(*pair, dtype, machine))), "")
+
+    def _pairs(self) -> Iterator[tuple[Layout, Layout]]:
+        """The layouts of operands for any number of rows: for one row, and for a whole tile where rows are summed."""
+        (inputs, outputs), x, dy = self.widths, self.inputs, self.gradients
+        yield Layout(x, ROWWISE, (1, inputs)), Layout(self.weights, ROWWISE, (outputs, inputs))
+        if dy is not None:
+            yield Layout(dy, ROWWISE, (1, outputs)), Layout(self.weights, ROWWISE, (inputs, outputs))
+            yield Layout(dy, COLUMNWISE, (TILE, outputs)), Layout(x, COLUMNWISE, (TILE, inputs))
+
 
 @functools.lru_cache(maxsize=256)
 def _supported(products: RaggedProducts, device: int, dtype: torch.dtype) -> bool:
-    """Whether the products are made for any number of rows: tried for one row, and for a whole tile where rows are summed."""
-    x, dy, weights, (inputs, outputs) = products
-    pairs = [(Layout(x, ROWWISE, (1, inputs)), Layout(weights, ROWWISE, (outputs, inputs)))]
-    if dy is not None:
-        pairs += [
-            (Layout(dy, ROWWISE, (1, outputs)), Layout(weights, ROWWISE, (inputs, outputs))),
-            (Layout(dy, COLUMNWISE, (TILE, outputs)), Layout(x, COLUMNWISE, (TILE, inputs))),
-        ]
-    backward = dy is not None or grouped.takes_widths((inputs, outputs), dtype, device)
-    return backward and all(multiplies_runs(left, right, dtype, device) for left, right in pairs)
+    """Whether the products are made, and known to be right, on a CUDA device."""
+    backward = products.gradients is not None or grouped.takes_widths(products.widths, dtype, device)
+    refused = not backward or products.refusal(machine_of(device), dtype)
+    return not refused and runs_are_right(products.inputs, device)

@@ -20,13 +20,10 @@ from opfuse.tensors.planes import (
     assemble,
     covers,
     decoded,
-    formats_of,
     map_tensors,
     named_tensors,
-    shared_formats,
     structure,
     tensor_pairs,
-    with_formats,
 )
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.storage import Plane, QuantizedStorage
@@ -214,16 +211,13 @@ class QuantizedTensor(Quantized):
             self.check_writable("copy_", casting=False)
             for tensor, origin in tensor_pairs(target, record):
                 tensor.copy_(origin.reshape(tensor.shape))
-            self._storage = with_formats(self._storage, formats_of(record))
             self.ranks = shards.unsure(self.ranks)
         else:
             quantizer = self.check_writable("a write")
             values = source.detach() if record is None else record.dequantize()
             values = values.to(self.device).reshape(target.shape)
             values = values if quantizer.is_quantizable(values) else values.to(self.dtype)
-            quantizer.update_quantized(values, with_formats(target, {}), noop_flag=noop_flag, amax=amax)
-            formats = dict(zip(USAGES, quantizer.formats))
-            self._storage = with_formats(self._storage, formats if noop_flag is None else shared_formats(self._storage, formats))
+            quantizer.update_quantized(values, target, noop_flag=noop_flag, amax=amax)
         increment_version([tensor for tensor in (self, *target.tensors()) if not tensor.is_inference()])
         return self
 

@@ -182,7 +182,7 @@ def test_a_mixture_computes_the_same():
 
         return called(Fixed(), [x, weights])
 
-    assert converted_exactly(model, both).fused == {"": "GroupedLinear → SwiGLU → GroupedLinear"}
+    assert converted_exactly(model, both).fused == {"": "TokenPermute → GroupedLinear → SwiGLU → GroupedLinear"}
 
 
 def test_rows_of_an_expert_need_not_fill_blocks():

@@ -132,11 +132,11 @@ def _no_cast_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
     return (
         ()
         if recipe is None or recipe.kind in known
-        else ("quantize.ragged.inputs.family", "one of ('block', 'row', 'tensor')", "nothing")
+        else ("quantize.ragged.inputs.family", "one of ('block', 'row', 'tensor')", _FAMILIES.get(recipe.kind, "nothing"))
     )
 
 
-_FAMILIES = {"fp8_current": "'tensor'", "delayed": "'tensor'", "custom": "'row'"}
+_FAMILIES = {"fp8_current": "'tensor'", "delayed": "'tensor'", "custom": "'row'", "mxfp8": "'mx'"}
 
 
 def _no_blocks_in_groups(recipe: Recipe | None, of: str = "inputs") -> tuple[str, ...]:

@@ -90,6 +90,22 @@ def test_r4_rows_cast_as_they_are_read_have_the_bits_of_copies(recipe, tokens, g
     assert fused.outcomes("dispatch_cast")[0].status == "fused"
 
 
+@pytest.mark.row("X12")
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_r4_rows_of_a_router_of_ones_own_are_cast_as_they_are_read(recipe):
+    """Also with choices that are no group's."""
+    permute, layers = ops.TokenPermute(GROUPS), layer(single_grouped_weight=True)
+    permute.set_extra_output_channel(0, "splits")
+    layers.set_extra_input_channel(0, "splits")
+    model, x = ops.Sequential(permute, layers), randn(TOKENS, K)
+    chosen = torch.randint(-1, GROUPS + 1, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(2))
+    steps = 2 if recipe.kind == "delayed" else 1
+    fused, unfused = (run(model, x, chosen, step=Step(recipe, rules, input_grad=True, steps=steps)) for rules in (RULES, UNFUSED))
+    assert differences(fused.tensors, unfused.tensors) == []
+    assert fused.outcomes("dispatch_cast")[0].status == "fused"
+
+
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("override", ["dequantized", "high_precision"])
 @pytest.mark.parametrize("recipe", [BLOCKS, RECIPES["current"]], ids=["blocks", "current"])
@@ -175,7 +191,7 @@ NO_PLACE = "pattern.quantize: quantize_groups"
     [
         *((lambda: wired(layer()), recipe, ("fused", None, None)) for recipe in RECIPES.values()),
         (lambda: wired(layer()), None, ("absent", NO_PLACE, "grouped_linear")),
-        (lambda: wired(layer()), recipes.MXFP8BlockScaling(), NO_CAST),
+        (lambda: wired(layer()), recipes.MXFP8BlockScaling(), (*NO_CAST[:2], "'mx'")),
         (lambda: wired(layer()), recipes.NVFP4BlockScaling(), NO_CAST),
         (lambda: wired(layer()), recipes.Float8CurrentScaling(backward_override="high_precision"), ("fused", None, None)),
         (lambda: wired(layer()), recipes.Float8BlockScaling(backward_override="dequantized"), ("fused", None, None)),

@@ -263,8 +263,8 @@ NO_CAST = ("absent", None, None)
         (recipes.Float8CurrentScaling(), ("missed", FAMILY, "'tensor'"), ("missed", FAMILY, "'tensor'")),
         (recipes.DelayedScaling(), ("missed", FAMILY, "'tensor'"), ("missed", FAMILY, "'tensor'")),
         (recipes.CustomRecipe(qfactory="fp8_row_scaled"), ("missed", FAMILY, "'row'"), ("missed", FAMILY, "'row'")),
-        (recipes.MXFP8BlockScaling(), ("missed", FAMILY, "nothing"), ("missed", FAMILY, "nothing")),
-        (recipes.MXFP8BlockScaling(backward_override="dequantized"), ("missed", FAMILY, "nothing"), NO_CAST),
+        (recipes.MXFP8BlockScaling(), ("missed", FAMILY, "'mx'"), ("missed", FAMILY, "'mx'")),
+        (recipes.MXFP8BlockScaling(backward_override="dequantized"), ("missed", FAMILY, "'mx'"), NO_CAST),
         (
             recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
             ("missed", FAMILY, "nothing"),

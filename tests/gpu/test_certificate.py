@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from opfuse.cli.certify import OPS, QUANTIZERS, certify
+from opfuse.cli.certify import certified_kernels, certify
+from opfuse.errors import OpfuseWarning, PlanMissError
+from opfuse.formats import E4M3, mxfp8
+from opfuse.kernels.casts.tensor import cast_mx
+from opfuse.kernels.casts.trials import DRAWS, layouts
+from opfuse.kernels.engine import certificates, registry
 from opfuse.kernels.engine.cubins import CubinCache
 from opfuse.kernels.products import certificate, native
 from opfuse.kernels.products.backends import BACKENDS, Backend, LibraryOperand, backend_of
-from opfuse.kernels.products.certificate import certified, examine
+from opfuse.kernels.products.certificate import certified_product, examine
 from opfuse.recipes.availability import device_arch
 
 HERE = {
@@ -27,11 +33,11 @@ def test_every_product_of_the_device_passes_as_if_nobody_had_tried_it(
 ) -> None:
     unrecorded = HERE[family]._replace(recorded=False)
     monkeypatch.setitem(certificate.BACKENDS, family, (unrecorded,))
-    monkeypatch.setattr(certificate, "_known", {})
-    monkeypatch.setattr(certificate, "_cache", lambda: CubinCache(tmp_path / "kept"))
-    found = certified(family, device.index, native.machine(device_arch()), native.library_product)
+    monkeypatch.setattr(certificates, "_known", {})
+    monkeypatch.setattr(certificates, "_cache", lambda: CubinCache(tmp_path / "kept"))
+    found = certified_product(family, device.index, native.machine(device_arch()), native.library_product)
     assert found.fault == ""
-    certificate._known.clear()
+    certificates._known.clear()
     again = certificate.known_certificate(family, native.machine(device_arch()))
     assert again == found, "a certificate is kept beside the compiled kernels"
 
@@ -65,8 +71,64 @@ def test_planted_faults_are_found(family: str, fault, device: torch.device) -> N
     assert "element (" in examine(family, spoiled, native.library_product, device).fault
 
 
-def test_doctor_certifies_products_casts_and_chains(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kernel", certified_kernels(), ids=lambda kernel: kernel.name)
+def test_every_kernel_of_a_cast_a_chain_or_a_norm_passes(kernel: registry.Kernel, device: torch.device) -> None:
+    assert registry.examine(kernel, device).fault == ""
+
+
+@pytest.fixture
+def unproved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing is recorded, and nobody has tried anything."""
+    monkeypatch.setattr(certificates, "RECORDED", ((99, 0), (99, 0)))
+    monkeypatch.setattr(certificates, "_known", {})
+    monkeypatch.setattr(certificates, "_cache", lambda: CubinCache(tmp_path / "kept"))
+    for kernel in registry.kernels():
+        kernel.right.clear()
+    yield
+    for kernel in registry.kernels():
+        kernel.right.clear()
+
+
+def cast_of(device: torch.device) -> list[torch.Tensor]:
+    x = DRAWS[0].matrix()
+    return [*registry.tensors_in(cast_mx(x.to(device), layouts(mxfp8(E4M3), tuple(x.shape))))]
+
+
+@pytest.mark.usefixtures("unproved")
+def test_the_first_launch_on_an_unproved_device_tries_the_kernel(device: torch.device) -> None:
+    wanted = cast_of(torch.device("cpu"))
+    assert all(torch.equal(got.cpu(), each) for got, each in zip(cast_of(device), wanted, strict=True))
+    assert cast_mx.right == {device.index: True}
+    assert certificates.certificate_of("kernel cast_mx", device.index).passed
+    cast_mx.right.clear()
+    certificates._known.clear()
+    assert cast_mx.is_right(device.index), "by what is kept beside the compiled kernels"
+
+
+@pytest.mark.usefixtures("unproved")
+def test_a_kernel_that_is_wrong_is_told_of_once_and_computed_by_its_definition(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launches do nothing here."""
+    monkeypatch.setattr(registry, "launch", lambda *launched, **more: None)
+    with pytest.warns(OpfuseWarning, match="kernel cast_mx on .*: wants the bits of its definition, got .*element") as told:
+        made = [cast_of(device) for _ in range(2)]
+    assert len(told) == 1
+    wanted = cast_of(torch.device("cpu"))
+    assert all(torch.equal(got.cpu(), each) for one in made for got, each in zip(one, wanted, strict=True))
+
+
+@pytest.mark.usefixtures("unproved")
+def test_a_kernel_that_was_never_tried_is_refused_while_a_stream_is_captured(device: torch.device) -> None:
+    with (
+        pytest.raises(PlanMissError, match="run the same call once before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        cast_of(device)
+
+
+def test_doctor_certifies_products_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert certify(as_json=False), capsys.readouterr().out
     shown = capsys.readouterr().out
-    assert all(name in shown for name in (*QUANTIZERS, *OPS))
+    assert all(kernel.name in shown for kernel in certified_kernels())
     assert "x bf16" in shown

@@ -1,11 +1,13 @@
 """The certificate of native products: it passes a right product of every family, and finds each planted fault.
 
-A mock of ``scaled_mm`` multiplies what the library is handed by the library's own rules: scales in tiles, the second operand
-transposed, two codes in a byte. It knows nothing of opfuse's layouts.
+Mocks of ``scaled_mm`` and ``scaled_grouped_mm`` multiply what the library is handed by the library's own rules: scales in tiles,
+the second operand transposed, two codes in a byte, tiles of each group behind those of another. They know nothing of opfuse's
+layouts.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 from opfuse.kernels.products import native
-from opfuse.kernels.products.backends import BACKENDS, Backend
+from opfuse.kernels.products.backends import BACKENDS, MX_GROUPS, Backend
 from opfuse.kernels.products.certificate import examine, trials
 
 ROWS = [(family, row) for family, rows in BACKENDS.items() for row in rows]
@@ -84,12 +86,72 @@ def mock(  # noqa: PLR0917 - as scaled_mm
     return (operands[0] @ operands[1].t()).to(output_dtype)
 
 
+MX = ([ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
+
+
+def grouped_mock(  # noqa: PLR0917 - as scaled_grouped_mm
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: list[torch.Tensor],
+    kinds_a: list[ScalingType],
+    scale_b: list[torch.Tensor],
+    kinds_b: list[ScalingType],
+    swizzle_a: list[SwizzleType],
+    swizzle_b: list[SwizzleType],
+    *,
+    offs: torch.Tensor,
+    output_dtype: torch.dtype,
+    spoil: Callable[[dict[str, Any]], None] = lambda given: None,
+) -> torch.Tensor:
+    """Checks what torch checks. Nothing is written for a group over no rows: NaN stands for what was there."""
+    assert (kinds_a, swizzle_a) == (kinds_b, swizzle_b) == MX
+    assert output_dtype == torch.bfloat16
+    assert (offs.dtype, offs.ndim) == (torch.int32, 1)
+    assert a.is_contiguous()
+    assert b.transpose(-2, -1).is_contiguous()
+    assert not [size for size in (a.shape[-1], *b.shape[-2:]) if size % 16]
+    of_rows = b.ndim == 3
+    lines = b.shape[-1]
+    tiles = [-(-n // 128) * 128 for n in (a.shape[0], lines)]
+    assert scale_a[0].ndim == 2
+    assert len(scale_a[0]) >= len(a)
+    if of_rows:
+        assert scale_b[0].shape == (len(b), tiles[1] * -(-a.shape[1] // 128) * 4)
+    else:
+        assert scale_b[0].ndim == 2
+        assert len(scale_b[0]) >= lines
+    starts = [0, *offs.tolist()]
+    room = 128 if of_rows else 4
+    given = {"spans": [*itertools.pairwise(starts)], "room": room, "right": lambda group: group, "rows": lambda rows: rows}
+    spoil(given)
+    results, behind = [], 0
+    for group, (start, end) in enumerate(given["spans"]):
+        scales = [each[0].reshape(-1) for each in (scale_a, scale_b)]
+        if of_rows:
+            left, right = given["rows"](a[start:end]), b[given["right"](group)].t()
+            blocks = -(-a.shape[1] // 128) * 4
+            scales = [scales[0][behind * blocks :][: -(-len(left) // 128) * 128 * blocks], scale_b[0][given["right"](group)]]
+            behind += -(-(end - start) // given["room"]) * given["room"]
+        else:
+            left, right = given["rows"](a[:, start:end]), b.t()[:, start:end]
+            blocks = -(-(end - start) // 32)
+            scales = [scale[behind * n :][: blocks * n] for scale, n in zip(scales, tiles, strict=True)]
+            behind += -(-blocks // given["room"]) * given["room"]
+        pairs = zip((left, right), scales, strict=True)
+        operands = [values_of(codes) * scales_of(scale, kinds_a[0], codes.shape) for codes, scale in pairs]
+        results.append((operands[0] @ operands[1].t()).to(output_dtype))
+        if not of_rows and start == end:
+            results[-1].fill_(torch.nan)
+    return torch.cat(results) if of_rows else torch.stack(results)
+
+
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., native.F]:
-    """Puts a mock in the place of the library's product."""
+    """Puts mocks in the place of the library's products."""
 
     def put(row: Backend, spoil: Callable[[dict[str, Any]], None] = lambda given: None) -> None:
         monkeypatch.setattr(native.F, "scaled_mm", partial(mock, spoil=spoil))
+        monkeypatch.setattr(native.F, "scaled_grouped_mm", partial(grouped_mock, spoil=spoil))
 
     return put
 
@@ -103,7 +165,7 @@ def test_a_right_product_passes(family: str, row: Backend, library: Callable[...
     library(row)
     assert examine(family, row, native.library_product, CPU).fault == ""
     tried = [trial.name for trial in trials(family, row)]
-    assert len(tried) > 12
+    assert len(tried) >= 12
     assert any("columnwise" in name for name in tried)
 
 
@@ -152,7 +214,28 @@ def refusing(given: dict[str, Any]) -> None:
     raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
 
-ALL = {row.operand: (family, row) for family, row in ROWS}.values()
+def packed(given: dict[str, Any]) -> None:
+    """Scales of a group begin behind those of the last one, and not on a tile."""
+    given["room"] = 1
+
+
+def shifted(given: dict[str, Any]) -> None:
+    """Each group ends a row late, and the next one begins there."""
+    *ends, last = [end for _, end in given["spans"]]
+    given["spans"] = [*itertools.pairwise((0, *(min(end + 1, last) for end in ends), last))]
+
+
+def next_right(given: dict[str, Any]) -> None:
+    """Groups meet the right of another one."""
+    given["right"] = lambda group: group // 2
+
+
+def no_last_line(given: dict[str, Any]) -> None:
+    """The last line of the left of each group is left out."""
+    given["rows"] = lambda rows: torch.cat([rows[:-1], torch.zeros_like(rows[-1:])])
+
+
+ALL = {row.operand: (family, row) for family, row in ROWS if family != MX_GROUPS}.values()
 """The last row of each way to hand over operands."""
 FAULTS: list[tuple[Callable[[dict[str, Any]], None], Sequence[str]]] = [
     (unswizzled, ("FP8 blocks as MXFP8", "MXFP8", "NVFP4")),
@@ -163,6 +246,7 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], None], Sequence[str]]] = [
     (refusing, ("",)),
 ]
 PLANTED = [(fault, *each) for fault, ends in FAULTS for each in ALL if each[1].name.endswith(tuple(ends))]
+PLANTED += [(fault, MX_GROUPS, BACKENDS[MX_GROUPS][0]) for fault in (packed, shifted, next_right, no_last_line, refusing)]
 
 
 @pytest.mark.parametrize(("fault", "family", "row"), PLANTED, ids=[f"{fault.__name__} {row.name}" for fault, _, row in PLANTED])

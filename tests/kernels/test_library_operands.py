@@ -14,11 +14,15 @@ import opfuse
 from opfuse import ops
 from opfuse.formats import E4M3
 from opfuse.kernels.products.backends import BACKENDS, Backend, LibraryOperand, Machine, backend_of
+from opfuse.kernels.products.library_groups import RunOperands, operands_of_rows, operands_over_rows
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import load_scale
+from opfuse.numerics.row_groups import RowGroups
 from opfuse.numerics.swizzle import unswizzle
 from opfuse.recipes import MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.tensors.quantizers import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from opfuse.tensors.ragged import cast_in_groups, groups_in
+from opfuse.tensors.storage import QuantizedStorage
 
 SIZES = [(1, 32), (5, 96), (128, 256), (130, 160), (300, 1056)]
 BLOCKS = {f"block {dims}d": partial(Float8BlockQuantizer, E4M3.dtype, block_scaling_dim=dims) for dims in (1, 2)}
@@ -52,6 +56,77 @@ def test_scales_lie_as_torchao_writes_them(kind: str, lines: int, length: int, u
     assert torch.equal(handed.scales[0].view(torch.uint8), to_blocked(load_scale(plane.scale, plane.layout)).flatten())
     assert handed.codes.is_contiguous()
     assert len(handed.codes) == lines
+
+
+GROUPS = ((130, 0, 128, 5, 0, 1), (300,), (0, 0, 32, 97))
+
+
+def in_groups(sizes: tuple[int, ...], columns: int) -> tuple[QuantizedStorage, RowGroups]:
+    x = torch.randn(sum(sizes), columns, dtype=torch.bfloat16) * torch.logspace(-3, 3, columns)
+    made = cast_in_groups(MXFP8Quantizer(), x.bfloat16(), torch.tensor(sizes))
+    return made, groups_in(made)
+
+
+def of(storage: QuantizedStorage, usage: str) -> Stored:
+    plane = storage.plane(usage)
+    return Stored(plane.data, plane.scale, plane.amax, plane.layout)
+
+
+def scales_in(storage: QuantizedStorage, usage: str) -> torch.Tensor:
+    plane = storage.plane(usage)
+    return load_scale(plane.scale, plane.layout)
+
+
+@pytest.mark.row("R10")
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+def test_scales_of_groups_of_rows_lie_as_torchao_writes_them(sizes: tuple[int, ...]) -> None:
+    """Byte for byte, beside its definitions for torch's grouped product, and its tiles of each group alone."""
+    theirs = pytest.importorskip("torchao.prototype.moe_training.kernels.mxfp8.quant")
+    (x, groups), weights = in_groups(sizes, 256), torch.randn(len(sizes), 160, 256)
+    rights = [MXFP8Quantizer().quantize(weight) for weight in weights]
+    ends = torch.tensor(sizes).cumsum(0)
+    given = operands_of_rows(RunOperands(of(x, "rowwise"), [of(right, "rowwise") for right in rights], groups))
+    wanted, starts = theirs.torch_to_blocked_2d_M_groups(scales_in(x, "rowwise"), ends)
+    used = int(starts[-1])
+    assert used == sum(-(-size // 128) * 128 for size in sizes)
+    assert torch.equal(given.left_scales.view(torch.uint8)[:used], wanted[:used])
+    apart = [theirs.to_blocked(scale).flatten() for scale in scales_in(x, "rowwise").split(sizes) if len(scale)]
+    assert torch.equal(wanted[:used].flatten(), torch.cat(apart))
+    of_weights = torch.stack([scales_in(right, "rowwise") for right in rights])
+    assert torch.equal(given.right_scales.view(torch.uint8), theirs.torch_to_blocked_per_group_3d(of_weights))
+    assert torch.equal(given.left.view(torch.uint8), x.plane("rowwise").data)
+    assert torch.equal(given.right.view(torch.uint8)[0].t(), rights[0].plane("rowwise").data)
+    assert given.ends.tolist() == ends.tolist()
+
+
+@pytest.mark.row("R10")
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+def test_scales_over_the_rows_of_groups_lie_as_torchao_writes_them(sizes: tuple[int, ...]) -> None:
+    theirs = pytest.importorskip("torchao.prototype.moe_training.kernels.mxfp8.quant")
+    (x, groups), (dy, _) = in_groups(sizes, 256), in_groups(sizes, 144)
+    given = operands_over_rows(RunOperands(of(dy, "columnwise"), [of(x, "columnwise")], groups))
+    blocks = (torch.tensor(sizes) + 127) // 128 * 4
+    for storage, scales in ((dy, given.left_scales), (x, given.right_scales)):
+        wanted, starts = theirs.torch_to_blocked_2d_K_groups(scales_in(storage, "columnwise"), blocks.cumsum(0))
+        used = int(starts[-1]) * len(wanted)
+        assert used == int(blocks.sum()) * len(wanted)
+        assert torch.equal(scales.view(torch.uint8).flatten()[:used], wanted.flatten()[:used])
+    assert torch.equal(given.left.view(torch.uint8).t(), dy.plane("columnwise").data)
+    assert torch.equal(given.right.view(torch.uint8), x.plane("columnwise").data)
+    assert given.ends.tolist() == (blocks * 32).cumsum(0).tolist()
+    assert given.filled.tolist() == [size > 0 for size in sizes]
+
+
+def test_the_meta_implementation_of_torch_takes_groups() -> None:
+    """That of the first version of the operator; before 2.15 torch has none of the second, which ``scaled_grouped_mm`` calls."""
+    (x, groups), (dy, _) = in_groups(GROUPS[0], 256), in_groups(GROUPS[0], 384)
+    rights = [of(MXFP8Quantizer().quantize(torch.randn(160, 256)), "rowwise") for _ in GROUPS[0]]
+    of_rows = operands_of_rows(RunOperands(of(x, "rowwise"), rights, groups))
+    over_rows = operands_over_rows(RunOperands(of(dy, "columnwise"), [of(x, "columnwise")], groups))
+    for given, shape in ((of_rows, (264, 160)), (over_rows, (6, 384, 256))):
+        tensors = (given.left, given.right, given.left_scales, given.right_scales, given.ends)
+        result = torch._scaled_grouped_mm(*(each.to("meta") for each in tensors), out_dtype=torch.bfloat16)
+        assert (result.shape, result.dtype) == (shape, torch.bfloat16)
 
 
 @pytest.mark.row("R10")

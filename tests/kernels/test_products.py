@@ -17,7 +17,6 @@ from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.hopper import is_faster
 from opfuse.kernels.products.native import (
     BACKENDS,
-    OUTPUTS,
     Machine,
     Stored,
     invariant_refusal,
@@ -41,6 +40,7 @@ from tests.tensors.quantized_samples import Blocks64
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 HOPPER = Machine((9, 0), (13, 0))
+DTYPES = BACKENDS["tensor"][0].outputs
 QUANTIZERS = {
     "tensor": Float8CurrentScalingQuantizer(E4M3),
     "tensor e5m2": Float8CurrentScalingQuantizer(E5M2),
@@ -82,7 +82,7 @@ def refused(left: Stored, right: Stored, out_dtype: torch.dtype = BF16, machine:
 def test_r10_sizes_that_the_device_takes(sizes, kinds, plane):
     m, n, k = sizes
     left, right = stored(kinds[0], m, k, plane), stored(kinds[1], n, k, plane)
-    assert [refused(left, right, dtype) for dtype in OUTPUTS] == [""] * 3
+    assert [refused(left, right, dtype) for dtype in DTYPES] == [""] * 3
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_r10_what_the_own_product_takes(kinds, sizes, own):
     m, n, k = sizes
     operands = stored(kinds[0], m, k), stored(kinds[1], n, k)
     assert refusal(*operands, BF16, HOPPER, own=True) == own
-    assert own or refusal(*operands, torch.float32, HOPPER, own=True) == "result: wants bf16 or fp16, got torch.float32"
+    assert own or refusal(*operands, torch.float32, HOPPER, own=True) == "result: wants bfloat16 or float16, got float32"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_blackwell_takes_blocks_under_powers_of_two(dims, sizes, reason):
 
 def test_a_result_in_fp64_is_emulated():
     left, right = stored("tensor", 16, 64), stored("tensor", 16, 64)
-    assert refused(left, right, torch.float64) == "result: wants fp32, bf16 or fp16, got torch.float64"
+    assert refused(left, right, torch.float64) == "result: wants float32 or bfloat16 or float16, got float64"
 
 
 def shifted(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_r10_contiguous_views_can_be_misaligned(broken, side):
 )
 def test_r10_scales_are_given_as_the_library_reads_them(kinds, shapes, monkeypatch):
     given = []
-    monkeypatch.setattr(gemm_native, "_machine", lambda device: HOPPER)
+    monkeypatch.setattr(gemm_native, "machine_of", lambda device: HOPPER)
     monkeypatch.setattr(gemm_native.F, "scaled_mm", lambda *args, **_: given.extend((*args[2], *args[4])))
     left, right = stored(kinds[0], 48, 256), stored(kinds[1], 64, 256)
     gemm_native._scaled_mm(left, right._replace(scale=shifted(right.scale, 1)), out_dtype=BF16, fast=False)
@@ -259,7 +259,7 @@ def test_one_scale_may_lie_anywhere():
     assert refused(left._replace(scale=shifted(left.scale, 1)), stored("tensor", 64, 64)) == ""
 
 
-@pytest.mark.parametrize("out_dtype", [*OUTPUTS, torch.float64])
+@pytest.mark.parametrize("out_dtype", [*DTYPES, torch.float64])
 def test_on_a_cpu_every_product_is_emulated_and_rounds_once(out_dtype):
     left, right = stored("tensor", 32, 64), stored("tensor", 48, 64)
     wide = multiply(left, right, out_dtype=torch.float32, fast=True)

@@ -155,6 +155,27 @@ class Routed(torch.nn.Module):
         return self.combine(rows * probabilities[:, None], places).reshape(x.shape)
 
 
+class Permuted(torch.nn.Module):
+    """Each token, by its number, to one group and the one behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.op = ops.TokenPermute(3)
+
+    def forward(self, x):
+        return self.op(x.reshape(-1, 8), self.chosen(x))[0]
+
+    @staticmethod
+    def chosen(x):
+        first = torch.arange(x[..., 0].numel()) % 3
+        return torch.stack((first, (first + 1) % 3), 1)
+
+
+def permuted(x, params, extras):
+    chosen = Permuted.chosen(x)
+    return x.reshape(-1, 8)[torch.cat([(chosen == group).any(1).nonzero().flatten() for group in range(3)])]
+
+
 def routed(top_k, combine=False):
     def formula(x, params, extras):
         tokens = x.reshape(-1, x.shape[-1])
@@ -189,6 +210,7 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "token_dispatch": [Case(lambda k=k: Routed(k), routed(k)) for k in (1, 2)],
+    "token_permute": [Case(Permuted, permuted)],
     "token_combine": [Case(lambda: Routed(2, combine=True), routed(2, combine=True), roundings=3)],
     "bias": [Case(lambda: ops.Bias(8), lambda x, p, e: x + p["bias"])],
     "gelu": [Case(ops.GELU, unary(gelu))],

@@ -22,6 +22,7 @@ REQUIRED = {
     "basic_linear": {"in_features": 8, "out_features": 4},
     "grouped_linear": {"num_groups": 3, "in_features": 8, "out_features": 4},
     "token_dispatch": {"num_groups": 4, "features": 8},
+    "token_permute": {"num_groups": 4},
     "bias": {"size": 8},
     "constant_scale": {"scale": 0.5},
     "scaled_tanh_srelu": {"tanh_clamp_scale": 1.5},

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import QuantizedTensorError, ShapeError
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, USAGES, fp8_block, fp8_tensor
+from opfuse.formats import COLUMNWISE, E4M3, E5M2, USAGES, fp8_block, fp8_tensor, mxfp8
 from opfuse.inspect.casts import figures
 from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.products import grouped
+from opfuse.kernels.products.backends import MX_GROUPS
 from opfuse.kernels.products.native import Machine
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.replay.dispatch import interpreted
@@ -33,6 +35,7 @@ from opfuse.tensors.quantizers import (
     Float8Quantizer,
     Float8RowQuantizer,
     GroupedQuantizer,
+    MXFP8Quantizer,
 )
 from opfuse.tensors.ragged import (
     RaggedProducts,
@@ -154,6 +157,31 @@ def test_a_cast_in_groups_is_that_of_each_group(kind, sizes, usages):
 
 
 @every_size
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
+def test_a_cast_of_small_blocks_in_groups_is_that_of_each_group(element, sizes):
+    """In a columnwise plane each group begins on a tile, so that no block has rows of two."""
+    x, quantizer = randn(sum(sizes), 160).to(BF16), MXFP8Quantizer(element.dtype)
+    made = cast_in_groups(quantizer, x, torch.tensor(sizes))
+    assert same(made.dequantize(BF16), quantizer.wanting(columnwise=False).quantize(x).dequantize(BF16))
+    columns = made.dequantize(BF16, COLUMNWISE)
+    for first, end, _ in groups_in(made).ranges():
+        group = F.pad(x[first:end], (0, 0, 0, (first - end) % 32))
+        alone = quantizer.quantize(group).dequantize(BF16, COLUMNWISE) if len(group) else group
+        assert same(columns[first:end], alone[: end - first])
+    assert not casts_in_groups(MXFP8Quantizer(with_2d_quantization=True), 4), "tiles of 32 rows would have those of two groups"
+
+
+def test_a_layer_of_small_blocks_whose_sizes_stay_has_the_bits_of_one_that_knows_them(on_device, monkeypatch):
+    """The emulated one pads groups with rows of zeros; that of a device has these in its tiles."""
+    recipe, sizes = recipes.MXFP8BlockScaling(), (100, 0, 28, 200)
+    op, x, splits = layer(out_features=160, pad_splits=True), randn(328, 128).to(BF16), torch.tensor(sizes)
+    stayed = step(op, x, splits, recipe=recipe)
+    assert on_device == [sizes] * 2
+    monkeypatch.setattr(RaggedProducts, "supported_on", lambda *_: False)
+    assert all(map(same, stayed, step(op, x, splits, recipe=recipe)))
+
+
+@every_size
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_what_is_told_of_a_cast_in_groups_and_what_is_derived(kind, sizes):
     x, each = randn(sum(sizes), 144).to(BF16), [QUANTIZERS[kind](i) for i in range(len(sizes))]
@@ -169,9 +197,9 @@ def test_what_is_told_of_a_cast_in_groups_and_what_is_derived(kind, sizes):
 # -- layers ----------------------------------------------------------------------------------------------------------------------
 
 
-def layer(**options: Any) -> ops.GroupedLinear:
+def layer(out_features: int = 144, **options: Any) -> ops.GroupedLinear:
     torch.manual_seed(3)
-    return ops.GroupedLinear(4, 128, 144, dtype=BF16, **{"bias": False, **options})
+    return ops.GroupedLinear(4, 128, out_features, dtype=BF16, **{"bias": False, **options})
 
 
 def experts(**options: Any) -> ops.Sequential:
@@ -356,7 +384,7 @@ def test_gradients_that_are_put_off(request):
 UNLIKE = {
     "a bias that trains": ({"bias": True}, RECIPE),
     "features of no whole pieces": ({"out_features": 136}, RECIPE),
-    "another format": ({}, recipes.MXFP8BlockScaling(backward_override="dequantized")),
+    "another format": ({}, recipes.NVFP4BlockScaling(backward_override="dequantized")),
     "two-dimensional blocks of the input": ({}, recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)),
 }
 
@@ -388,7 +416,7 @@ def test_each_product_is_asked_for_with_the_sums_of_the_recipe(split, added, mon
         asked.append(options["fast"])
         return definition(*args, **options)
 
-    for name in ("product_of_rows", "product_over_rows", "products_into"):
+    for name in ("multiply_rows", "multiply_over_rows", "products_into"):
         monkeypatch.setattr(gemm, name, partial(noted, getattr(gemm, name)))
     op = layer(accumulate_into_main_grad=added)
     for weight in op.parameters():
@@ -487,12 +515,38 @@ def test_a_list_is_a_constant_of_a_graph_and_no_program_copies_it_there(monkeypa
     ],
 )
 def test_devices_that_make_products_of_groups_in_one_launch(widths, dtype, arch, made, monkeypatch):
-    monkeypatch.setattr("opfuse.kernels.products.native._machine", lambda device: Machine(arch, (13, 0)))
+    monkeypatch.setattr("opfuse.tensors.ragged.machine_of", lambda device: Machine(arch, (13, 0)))
     monkeypatch.setattr("opfuse.tensors.ragged.kernels_run_on", lambda device: True)
     _supported.cache_clear()
     products = RaggedProducts(fp8_block(E4M3, 1), fp8_block(E4M3, 1), fp8_block(E4M3, 2), widths)
     assert products.supported_on(torch.device("cuda", 0), dtype) == made
     assert not products.supported_on(torch.device("cpu"), dtype)
+    _supported.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("arch", "layer", "why"),
+    [
+        ((10, 0), (256, E4M3, False), ""),
+        ((10, 3), (256, E4M3, False), ""),
+        ((12, 0), (256, E4M3, False), "compute capability: wants >= 10.0 and < 11.0, got 12.0"),
+        ((9, 0), (256, E4M3, False), "compute capability: wants >= 10.0 and < 11.0, got 9.0"),
+        ((10, 0), (160, E4M3, False), "length of the sum: wants a positive multiple of 128, got 160"),
+        ((10, 0), (256, E5M2, False), "elements: wants e4m3 twice, got ('e5m2', 'e4m3')"),
+        ((10, 0), (256, E4M3, True), "wgrad: wants a result in bf16, got one that is added in fp32"),
+    ],
+)
+@pytest.mark.parametrize("right", [True, False], ids=["certified", "wrong there"])
+def test_small_blocks_stay_where_the_library_multiplies_them_rightly(arch, layer, why, right, monkeypatch):
+    monkeypatch.setattr("opfuse.tensors.ragged.machine_of", lambda device: Machine(arch, (13, 0)))
+    monkeypatch.setattr("opfuse.tensors.ragged.kernels_run_on", lambda device: True)
+    monkeypatch.setattr("opfuse.kernels.products.native.is_certified", lambda what, device: right and what == MX_GROUPS)
+    _supported.cache_clear()
+    outputs, element, added = layer
+    products = RaggedProducts(mxfp8(E4M3), mxfp8(element), mxfp8(E4M3), (128, outputs), added)
+    assert products.refusal(Machine(arch, (13, 0)), BF16) == why
+    assert products.supported_on(torch.device("cuda", 0), BF16) == (right and not why)
+    assert products.refusal(Machine((10, 0), (13, 0)), torch.float16)
     _supported.cache_clear()
 
 

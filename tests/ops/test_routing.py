@@ -19,12 +19,16 @@ ROWS = TOKENS * TOP_K
 
 
 class Made(TorchDispatchMode):
-    """Ops that read or write values, with the shapes that they give; not views, and not memory without values."""
+    """Ops that read or write values, with the shapes that they give; not views, and not memory without values.
+
+    memory: numbers of elements with the addresses where they lie.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...] | None] = []
         self.names: list[str] = []
+        self.memory: set[tuple[int, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -32,6 +36,8 @@ class Made(TorchDispatchMode):
         if not func.is_view and name not in ("empty", "empty_like", "new_empty"):
             self.names.append(name)
             self.shapes += [tuple(result.shape) if isinstance(result, torch.Tensor) else None]
+            if isinstance(result, torch.Tensor):
+                self.memory.add((result.numel(), result.data_ptr()))
         return result
 
 
@@ -90,9 +96,35 @@ def test_gradients_of_rows_are_written_once():
     rows, dy = randn(ROWS, FEATURES).requires_grad_(), randn(TOKENS, FEATURES, seed=2)
     y = combine(rows, places)
     made = made_by(lambda: torch.autograd.grad(y, rows, dy))
-    assert made.shapes.count((ROWS, FEATURES)) + made.shapes.count((TOKENS, TOP_K, FEATURES)) == 1
+    assert [elements for elements, _ in made.memory].count(ROWS * FEATURES) == 1
     (found,) = torch.autograd.grad(combine(rows, places), rows, dy)
     assert torch.equal(found, dy[places.flatten().argsort() // TOP_K])
+
+
+def test_rows_of_a_router_of_ones_own_come_by_group_and_go_back():
+    """A choice that is no group adds nothing to the result, nor to a gradient."""
+    permute, combine, draw = ops.TokenPermute(GROUPS), ops.TokenCombine(), torch.Generator().manual_seed(1)
+    x, chosen = randn(TOKENS, FEATURES).requires_grad_(), torch.randint(GROUPS, (TOKENS, TOP_K), generator=draw)
+    chosen[3], chosen[5, 1] = -1, GROUPS
+    known = (chosen >= 0) & (chosen < GROUPS)
+    rows, splits, places = permute(x, chosen)
+    assert torch.equal(splits, torch.bincount(chosen.where(known, 0).flatten(), minlength=GROUPS))
+    by_group = [(t, g) for g in range(GROUPS) for t in range(TOKENS) for c in chosen.where(known, 0)[t].tolist() if c == g]
+    assert torch.equal(rows, x[[token for token, _ in by_group]])
+    factors = torch.tensor([float(group + 1) for _, group in by_group]).unsqueeze(1).to(x.dtype)
+    y = combine(rows * factors, places)
+    counts = ((chosen + 1) * known).sum(1, keepdim=True).to(x.dtype)
+    torch.testing.assert_close(y, x * counts)
+    torch.testing.assert_close(torch.autograd.grad(y, x, torch.ones_like(y))[0], counts.expand_as(x))
+
+
+def test_choices_that_are_no_matrix_of_integers_are_refused():
+    permute, x = ops.TokenPermute(GROUPS), randn(TOKENS, FEATURES)
+    for chosen in (torch.zeros(TOKENS, dtype=torch.int64), torch.zeros(TOKENS - 1, 2, dtype=torch.int64)):
+        with pytest.raises(ShapeError, match=r"wants shape \(37, top_k\), got"):
+            permute(x, chosen)
+    with pytest.raises(DtypeError, match=r"wants integers, got torch\.float32"):
+        permute(x, torch.zeros(TOKENS, 2))
 
 
 def test_places_that_are_no_matrix_of_integers_are_refused():

@@ -159,7 +159,7 @@ def test_tiles_are_written_where_the_result_lies(quantizer, monkeypatch):
     """By torch's own product on a CPU, in the place that is given or in a new one."""
     monkeypatch.setattr("opfuse.kernels.products.tiles.ROWS", {"cuda": 64})
     monkeypatch.setattr(native, "TILE_START", 64)  # on which memory of a CPU starts
-    monkeypatch.setattr(native, "_machine", lambda device: native.Machine((9, 0), (13, 0)))
+    monkeypatch.setattr(native, "machine_of", lambda device: native.Machine((9, 0), (13, 0)))
     made = (quantizer.wanting(columnwise=False).quantize(torch.randn(lines, 256).bfloat16()) for lines in (150, 48))
     planes = [Stored(each.data, each.scale, each.amax, each.layout) for each in (storage.plane("rowwise") for storage in made)]
     options = {"out_dtype": torch.bfloat16, "fast": False}

@@ -13,6 +13,7 @@ import torch
 
 from opfuse.errors import ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.kernels.casts import trials
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
@@ -27,7 +28,7 @@ BLOCKS, _PARAMETERS = parameter_of("block_scale.cuh", "Blocks"), parameter_of("c
 _BLOCK, _THREADS = 128, 256
 
 
-@kernel("cast_block.cu", reference=definition.cast_block, tolerance=BITWISE)
+@kernel("cast_block.cu", reference=definition.cast_block, tolerance=BITWISE, trials=trials.BLOCK)
 def cast_block(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = True
 ) -> list[definition.Encoded]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from opfuse.kernels.casts import trials
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
@@ -19,7 +20,7 @@ MOST = 100  # states of one launch: their addresses fill the 4000 bytes of its p
 _THREADS = 256
 
 
-@kernel("delayed.cu", reference=definition.delayed_update, tolerance=BITWISE)
+@kernel("delayed.cu", reference=definition.delayed_update, tolerance=BITWISE, trials=trials.updates)
 def delayed_update(
     launch: Launcher,
     histories: Sequence[torch.Tensor],

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, E2M1, SCALE_TILE
+from opfuse.kernels.casts import trials
 from opfuse.kernels.engine.joining import together
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
@@ -51,7 +52,7 @@ class _ScalesOfKernel(NamedTuple):
     tiles_across: int
 
 
-@kernel("dequantize.cu", reference=definition, tolerance=BITWISE)
+@kernel("dequantize.cu", reference=definition, tolerance=BITWISE, trials=trials.decoded)
 def dequantize(
     launch: Launcher,
     data: torch.Tensor,
@@ -65,7 +66,7 @@ def dequantize(
     return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
 
 
-@kernel("dequantize_nvfp4.cu", reference=definition, tolerance=BITWISE)
+@kernel("dequantize_nvfp4.cu", reference=definition, tolerance=BITWISE, trials=trials.decoded_nv)
 def dequantize_nv(
     launch: Launcher,
     data: torch.Tensor,
@@ -79,7 +80,7 @@ def dequantize_nv(
     return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
 
 
-@kernel("dequantize.cu", reference=definition_of_groups, tolerance=BITWISE)
+@kernel("dequantize.cu", reference=definition_of_groups, tolerance=BITWISE, trials=trials.decoded_groups)
 def dequantize_groups(launch: Launcher, planes: Sequence[StoredPlane], *, dtype: torch.dtype) -> torch.Tensor:
     """One launch for every eight planes."""
     heights, width = [layout.shape[0] for *_, layout in planes], planes[0][-1].shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from opfuse.kernels.casts import trials
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel
@@ -16,7 +17,7 @@ _PARAMETERS = parameter_of("cast_figures.cu")
 _BLOCK, _THREADS = 16384, 256  # elements, threads
 
 
-@kernel("cast_figures.cu", reference=definition, tolerance=Tolerance(ulp=4096))
+@kernel("cast_figures.cu", reference=definition, tolerance=Tolerance(ulp=4096), trials=trials.FIGURES)
 def cast_figures(
     launch: Launcher, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *, reach: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import torch
 
 from opfuse.errors import ShapeError, describe
 from opfuse.formats import ROWWISE, USAGES
+from opfuse.kernels.casts import trials
 from opfuse.kernels.casts.block import BLOCKS, cast_block, new_blocks
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
@@ -76,7 +77,7 @@ def tiles_of(groups: RowGroups) -> int:
     return groups.table.data_ptr() + groups.at(TILE) * FOUR_BYTES
 
 
-@kernel("row_groups.cu", reference=grouping.row_groups, tolerance=BITWISE)
+@kernel("row_groups.cu", reference=grouping.row_groups, tolerance=BITWISE, trials=trials.tables)
 def row_groups(launch: Launcher, splits: torch.Tensor, rows: int) -> torch.Tensor:
     """The device stops with an assertion if ``splits`` do not add up to ``rows``. ShapeError for too many groups or rows."""
     splits, groups = splits.contiguous(), len(splits)
@@ -91,7 +92,7 @@ def row_groups(launch: Launcher, splits: torch.Tensor, rows: int) -> torch.Tenso
     return table
 
 
-@kernel("cast_block_groups.cu", reference=definition.cast_block_groups, tolerance=BITWISE)
+@kernel("cast_block_groups.cu", reference=definition.cast_block_groups, tolerance=BITWISE, trials=trials.BLOCK_GROUPS)
 def cast_block_groups(
     launch: Launcher,
     x: torch.Tensor,

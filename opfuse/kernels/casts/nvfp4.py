@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from opfuse.formats import COLUMNWISE, SCALE_TILE, USAGES
+from opfuse.kernels.casts import trials
 from opfuse.kernels.casts.row import line_amaxes
 from opfuse.kernels.casts.tensor import new_encoded, tensor_amax
 from opfuse.kernels.engine.compiling import Variant
@@ -35,7 +36,7 @@ _AMAX_TILE = (128, 64)
 _NO_PLANE = _PLANE(codes=0, scales=0, amax=0, quads=0)
 
 
-@kernel("amax_nvfp4.cu", reference=definition.amaxes_nv, tolerance=BITWISE)
+@kernel("amax_nvfp4.cu", reference=definition.amaxes_nv, tolerance=BITWISE, trials=trials.amaxes_nv)
 def amaxes_nv(launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout]) -> list[torch.Tensor]:
     """Reads ``x`` once. Planes of unrotated values under one amax share the tensor of that amax."""
     if not _is_known(tuple(layouts), x.shape, x.dtype):
@@ -61,7 +62,7 @@ def amaxes_nv(launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout]) -> l
     return [amaxes[layout.usage] for layout in layouts]
 
 
-@kernel("cast_nvfp4.cu", reference=definition.cast_nv, tolerance=BITWISE)
+@kernel("cast_nvfp4.cu", reference=definition.cast_nv, tolerance=BITWISE, trials=trials.cast_nv)
 def cast_nv(
     launch: Launcher,
     x: torch.Tensor,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Usage
+from opfuse.kernels.casts import trials
 from opfuse.kernels.engine import rows
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
@@ -33,7 +34,7 @@ _NO_LINE = _LINE(codes=0, amax=0, scale=0)
 _TILE, _TILE_THREADS = (256, 64), 512
 
 
-@kernel("amax_lines.cu", reference=definition.line_amaxes, tolerance=BITWISE)
+@kernel("amax_lines.cu", reference=definition.line_amaxes, tolerance=BITWISE, trials=trials.LINE_AMAXES)
 def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> list[torch.Tensor]:
     """Reads ``x`` once."""
     check_matrix(x.shape, x.dtype, where="line_amaxes")
@@ -49,7 +50,7 @@ def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> l
     return [amaxes[usage] for usage in usages]
 
 
-@kernel("cast_row.cu", reference=definition.cast_row, tolerance=BITWISE)
+@kernel("cast_row.cu", reference=definition.cast_row, tolerance=BITWISE, trials=trials.ROW)
 def cast_row(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
 ) -> list[definition.Encoded]:
@@ -87,7 +88,7 @@ def _row_variant(columns: int, dtype: torch.dtype, on_vectors: bool, element: st
     return variant_of("cast_row.cu", _ROW.layout, IN=C_TYPES[dtype], **own, **shared)
 
 
-@kernel("cast_lines.cu", reference=definition.cast_lines, tolerance=BITWISE)
+@kernel("cast_lines.cu", reference=definition.cast_lines, tolerance=BITWISE, trials=trials.LINES)
 def cast_lines(
     launch: Launcher,
     x: torch.Tensor,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Usage
+from opfuse.kernels.casts import trials
 from opfuse.kernels.casts.groups import FOUR_BYTES, Reading, reading, tiles_of
 from opfuse.kernels.casts.row import launch_rows, line_amaxes
 from opfuse.kernels.casts.tensor import TENSOR_SCALE
@@ -39,7 +40,7 @@ def _grid(groups: RowGroups, columns: int, width: int) -> Grid:
     return Grid(groups.tiles * ceil_div(columns, width), _THREADS)
 
 
-@kernel("amax_groups.cu", reference=definition.group_amaxes, tolerance=BITWISE)
+@kernel("amax_groups.cu", reference=definition.group_amaxes, tolerance=BITWISE, trials=trials.GROUP_AMAXES)
 def group_amaxes(launch: Launcher, x: torch.Tensor, groups: RowGroups, *, index: torch.Tensor | None = None) -> torch.Tensor:
     """Reads ``x`` once. With an index, the amaxes of its rows are then read in the order of the index."""
     check_matrix(x.shape, x.dtype, where="group_amaxes")
@@ -55,7 +56,7 @@ def group_amaxes(launch: Launcher, x: torch.Tensor, groups: RowGroups, *, index:
     return amaxes
 
 
-@kernel("cast_tensor_groups.cu", reference=definition.cast_current_groups, tolerance=BITWISE)
+@kernel("cast_tensor_groups.cu", reference=definition.cast_current_groups, tolerance=BITWISE, trials=trials.CURRENT_GROUPS)
 def cast_current_groups(
     launch: Launcher,
     x: torch.Tensor,
@@ -72,7 +73,7 @@ def cast_current_groups(
     return _cast(launch, reading(x, index), groups, layouts, scaling, eps=eps, pow2=pow2)
 
 
-@kernel("cast_tensor_groups.cu", reference=definition.cast_recording_groups, tolerance=BITWISE)
+@kernel("cast_tensor_groups.cu", reference=definition.cast_recording_groups, tolerance=BITWISE, trials=trials.RECORDING_GROUPS)
 def cast_recording_groups(
     launch: Launcher,
     x: torch.Tensor,
@@ -136,7 +137,7 @@ def _tensor_work(usages: frozenset[Usage], *types: tuple[str, str], number: int,
     return variant_of("cast_tensor_groups.cu", parameter.layout, **dict(types), **planes, **defines, GROUPS=capacity), parameter
 
 
-@kernel("amax_lines.cu", reference=definition.group_line_amaxes, tolerance=BITWISE)
+@kernel("amax_lines.cu", reference=definition.group_line_amaxes, tolerance=BITWISE, trials=trials.GROUP_LINE_AMAXES)
 def group_line_amaxes(
     launch: Launcher, x: torch.Tensor, groups: RowGroups, usages: Sequence[Usage], *, index: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
@@ -162,7 +163,7 @@ def _raise_amaxes(launch: Launcher, read: Reading, groups: RowGroups, amaxes: Ma
     launch(variant, "amax_lines", grid, _AMAX_LINES.layout, *fields, device=read.x.get_device())
 
 
-@kernel("cast_lines.cu", reference=definition.cast_lines_groups, tolerance=BITWISE)
+@kernel("cast_lines.cu", reference=definition.cast_lines_groups, tolerance=BITWISE, trials=trials.LINES_GROUPS)
 def cast_lines_groups(
     launch: Launcher,
     x: torch.Tensor,
@@ -209,7 +210,7 @@ def cast_lines_groups(
     return [planes[layout.usage] for layout in layouts]
 
 
-@kernel("cast_lines.cu", reference=definition.cast_row_groups, tolerance=BITWISE)
+@kernel("cast_lines.cu", reference=definition.cast_row_groups, tolerance=BITWISE, trials=trials.ROW_GROUPS)
 def cast_row_groups(
     launch: Launcher,
     x: torch.Tensor,

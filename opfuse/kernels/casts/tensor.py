@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.kernels.casts import trials
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
@@ -42,7 +43,7 @@ _Work = tuple[Variant, str, Grid]
 """Variant, name of the kernel in it, and grid of a launch."""
 
 
-@kernel("amax.cu", reference=definition.tensor_amax, tolerance=BITWISE)
+@kernel("amax.cu", reference=definition.tensor_amax, tolerance=BITWISE, trials=trials.AMAX)
 def tensor_amax(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
     """Reads ``x`` once."""
     x = x.contiguous()
@@ -59,7 +60,7 @@ def _amax_variant(dtype: torch.dtype, on_vectors: bool) -> Variant:
     return variant_of("amax.cu", _AMAX.layout, IN=C_TYPES[dtype], ALIGNED=on_vectors)
 
 
-@kernel("cast_tensor.cu", reference=definition.cast_current, tolerance=BITWISE)
+@kernel("cast_tensor.cu", reference=definition.cast_current, tolerance=BITWISE, trials=trials.CURRENT)
 def cast_current(
     launch: Launcher, x: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -69,7 +70,7 @@ def cast_current(
     return _cast_tensor(launch, x, layouts, (0, check_number(amax, x.device, where="cast_current amax")), (eps, pow2))
 
 
-@kernel("cast_tensor.cu", reference=definition.cast_recording, tolerance=BITWISE)
+@kernel("cast_tensor.cu", reference=definition.cast_recording, tolerance=BITWISE, trials=trials.RECORDING)
 def cast_recording(
     launch: Launcher, x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, layouts: Sequence[Layout]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -130,7 +131,7 @@ def _tensor_work(
     return variant, entry, grids[entry]
 
 
-@kernel("cast_mx.cu", reference=definition.cast_mx, tolerance=BITWISE)
+@kernel("cast_mx.cu", reference=definition.cast_mx, tolerance=BITWISE, trials=trials.MX)
 def cast_mx(
     launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, rounding: ScaleRounding = "ceil"
 ) -> list[definition.Encoded]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opfuse.kernels.casts.encoding import EncodedArrays, Encoding, Measured, apart, original
 from opfuse.kernels.casts.room import room_for
+from opfuse.kernels.chains import trials
 from opfuse.kernels.chains.call import ChainCall, Tensors, backward_call, forward_call
 from opfuse.kernels.chains.chain import backward_chain, backward_chain_amax, forward_chain, forward_chain_amax, run
 from opfuse.kernels.chains.tiles import CASTS
@@ -58,7 +59,7 @@ def backward_then_cast(
     return encode(dx), dx if stores else None, grads
 
 
-@kernel("chain_tile.cu", reference=forward_then_cast, tolerance=Tolerance(ulp=1))
+@kernel("chain_tile.cu", reference=forward_then_cast, tolerance=Tolerance(ulp=1), trials=trials.cast_forward)
 def forward_chain_cast(
     launch: Launcher,
     x: Tensor,
@@ -80,7 +81,7 @@ def forward_chain_cast(
     return planes, call.result, call.kept
 
 
-@kernel("chain_tile.cu", reference=backward_then_cast, tolerance=Tolerance(ulp=4))
+@kernel("chain_tile.cu", reference=backward_then_cast, tolerance=Tolerance(ulp=4), trials=trials.cast_backward)
 def backward_chain_cast(
     launch: Launcher,
     dy: Tensor,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opfuse.kernels.casts.tensor import tensor_amax
+from opfuse.kernels.chains import trials
 from opfuse.kernels.chains.call import THREADS, ChainCall, Tensors, Tiling, backward_call, forward_call
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.chains.text import text_of
@@ -40,7 +41,7 @@ class ChainProgram(NamedTuple):
     chain: CStruct
 
 
-@kernel("chain_forward.cu", reference=definition.forward_chain, tolerance=Tolerance(ulp=1))
+@kernel("chain_forward.cu", reference=definition.forward_chain, tolerance=Tolerance(ulp=1), trials=trials.forward)
 def forward_chain(
     launch: Launcher,
     x: Tensor,
@@ -58,7 +59,7 @@ def forward_chain(
     return call.result, call.kept
 
 
-@kernel("chain_backward.cu", reference=definition.backward_chain, tolerance=Tolerance(ulp=4))
+@kernel("chain_backward.cu", reference=definition.backward_chain, tolerance=Tolerance(ulp=4), trials=trials.backward)
 def backward_chain(
     launch: Launcher,
     dy: Tensor,
@@ -104,7 +105,7 @@ def backward_then_amax(
     return dx, grads, tensor_amax(dx)
 
 
-@kernel("chain_forward.cu", reference=forward_then_amax, tolerance=Tolerance(ulp=1))
+@kernel("chain_forward.cu", reference=forward_then_amax, tolerance=Tolerance(ulp=1), trials=trials.forward)
 def forward_chain_amax(
     launch: Launcher,
     x: Tensor,
@@ -124,7 +125,7 @@ def forward_chain_amax(
     return call.result, call.kept, amax
 
 
-@kernel("chain_backward.cu", reference=backward_then_amax, tolerance=Tolerance(ulp=4))
+@kernel("chain_backward.cu", reference=backward_then_amax, tolerance=Tolerance(ulp=4), trials=trials.backward)
 def backward_chain_amax(
     launch: Launcher,
     dy: Tensor,

@@ -160,6 +160,11 @@ def dry_run() -> Iterator[list[Variant]]:
         _parameters.dry = before
 
 
+def is_dry() -> bool:
+    """Whether this thread queues no kernel: it is inside of :func:`dry_run`."""
+    return _parameters.dry
+
+
 def is_current(device: int) -> bool:
     """Whether ``device`` is the current one of this thread, and its context is bound."""
     return current_device() == device and driver().ctxGetCurrent() != 0

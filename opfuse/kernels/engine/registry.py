@@ -12,17 +12,19 @@ from __future__ import annotations
 import functools
 import inspect
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from opfuse.environment import variable
 from opfuse.errors import KernelError, describe
+from opfuse.kernels.engine.certificates import Certificate, Tried, certified, is_recorded_arch
 from opfuse.kernels.engine.compiling import Variant, source_text
-from opfuse.kernels.engine.launch import Grid, launch
+from opfuse.kernels.engine.launch import Grid, is_dry, launch
 from opfuse.torch_private.dispatch import in_fake_mode
 
 P = ParamSpec("P")
@@ -99,12 +101,36 @@ class Kernel(Generic[P, R]):
     run: Callable[Concatenate[Launcher, P], R]
     reference: Callable[P, R]
     tolerance: Tolerance
+    trials: Callable[[], Mapping[str, Case]] | None = None
+    right: dict[int, bool] = field(default_factory=dict, repr=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x = leading(args or (kwargs.get(self._first),))
         if x is not None and x.is_cuda and x.numel() and runs_kernels(x):
-            return self.run(launch, *args, **kwargs)
+            right = self.right.get(x.get_device())
+            if right or (right is None and self.is_right(x.get_device())):
+                return self.run(launch, *args, **kwargs)
         return self.reference(*args, **kwargs)
+
+    def is_right(self, device: int) -> bool:
+        """Whether launches on a CUDA device have the results of the definition, as far as it was tried (certificates.py).
+
+        Tried at the first launch on a device that this project has not recorded; of several threads one tries. PlanMissError
+        while a stream is captured.
+        """
+        if self.trials is None or is_recorded_arch(torch.cuda.get_device_capability(device)):
+            return self.right.setdefault(device, True)
+        if is_dry():
+            return True
+        with _trying:
+            if device not in self.right and self not in _tried:  # which a trial launches itself
+                _tried.append(self)
+                try:
+                    tried = Tried(f"kernel {self.name}", f"kernel {self.name}", "the bits of its definition", _INSTEAD)
+                    self.right[device] = certified(tried, device, lambda: examine(self, torch.device("cuda", device))).passed
+                finally:
+                    _tried.remove(self)
+            return self.right.get(device, True)
 
     @functools.cached_property
     def _first(self) -> str:
@@ -124,6 +150,45 @@ class Kernel(Generic[P, R]):
             if x is not None and x.numel():
                 self.run(record, *arguments.args, **arguments.kwargs)
         return found
+
+
+_trying, _tried = threading.RLock(), list[Kernel[Any, Any]]()
+"""The kernels that are tried now, by the thread that has the lock."""
+
+_INSTEAD = "torch computes the definition here, slower, and right"
+
+
+def examine(kernel: Kernel[Any, Any], device: torch.device, run: Callable[..., Any] | None = None) -> Certificate:
+    """Compare launches on ``device`` with the definition on the CPU, on the kernel's trials; waits for it.
+
+    run: what is compared; None: the kernel's launches. Names of trials that begin with "exact" have equal bits, whatever the
+    kernel's tolerance is.
+    """
+    run = run or functools.partial(kernel.run, launch)
+    for name, case in (kernel.trials or dict)().items():
+        with torch.device("cpu"):  # where values are drawn, whatever torch's default device is
+            here, there = case(torch.device("cpu")), case(device)
+        tolerance = BITWISE if name.startswith("exact") else kernel.tolerance
+        try:
+            wanted, got = kernel.reference(*here.args, **here.kwargs), run(*there.args, **there.kwargs)
+            pairs = zip(tensors_in((got, there.args)), tensors_in((wanted, here.args)), strict=True)
+            fault = next((fault for pair in pairs if (fault := tolerance.mismatch(*pair))), "")
+        except torch.OutOfMemoryError:  # of the moment, and no verdict to be kept
+            raise
+        except Exception as error:  # whatever a launch raises: it does not run here
+            fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if fault:
+            return Certificate(f"{name}: {fault}")
+    return Certificate("")
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
 
 
 CaseTable = Mapping[Kernel[..., Any], Mapping[str, Case]]
@@ -183,7 +248,11 @@ def kernels() -> Iterator[Kernel[Any, Any]]:
 
 
 def kernel(
-    source: str, *, reference: Callable[P, R], tolerance: Tolerance
+    source: str,
+    *,
+    reference: Callable[P, R],
+    tolerance: Tolerance,
+    trials: Callable[[], Mapping[str, Case]] | None = None,
 ) -> Callable[[Callable[Concatenate[Launcher, P], R]], Kernel[P, R]]:
     """Register a launch function under its own name. KernelError unless it can be tested against ``reference``.
 
@@ -193,6 +262,8 @@ def kernel(
         source: the .cu file, in ``opfuse/kernels/cuda``.
         reference: the definition. The launch function takes a launcher, then exactly its parameters.
         tolerance: how far the two may differ.
+        trials: makes a few small calls, by name, on which the two are compared before the first launch on a device that this
+            project has not recorded; None: on none.
     """
 
     def register(run: Callable[Concatenate[Launcher, P], R]) -> Kernel[P, R]:
@@ -200,7 +271,7 @@ def kernel(
         _check(name, "a launch with the parameters of its reference", _parameters(reference), _parameters(run)[1:])
         source_text(source, f"kernel {name}")
         _check(name, "a Tolerance", True, isinstance(tolerance, Tolerance))
-        made = Kernel(name, source, run, reference, tolerance)
+        made = Kernel(name, source, run, reference, tolerance, trials)
         _KERNELS[name] = made
         return made
 

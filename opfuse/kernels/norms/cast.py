@@ -37,6 +37,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
+from opfuse.kernels.norms import trials
 from opfuse.kernels.norms.call import NormCall, NormVariant, addresses, call_of
 from opfuse.kernels.norms.norm import norm_forward, run_forward
 from opfuse.numerics.chain import Rounding, Stage
@@ -57,7 +58,7 @@ def norm_then_cast(
     return encode(y), statistics
 
 
-@kernel("norm_cast.cu", reference=norm_then_cast, tolerance=BITWISE)
+@kernel("norm_cast.cu", reference=norm_then_cast, tolerance=BITWISE, trials=trials.cast)
 def norm_cast(
     launch: Launcher, x: Tensor, norm: Norm, encode: Encoding, *, dtype: torch.dtype | None = None
 ) -> tuple[list[EncodedArrays], Statistics]:

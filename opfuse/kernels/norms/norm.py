@@ -17,6 +17,7 @@ from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
+from opfuse.kernels.norms import trials
 from opfuse.kernels.norms.call import NormCall, NormVariant, addresses, call_of
 from opfuse.numerics import norm as definition
 from opfuse.numerics.chain import Rounding
@@ -31,7 +32,7 @@ _MOST_SHARED = 1 << 16  # bytes of shared memory, which every device has
 _ADD = {"per_op": 1, "single": 2}
 
 
-@kernel("norm_forward.cu", reference=definition.norm_forward, tolerance=BITWISE)
+@kernel("norm_forward.cu", reference=definition.norm_forward, tolerance=BITWISE, trials=trials.forward)
 def norm_forward(launch: Launcher, x: Tensor, norm: Norm, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Statistics]:
     """Reads ``x`` once."""
     call = call_of(x, norm, None, [dtype or x.dtype])
@@ -85,7 +86,7 @@ class _BackwardTensors(NamedTuple):
     d_bias: Tensor | None
 
 
-@kernel("norm_backward.cu", reference=definition.norm_backward, tolerance=BITWISE)
+@kernel("norm_backward.cu", reference=definition.norm_backward, tolerance=BITWISE, trials=trials.backward)
 def norm_backward(
     launch: Launcher,
     dy: Tensor,

@@ -1,11 +1,13 @@
 """Native products by family of formats and device: what each takes, and how it is given the arrays of a plane.
 
-A row of :data:`BACKENDS` is one family on a range of compute capabilities, by torch's ``scaled_mm``. Its rules are those of the
-library and of torch on that range, which torch's CPU product does not enforce. They come from
+A row of :data:`BACKENDS` is one family on a range of compute capabilities, by torch's ``scaled_mm``, or for groups of sizes that
+only the device knows by ``scaled_grouped_mm``. Its rules are those of the library and of torch on that range, which torch's CPU
+product does not enforce. They come from
 
 - cuBLAS documentation, "cublasLtMatmul", tables of FP8 and FP4 data types and "Narrow precision data types usage";
 - torch's aten/src/ATen/native/cuda/ScaledBlas.cpp (which product it calls on which device, and its checks) and RowwiseScaledMM.cu
-  (per row outside of 9.x: a CUTLASS kernel, whose right operand is E4M3).
+  (per row outside of 9.x: a CUTLASS kernel, whose right operand is E4M3);
+- its GroupedBlas.cpp, of torch 2.11 to 2.15 alike: groups of MXFP8 by a kernel of MSLK, on 10.x alone, E4M3 twice, to bf16.
 
 Rows that ``recorded`` marks were tested and timed by this project on such a device. All others are certified on their first use
 (certificate.py), since no such device was at hand.
@@ -20,6 +22,7 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
 from opfuse.formats import E2M1, E4M3, E5M2
+from opfuse.kernels.engine.certificates import RECORDED
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products.block_scales import scales_of_blocks
 from opfuse.kernels.products.stored import Stored
@@ -75,8 +78,8 @@ scales that a cast left compact. Scales of FP8 blocks are written anew for a pro
 class Backend(NamedTuple):
     """A native product of one family: devices from ``since`` up to, not including, ``below``, from the CUDA version ``cuda`` on.
 
-    operand: how the library takes a plane; None for a kernel of the package's own. fast: whether sums can stay in the matrix
-    unit, in fewer bits than fp32.
+    operand: how the library takes a plane; None for a kernel of the package's own. outputs: dtypes of a result, to which sums are
+    rounded once. fast: whether sums can stay in the matrix unit, in fewer bits than fp32.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Backend(NamedTuple):
     rules: tuple[Rule, ...]
     cuda: Version
     operand: AsOperand | None = None
+    outputs: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     fast: bool = False
     recorded: bool = False
 
@@ -116,6 +120,8 @@ _UNPADDED_SCALES = Rule(
     lambda n: n % 4 == 0,
 )
 _MX = (*_LINES, _LENGTH_32, ONE_E5M2)
+_WHOLE_TILES = _multiple("length of the sum", 128, lambda left, _: left.lines[1])
+"""Whole tiles of scales: where the next group's begin after others, torch does not say."""
 _POWERS_OF_TWO = Rule(
     "block scales",
     "powers of two on both sides",
@@ -162,7 +168,8 @@ def _block(plane: Stored, is_right: bool) -> LibraryOperand:
     return LibraryOperand(_fp8(plane), [_fp32_scales(plane).t()], [scaling], [])
 
 
-def _mx(plane: Stored, is_right: bool) -> LibraryOperand:
+def mx_operand(plane: Stored, is_right: bool) -> LibraryOperand:
+    """An MXFP8 plane: E8M0 scales of 32 codes, in tiles."""
     scales = _tiled_scales(plane, torch.float8_e8m0fnu)
     return LibraryOperand(_fp8(plane), [scales], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4])
 
@@ -185,10 +192,11 @@ def _nv(plane: Stored, is_right: bool) -> LibraryOperand:
 # -- the table -------------------------------------------------------------------------------------------------------------------
 
 _ADA: Any = {"since": (8, 9), "below": (9, 0), "cuda": (12, 1), "fast": True}
-_HOPPER: Any = {"since": (9, 0), "below": (10, 0), "recorded": True}
+_HOPPER: Any = {"since": RECORDED[0], "below": RECORDED[1], "recorded": True}
 _BLACKWELL: Any = {"since": (10, 0), "below": (13, 0), "cuda": (12, 8)}
 """10.x, 11.x and 12.x: sums are in fp32 there, so none is fast."""
 
+MX_GROUPS = "mx in groups"
 _TENSOR = "scaled_mm, per tensor"
 _ROW = "scaled_mm, per row"
 
@@ -214,10 +222,21 @@ BACKENDS: Mapping[str, tuple[Backend, ...]] = {
         # ScaledBlas.cpp refuses fp32 scales of blocks outside of 9.x.
         Backend("scaled_mm, FP8 blocks as MXFP8", **_BLACKWELL, operand=_mx_of_blocks, rules=(_POWERS_OF_TWO, *_MX)),
     ),
-    "mx": (Backend("scaled_mm, MXFP8", **_BLACKWELL, operand=_mx, rules=_MX),),
+    "mx": (Backend("scaled_mm, MXFP8", **_BLACKWELL, operand=mx_operand, rules=_MX),),
     "nv": (Backend("scaled_mm, NVFP4", **_BLACKWELL, operand=_nv, rules=(*_LINES, _LENGTH_32, _ONE_AMAX)),),
+    MX_GROUPS: (
+        Backend(
+            "scaled_grouped_mm, MXFP8 in groups",
+            since=(10, 0),
+            below=(11, 0),
+            cuda=(12, 8),
+            operand=mx_operand,
+            outputs=(torch.bfloat16,),
+            rules=(*_LINES, _WHOLE_TILES, ALL_E4M3),
+        ),
+    ),
 }
-"""Native products of the library; a family on a device without a row is emulated."""
+"""Native products of the library, by family of formats, and of groups whose sizes only the device knows; others are emulated."""
 
 
 def backend_of(rows: tuple[Backend, ...], machine: Machine) -> Backend | str:

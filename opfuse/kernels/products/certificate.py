@@ -1,7 +1,8 @@
 """Certifies native products on devices that this project has not recorded: each family is tried before its first use.
 
 A trial multiplies two planes of random codes by the product in question, and compares with the exact product of their values in
-fp64 on the CPU. Trials have tails, every usage and order of elements that the rules allow, zeros, NaN, and the largest codes.
+fp64 on the CPU. Trials have tails, every usage and order of elements that the rules allow, zeros, NaN, and the largest codes;
+those of groups have groups of one row, of none, and of several tiles.
 Scales differ from block to block, so that an operand that is read in the wrong order, or a scale that is left out, is far outside
 of the bound:
 
@@ -11,31 +12,25 @@ That is of a unit with 13 fraction bits, the coarsest that is known (compute cap
 product off at 2^-13 of the largest, and then the sum of what it has. The last part is one rounding to the ``b`` bits of the
 result's dtype. Maxima are those of a line.
 
-A family that passes is native from then on. Its certificate is kept beside the compiled kernels, for this code, device, driver
-and library. One that fails, or raises, is emulated, and an OpfuseWarning tells the first wrong element.
+A family that passes is native from then on; one that fails, or raises, is emulated (engine/certificates.py).
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import itertools
-import json
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 
-from opfuse.errors import OpfuseWarning, PlanMissError, describe
 from opfuse.formats import (
     COLUMNWISE,
     E4M3,
     E5M2,
     NVFP4,
     ROWWISE,
+    USAGES,
     Element,
     NumberFormat,
     Usage,
@@ -45,36 +40,43 @@ from opfuse.formats import (
     fp8_tensor,
     mxfp8,
 )
-from opfuse.kernels.engine.bindings import runtime
-from opfuse.kernels.engine.cubins import CubinCache, root
-from opfuse.kernels.engine.sources import sources_digest
-from opfuse.kernels.products.backends import BACKENDS, Backend, Machine, backend_of
+from opfuse.kernels.engine.certificates import Certificate, Tried, certificate_of, certified
+from opfuse.kernels.products.backends import BACKENDS, MX_GROUPS, Backend, Machine, backend_of
 from opfuse.kernels.products.emulated import operand
+from opfuse.kernels.products.library_groups import RunOperands
 from opfuse.kernels.products.stored import Stored
-from opfuse.numerics.layouts import Layout, layout_of, store_data, store_scale
-from opfuse.torch_private.dispatch import without_modes
-
-Multiply = Callable[[Backend, Stored, Stored, torch.dtype, bool], torch.Tensor]
-"""The product of two planes by a back end in a dtype, with fast sums or without: (left lines, right lines)."""
+from opfuse.numerics.layouts import Layout, layout_of, load_scale, round_up, store_data, store_scale
+from opfuse.numerics.row_groups import TILE, RowGroups, row_groups
 
 
-class Certificate(NamedTuple):
-    """What trials of a product found. fault: the first wrong element, or what was raised; an empty string if there is none."""
+class PairOperands(NamedTuple):
+    """The operands of a product of two planes."""
 
-    fault: str
+    left: Stored
+    right: Stored
 
-    @property
-    def passed(self) -> bool:
-        """Whether the product may be used."""
-        return not self.fault
+    def to(self, device: torch.device | str) -> PairOperands:
+        """The same planes on another device."""
+        return PairOperands(self.left.to(device), self.right.to(device))
+
+
+Multiply = Callable[[Backend, PairOperands | RunOperands, torch.dtype, bool], torch.Tensor]
+"""The products of operands by a back end in a dtype, with fast sums or without: one result, or those of all groups."""
 
 
 class Trial(NamedTuple):
-    """Two planes on the CPU. name: what is tried."""
+    """Operands on the CPU. name: what is tried. pairs: the planes whose products, one below the other, make the result."""
 
     name: str
-    left: Stored
-    right: Stored
+    operands: PairOperands | RunOperands
+    pairs: Sequence[PairOperands]
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """Those of both sides, of groups of the first right."""
+        operands = self.operands
+        right = operands.rights[0] if isinstance(operands, RunOperands) else operands.right
+        return operands.left.layout, right.layout
 
 
 # -- trials ----------------------------------------------------------------------------------------------------------------------
@@ -104,11 +106,18 @@ _SEED = 20250731
 
 def trials(family: str, backend: Backend) -> Iterator[Trial]:
     """What a product of ``family`` is tried on, as far as the rules of ``backend`` take it."""
-    every = (Trial(*each) for each in _pairs(family, torch.Generator().manual_seed(_SEED)))
-    return (trial for trial in every if not any(rule.miss(trial.left.layout, trial.right.layout) for rule in backend.rules))
+    random = torch.Generator().manual_seed(_SEED)
+    every = _runs(random) if family == MX_GROUPS else _pairs(family, random)
+    return (trial for trial in every if not any(rule.miss(*trial.layouts) for rule in backend.rules))
 
 
-def _pairs(family: str, random: torch.Generator) -> Iterator[tuple[str, Stored, Stored]]:
+def _pairs(family: str, random: torch.Generator) -> Iterator[Trial]:
+    for name, left, right in _planes(family, random):
+        pair = PairOperands(left, right)
+        yield Trial(name, pair, [pair])
+
+
+def _planes(family: str, random: torch.Generator) -> Iterator[tuple[str, Stored, Stored]]:
     for left_lines, right_lines, length in _SHAPES:
         for left_usage, right_usage in _USAGES:
             for one, other in _FORMATS[family]:
@@ -126,6 +135,66 @@ def _pairs(family: str, random: torch.Generator) -> Iterator[tuple[str, Stored, 
     if one.scale == "e8m0" or one.pow2:
         yield "smallest scales on the left", _under(left, -127), _under(right, 110)
         yield "smallest scales on the right", _under(left, 110), _under(right, -127)
+
+
+_SIZES: tuple[tuple[tuple[int, ...], int, int], ...] = (
+    ((1, 0, 130, 128, 5, 0), 384, 144),
+    ((0, 300, 7), 128, 16),
+    ((64, 33, 0, 0, 96), 640, 272),
+)
+"""Rows of groups; the length of the sum, over rows the lines of the left; lines of the right."""
+
+
+def _runs(random: torch.Generator) -> Iterator[Trial]:
+    """Products of rows and over rows, of planes that are made of those of each group."""
+    fmt = mxfp8(E4M3)
+    for sizes, length, lines in _SIZES:
+        for usage in USAGES:
+            rights = [random_plane(fmt, usage, lines, length, random) for _ in sizes]
+            lefts = [random_plane(fmt, ROWWISE, size, length, random) for size in sizes]
+            yield _of_rows(f"{sizes} rows x {lines} x {length}, {usage} rights", lefts, rights)
+        lefts, rights = ([_on_tiles(fmt, count, size, random) for size in sizes] for count in (length, lines))
+        yield _over_rows(f"{length} x {lines} over {sizes} rows", lefts, rights, sizes)
+    rights = [random_plane(fmt, ROWWISE, 64, 256, random) for _ in range(2)]
+    left, other = (random_plane(fmt, ROWWISE, size, 256, random) for size in (96, 160))
+    yield _of_rows("groups: zeros", [each._replace(data=torch.zeros_like(each.data)) for each in (left, other)], rights)
+    yield _of_rows("groups: outliers", [left, _planted(other, _largest(E4M3))], rights)
+    yield _of_rows("groups: NaN", [left, _planted(other, cast(int, E4M3.nan_code))], rights)
+
+
+def _of_rows(name: str, lefts: Sequence[Stored], rights: Sequence[Stored]) -> Trial:
+    sizes = [left.layout.lines[0] for left in lefts]
+    runs = RunOperands(_joined(lefts, sum(sizes)), rights, _groups(sizes))
+    return Trial(name, runs, [PairOperands(*pair) for pair, size in zip(zip(lefts, rights), sizes) if size])
+
+
+def _over_rows(name: str, lefts: Sequence[Stored], rights: Sequence[Stored], sizes: Sequence[int]) -> Trial:
+    groups = _groups(sizes)
+    left, right = (_joined(planes, groups.padded_rows) for planes in (lefts, rights))
+    return Trial(name, RunOperands(left, [right], groups), [PairOperands(*pair) for pair in zip(lefts, rights)])
+
+
+def _on_tiles(fmt: NumberFormat, lines: int, rows: int, random: torch.Generator) -> Stored:
+    """The columnwise plane of a group, with zeros behind its rows as a cast leaves them."""
+    plane = random_plane(fmt, COLUMNWISE, lines, round_up(rows, TILE), random)
+    plane.data[rows:] = 0
+    return plane
+
+
+def _groups(sizes: Sequence[int]) -> RowGroups:
+    return RowGroups(row_groups(torch.tensor(sizes), sum(sizes)), sum(sizes), len(sizes))
+
+
+def _joined(planes: Sequence[Stored], rows: int) -> Stored:
+    """The plane of a matrix of so many rows, which begin with those of ``planes``, one below the other; zeros follow."""
+    first = planes[0].layout
+    layout = first.replace(shape=(rows, first.shape[1]))
+    along = 0 if first.usage == ROWWISE else 1
+    scale = torch.cat([load_scale(plane.scale, plane.layout) for plane in planes], along)
+    lines, length = layout.blocks
+    data, missing = torch.cat([plane.data for plane in planes]), (0, length - scale.shape[1], 0, lines - scale.shape[0])
+    data = F.pad(data, (0, 0, 0, rows - len(data)))
+    return Stored(data, store_scale(F.pad(scale, missing), layout), None, layout)
 
 
 def _under(plane: Stored, exponent: int) -> Stored:
@@ -204,10 +273,19 @@ class Exact(NamedTuple):
 
     @staticmethod
     def of(trial: Trial) -> Exact:
-        """That of a trial."""
-        left, right = (exact_values(plane) for plane in (trial.left, trial.right))
+        """That of a trial; products over the rows of groups one after another, (groups, left lines, right lines)."""
+        found = [Exact.of_planes(*pair) for pair in trial.pairs]
+        over_rows = isinstance(trial.operands, RunOperands) and trial.operands.left.layout.usage == COLUMNWISE
+        join = torch.stack if over_rows else torch.cat
+        return Exact(*(join(parts) for parts in zip(*found)))
+
+    @staticmethod
+    def of_planes(*planes: Stored) -> Exact:
+        """That of two planes."""
+        left, right = map(exact_values, planes)
         length, one, other = left.shape[1], left.abs(), right.abs()
-        cut = length * torch.outer(one.amax(1), other.amax(1)) + (1 + length / _STEP) * (one @ other.t())
+        most = [lines.amax(1) if length else lines.sum(1) for lines in (one, other)]
+        cut = length * torch.outer(*most) + (1 + length / _STEP) * (one @ other.t())
         return Exact(left @ right.t(), 2.0**-_STEP_BITS * cut)
 
     def fault(self, got: torch.Tensor) -> str:
@@ -221,19 +299,18 @@ class Exact(NamedTuple):
         right |= overflows & got.isinf()
         if right.all():
             return ""
-        row, column = (int(i) for i in (~right).nonzero()[0])
-        wanted = f"wants {self.product[row, column].item():g} within {bound[row, column].item():g}"
-        return f"element ({row}, {column}) is {got[row, column].item():g}, {wanted}"
+        at = tuple((~right).nonzero()[0].tolist())
+        return f"element {at} is {got[at].item():g}, wants {self.product[at].item():g} within {bound[at].item():g}"
 
 
 def examine(family: str, backend: Backend, product: Multiply, device: torch.device) -> Certificate:
     """Try ``product`` on every trial, in every dtype, with fast sums where the back end has them, on ``device``; waits for it."""
     for trial in trials(family, backend):
         exact = Exact.of(trial)
-        left, right = (plane.to(device) for plane in (trial.left, trial.right))
-        for out_dtype, fast in itertools.product(_OUT_BITS, (False, True)[: 1 + backend.fast]):
+        operands = trial.operands.to(device)
+        for out_dtype, fast in itertools.product(backend.outputs, (False, True)[: 1 + backend.fast]):
             try:
-                fault = exact.fault(product(backend, left, right, out_dtype, fast).cpu())
+                fault = exact.fault(product(backend, operands, out_dtype, fast).cpu())
             except torch.OutOfMemoryError:  # of the moment, and no verdict to be kept
                 raise
             except Exception as error:  # whatever the library raises: it does not multiply these here
@@ -245,19 +322,19 @@ def examine(family: str, backend: Backend, product: Multiply, device: torch.devi
 
 # -- certificates ----------------------------------------------------------------------------------------------------------------
 
-_CERTIFICATE = "certificate"
-_known: dict[tuple[str, int], Certificate] = {}
-"""By family and device, those that this process knows."""
 
-
-def certified(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
+def certified_product(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
     """The certificate of the library's product of ``family`` on a CUDA device, which is found if it is not known.
 
     PlanMissError if a stream is being captured and the product was never tried: trials wait for the device.
     """
-    if (known := _known.get((family, device))) is None:
-        known = _known[family, device] = _found(family, device, machine, product)
-    return known
+    backend = backend_of(BACKENDS[family], machine)
+    if isinstance(backend, str):
+        return Certificate(backend)
+    if backend.recorded:
+        return Certificate("")
+    tried = Tried(family, backend.name, "the exact product", "products of this format are emulated here, and right")
+    return certified(tried, device, lambda: examine(family, backend, product, torch.device("cuda", device)))
 
 
 def standing(family: str, machine: Machine) -> str:
@@ -274,66 +351,4 @@ def known_certificate(family: str, machine: Machine) -> Certificate | None:
     is_here = torch.cuda.is_available() and torch.cuda.get_device_capability() == machine.arch
     if isinstance(backend, str) or backend.recorded or not is_here:
         return None
-    device = torch.cuda.current_device()
-    return _known.get((family, device)) or _read(_key(family, device))
-
-
-def _found(family: str, device: int, machine: Machine, product: Multiply) -> Certificate:
-    backend = backend_of(BACKENDS[family], machine)
-    if isinstance(backend, str):
-        return Certificate(backend)
-    if backend.recorded:
-        return Certificate("")
-    key = _key(family, device)
-    if (kept := _read(key)) is None:
-        if torch.cuda.is_current_stream_capturing():
-            cure = "run the same call once before the capture"
-            raise PlanMissError(describe(backend.name, wanted="a certified product during graph capture", got="none", cure=cure))
-        kept = _examined(family, backend, product, device)
-        _cache().store(key, json.dumps({"product": backend.name, "fault": kept.fault}).encode(), _CERTIFICATE)
-    if not kept.passed:
-        where = f"{backend.name} on {torch.cuda.get_device_name(device)}"
-        cure = "report what `opfuse doctor --certify` prints; products of this format are emulated here, and right"
-        warnings.warn(describe(where, wanted="the exact product", got=kept.fault, cure=cure), OpfuseWarning, stacklevel=2)
-    return kept
-
-
-def _examined(family: str, backend: Backend, product: Multiply, device: int) -> Certificate:
-    """Trials see no recorder, no mode of the caller and no autograd."""
-    with ExitStack() as stack:
-        for around in (torch.cuda.device(device), without_modes(), torch.inference_mode(mode=False), torch.no_grad()):
-            stack.enter_context(around)
-        return examine(family, backend, product, torch.device("cuda", device))
-
-
-def _read(key: str) -> Certificate | None:
-    content = _cache().find(key, _CERTIFICATE)
-    return None if content is None else Certificate(json.loads(content)["fault"])
-
-
-@functools.cache
-def _cache() -> CubinCache:
-    return CubinCache(root() / "certificates-v1")
-
-
-@functools.cache
-def _key(family: str, device: int) -> str:
-    """A digest of all that a certificate depends on."""
-    facts = (
-        family,
-        sources_digest(),
-        torch.__version__,
-        torch.version.cuda,
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
-        runtime().driverGetVersion(),
-        {name: version(name) for name in ("nvidia-cublas", "nvidia-cublas-cu12") if _is_installed(name)},
-    )
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False
+    return certificate_of(family, torch.cuda.current_device())

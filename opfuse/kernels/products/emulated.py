@@ -24,7 +24,7 @@ from opfuse.kernels.engine.launch import is_recorded
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.sums import scaled_sums
 from opfuse.kernels.products.tiles import TileCut, in_tiles
-from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_data, load_scale
+from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_data, load_scale, store_scale
 from opfuse.numerics.row_groups import TILE, RowGroups
 from opfuse.numerics.scalars import decode
 from opfuse.numerics.sums import Factors
@@ -193,6 +193,11 @@ def _part(plane: Stored, first: int, end: int, group: int) -> Stored:
     """Rows of the matrix of a plane, which begin on a tile if it is stored by columns; the scale of a group, if each has one."""
     layout = plane.layout.replace(shape=(end - first, plane.layout.shape[1]))
     rows, blocks = slice(first, end), slice(first // TILE, ceil_div(end, TILE))
+    if layout.format.family == "mx":  # stored with the rows of the matrix, in either direction
+        part = load_scale(plane.scale, plane.layout)
+        scale = part[rows] if layout.usage == ROWWISE else part[:, first // layout.block[1] :]
+        scale = store_scale(scale[: layout.blocks[0], : layout.blocks[1]], layout)
+        return Stored(plane.data[rows].contiguous(), scale, plane.amax, layout)
     by_columns = layout.usage == COLUMNWISE
     data = plane.data[:, rows] if by_columns else plane.data[rows]
     if plane.has_scales_of_groups:

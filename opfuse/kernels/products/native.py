@@ -18,19 +18,20 @@ first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
-from opfuse.formats import NumberFormat
+from opfuse.formats import NumberFormat, dtype_name
 from opfuse.kernels.engine.registry import runs_kernels
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products import emulated as emulation
 from opfuse.kernels.products.backends import (
     ALL_E4M3,
     BACKENDS,
+    MX_GROUPS,
     ONE_E5M2,
     SHAPES,
     AsOperand,
@@ -40,15 +41,15 @@ from opfuse.kernels.products.backends import (
     Version,
     backend_of,
 )
-from opfuse.kernels.products.certificate import certified, known_certificate, standing
+from opfuse.kernels.products.certificate import PairOperands, certified_product, known_certificate, standing
 from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_faster
+from opfuse.kernels.products.library_groups import RunOperands, multiply_runs
+from opfuse.kernels.products.runs import product_of_rows, product_over_rows
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.tiles import lines_from, rows_of
 from opfuse.numerics.layouts import Layout, are_known, load_scale, store_scale
+from opfuse.numerics.row_groups import RowGroups
 from opfuse.torch_private.operations import scaled_mm_into
-
-OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of a result that the device rounds its sums to, once."""
 
 OWN_OUTPUTS = (torch.bfloat16, torch.float16)
 
@@ -58,7 +59,7 @@ _TILED_RIGHT = Rule(
     lambda left, right: (left.block, right.block),
     lambda blocks: blocks[0] == (1, 128),
 )
-_HOPPER: Any = {"since": (9, 0), "below": (10, 0), "cuda": (12, 9), "recorded": True}
+_HOPPER: Any = {"since": (9, 0), "below": (10, 0), "cuda": (12, 9), "recorded": True, "outputs": OWN_OUTPUTS}
 
 OWN: Mapping[str, tuple[Backend, ...]] = {
     "tensor": (Backend("product.cu, per tensor", **_HOPPER, rules=(*SHAPES, ONE_E5M2)),),
@@ -82,7 +83,11 @@ def refusal(left: Stored, right: Stored, out_dtype: torch.dtype, machine: Machin
 @functools.lru_cache(maxsize=4096)
 def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine, *, own: bool = False) -> str:
     """:func:`refusal` of planes in these layouts whose arrays lie as the device wants them."""
-    rows = (OWN if own else BACKENDS).get(left.format.family)
+    return _refusal(left, right, out_dtype, (OWN if own else BACKENDS).get(left.format.family), machine)
+
+
+def _refusal(left: Layout, right: Layout, out_dtype: torch.dtype, rows: tuple[Backend, ...] | None, machine: Machine) -> str:
+    """Why none of ``rows`` multiplies planes in these layouts; an empty string if one does."""
     if rows is None:
         return f"no native product of {left.format.family} formats"
     if not are_known((left, right)):
@@ -90,8 +95,8 @@ def layout_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine:
     backend = backend_of(rows, machine)
     if isinstance(backend, str):
         return backend
-    if out_dtype not in (OWN_OUTPUTS if own else OUTPUTS):
-        return f"result: wants {'' if own else 'fp32, '}bf16 or fp16, got {out_dtype}"
+    if out_dtype not in backend.outputs:
+        return f"result: wants {' or '.join(map(dtype_name, backend.outputs))}, got {dtype_name(out_dtype)}"
     return next((miss for rule in backend.rules if (miss := rule.miss(left, right))), "")
 
 
@@ -113,7 +118,7 @@ def multiply(
     if invariant:
         return _invariant(left, right, out_dtype=out_dtype, fast=fast, out=out)
     if left.data.is_cuda and runs_kernels(left.data):
-        device = _machine(left.data.get_device())
+        device = machine_of(left.data.get_device())
         own = not refusal(left, right, out_dtype, device, own=True)
         if own and is_faster(left, right, fast=fast):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
@@ -127,7 +132,7 @@ def multiply(
 def _library_takes(left: Stored, right: Stored, out_dtype: torch.dtype) -> bool:
     """Whether the library multiplies two planes on their device, and is known to do so rightly there."""
     index = left.data.get_device()
-    return not refusal(left, right, out_dtype, _machine(index)) and is_certified(left.layout.format.family, index)
+    return not refusal(left, right, out_dtype, machine_of(index)) and is_certified(left.layout.format.family, index)
 
 
 def _library(family: str, machine: Machine) -> Backend:
@@ -137,12 +142,14 @@ def _library(family: str, machine: Machine) -> Backend:
 
 def is_certified(family: str, device: int) -> bool:
     """Whether the library's product of a family that it takes on a CUDA device is right there (certificate.py)."""
-    return certified(family, device, _machine(device), library_product).passed
+    return certified_product(family, device, machine_of(device), library_product).passed
 
 
-def library_product(backend: Backend, left: Stored, right: Stored, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
+def library_product(backend: Backend, operands: PairOperands | RunOperands, out_dtype: torch.dtype, fast: bool) -> torch.Tensor:
     """The product ``backend`` of the library, whatever is known of it; the other arguments are those of :func:`multiply`."""
-    return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, library=backend)
+    if isinstance(operands, RunOperands):
+        return multiply_runs(operands, out_dtype=out_dtype)
+    return _scaled_mm(*operands, out_dtype=out_dtype, fast=fast, library=backend)
 
 
 def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
@@ -197,7 +204,7 @@ def _operands(*planes: Stored) -> list[emulation.Lines]:
 def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
     """The product by a back end that multiplies any number of lines in one way; its choice does not depend on their number."""
     if left.data.is_cuda and runs_kernels(left.data):
-        device, (left, right) = _machine(left.data.get_device()), (plane.moved_in_place() for plane in (left, right))
+        device, (left, right) = machine_of(left.data.get_device()), (plane.moved_in_place() for plane in (left, right))
         if not refusal(left, right, out_dtype, device, own=True):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
         family = left.layout.format.family
@@ -278,7 +285,7 @@ def multiply_groups(
         return None if invariant or native else emulation.multiply_groups(lefts, rights, lines, dtype=out_dtype)
     if not on_device:
         return None
-    device = _machine(first.get_device())
+    device = machine_of(first.get_device())
     if any(refusal(left, right, out_dtype, device, own=True) for left, right in zip(lefts, rights, strict=True)):
         return None
     return grouped_product(lefts, rights, lines, out_dtype=out_dtype, fast=fast)
@@ -294,7 +301,7 @@ def _scaled_mm(
     library: Backend | None = None,
 ) -> torch.Tensor:
     """The product by the library, or by one that is tried. library: the row; None: that of the planes' device."""
-    library = library or _library(left.layout.format.family, _machine(left.data.get_device()))
+    library = library or _library(left.layout.format.family, machine_of(left.data.get_device()))
     operand = cast(AsOperand, library.operand)
     a, b, fast = operand(left, False), operand(right, True), fast and library.fast
     if out is None or tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16):
@@ -316,18 +323,59 @@ def _scaled_mm(
 
 def own_refusal(left: Stored, right: Stored, out_dtype: torch.dtype) -> str:
     """Why kernels of the package's own do not multiply two planes on their device; an empty string if they do."""
-    return refusal(left, right, out_dtype, _machine(left.data.get_device()), own=True)
+    return refusal(left, right, out_dtype, machine_of(left.data.get_device()), own=True)
 
 
-def multiplies_runs(left: Layout, right: Layout, out_dtype: torch.dtype, device: int) -> bool:
-    """Whether products of groups whose sizes only the device knows (runs.py) are made there, of planes in these layouts."""
-    meet = (left.format.block, right.format.block) in SCALING
-    return meet and not layout_refusal(left, right, out_dtype, _machine(device), own=True)
+def runs_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
+    """Why products of groups whose sizes only the device knows are not made on ``machine``; an empty string if they are."""
+    if left.format.family == "mx":
+        return _refusal(left, right, out_dtype, BACKENDS[MX_GROUPS], machine)
+    if (left.format.block, right.format.block) not in SCALING:
+        return f"blocks: wants those of products in groups, got {left.format.block} and {right.format.block}"
+    return layout_refusal(left, right, out_dtype, machine, own=True)
+
+
+def runs_are_right(fmt: NumberFormat, device: int) -> bool:
+    """Whether such products in a format, which nothing refuses on a CUDA device, are right there (certificate.py)."""
+    return fmt.family != "mx" or is_certified(MX_GROUPS, device)
+
+
+def adds_runs(fmt: NumberFormat) -> bool:
+    """Whether products over rows of groups in a format can be added to buffers in fp32: the library's have results in bf16."""
+    return fmt.family != "mx"
+
+
+def multiply_rows(
+    left: Stored, rights: Sequence[Stored], groups: RowGroups, *, out_dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor:
+    """:func:`~opfuse.kernels.products.runs.product_of_rows`, by who multiplies the family so."""
+    if left.layout.format.family == "mx":
+        return _mx_runs(RunOperands(left, rights, groups), out_dtype, emulation.product_of_rows, rights)
+    return product_of_rows(left, rights, groups, out_dtype=out_dtype, fast=fast)
+
+
+def multiply_over_rows(
+    left: Stored, right: Stored, groups: RowGroups, *, out_dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor:
+    """:func:`~opfuse.kernels.products.runs.product_over_rows`, by who multiplies the family so."""
+    if left.layout.format.family == "mx":
+        return _mx_runs(RunOperands(left, [right], groups), out_dtype, emulation.product_over_rows, right)
+    return product_over_rows(left, right, groups, out_dtype=out_dtype, fast=fast)
+
+
+def _mx_runs(runs: RunOperands, out_dtype: torch.dtype, emulate: Callable[..., torch.Tensor], rights: Any) -> torch.Tensor:
+    """The products of MXFP8 by the library, or by ``emulate``, for which the host waits for the sizes."""
+    (left, (right, *_), groups), data = runs, runs.left.data
+    if data.is_cuda and runs_kernels(data):
+        device = data.get_device()
+        if not runs_refusal(left.layout, right.layout, out_dtype, machine_of(device)) and is_certified(MX_GROUPS, device):
+            return multiply_runs(runs, out_dtype=out_dtype)
+    return emulate(left, rights, groups, out_dtype=out_dtype)
 
 
 @functools.cache
-def _machine(device: int) -> Machine:
-    """That of a CUDA device; -1: of the CPU."""
+def machine_of(device: int) -> Machine:
+    """A CUDA device by its number; -1: the CPU."""
     return machine((0, 0) if device < 0 else torch.cuda.get_device_capability(device))
 
 

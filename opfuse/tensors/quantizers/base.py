@@ -254,7 +254,8 @@ class Quantizer(ABC):
             raise ShapeError(describe(where, wanted=tuple(dst.shape), got=tuple(src.shape), cure="pass a source of that shape"))
         for usage, fmt in zip(USAGES, self.formats):
             if usage in dst.usages and dst.plane(usage).format not in (fmt, fmt.as_stored):
-                got, cure = f"{dst.plane(usage).format} in the {usage} plane", "update with the quantizer that made the storage"
+                cure = "update with the quantizer that made the storage, or cast anew"
+                got = f"{dst.plane(usage).format} in the {usage} plane"
                 raise QuantizerError(describe(where, wanted=fmt, got=got, cure=cure))
 
     @functools.cached_property

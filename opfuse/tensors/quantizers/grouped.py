@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 
 import torch
 import torch.nn.functional as F
 
 from opfuse.errors import QuantizerError, ShapeError, describe
-from opfuse.formats import IDENTITY, MULTIPLES, NumberFormat
+from opfuse.formats import IDENTITY, MULTIPLES, NumberFormat, shared_format
 from opfuse.numerics.layouts import Layout, round_up
-from opfuse.tensors.groups import GroupedPlane, Sizes, check_sizes
+from opfuse.tensors.groups import GroupedPlane, Sizes, check_sizes, groups_of, sizes_of
 from opfuse.tensors.quantizers.base import Quantizer
-from opfuse.tensors.storage import Plane, matrix_shape
+from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 PADDING = math.lcm(16, *MULTIPLES.values())
 """Rows of a padded group are a multiple of this: of the 16 that native products want, and of the blocks of all formats.
@@ -51,9 +52,10 @@ class GroupedQuantizer(Quantizer):
         optimize = quantizer.optimize_for_gemm or self.optimize_for_gemm
         return replace(quantizer, rowwise=self.rowwise, columnwise=self.columnwise, optimize_for_gemm=optimize)
 
-    @property
+    @cached_property
     def formats(self) -> tuple[NumberFormat, NumberFormat]:
-        return self.quantizers[0].formats
+        rowwise, columnwise = zip(*(quantizer.formats for quantizer in self.quantizers))
+        return shared_format(rowwise), shared_format(columnwise)
 
     @property
     def row_local(self) -> bool:
@@ -115,6 +117,16 @@ class GroupedQuantizer(Quantizer):
         pieces = self._padded_groups(x, sizes)
         made = [q.make_empty(piece.shape, dtype=dtype, device=device) for q, piece in zip(self.quantizers, pieces)]
         return [self._joined(x, [storage.plane(usage) for storage in made], pieces, sizes) for usage in self.usages]
+
+    def _check_update(self, src: torch.Tensor, dst: QuantizedStorage) -> None:
+        super()._check_update(src, dst)
+        sizes, there = self._sizes(src.shape), sizes_of(dst)
+        if there not in (None, sizes):
+            where, cure = f"{type(self).__name__}.update_quantized", "update with the quantizer that made the storage"
+            raise ShapeError(describe(where, wanted=f"groups of {there} rows", got=sizes, cure=cure))
+        pieces = src.reshape(matrix_shape(src.shape)).split(sizes)
+        for quantizer, piece, group in zip(self.quantizers, pieces, groups_of(dst, sizes)):
+            quantizer._check_update(piece, group)
 
     @property
     def input_dtypes(self) -> tuple[torch.dtype, ...] | None:

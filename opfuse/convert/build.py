@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from opfuse.convert.chain import Chain, Step, chain_of
+from opfuse.convert.chain import ChainStep, TracedChain, chain_of
 from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import Converted
 from opfuse.convert.guards import Proven
@@ -46,7 +46,7 @@ class Build:
 
     # -- steps -------------------------------------------------------------------------------------------------------------
 
-    def add(self, steps: Sequence[Step], within: str = "") -> None:
+    def add(self, steps: Sequence[ChainStep], within: str = "") -> None:
         """Add the ops of all ``steps`` of the submodule at the path ``within``. NotRecorded for a submodule that is none."""
         for step in steps:
             match step:
@@ -91,7 +91,7 @@ class Build:
                 self.run.made.append(leaf.made)
         return leaf
 
-    def _gate(self, act: Step, paths: Sequence[str], within: str) -> None:
+    def _gate(self, act: ChainStep, paths: Sequence[str], within: str) -> None:
         kind, name = act
         if kind == "call":
             at = _joined_path(within, name)
@@ -144,7 +144,7 @@ class Build:
     def _named(self, path: str) -> str:
         return _joined_path(self.path, path)
 
-    def result(self, chain: Chain) -> Converted:
+    def result(self, chain: TracedChain) -> Converted:
         """The forward of the module. NotRecorded where it multiplies nothing."""
         if not self.weights:
             raise NotRecorded("no product that may be converted", "a product")
@@ -166,7 +166,7 @@ class Build:
             proven=proven,
         )
 
-    def _dtypes(self, chain: Chain) -> tuple[torch.dtype, ...]:
+    def _dtypes(self, chain: TracedChain) -> tuple[torch.dtype, ...]:
         """The dtypes in which the forward and all its leaves were read; empty: any. NotRecorded where they share none."""
         known = [dtypes for dtypes in (*self.dtypes, () if chain.dtype is None else (chain.dtype,)) if dtypes]
         common = tuple(dtype for dtype in known[0] if all(dtype in dtypes for dtypes in known)) if known else ()

@@ -36,7 +36,7 @@ MOST_ARGUMENTS = 2
 MOST_WIDTHS = 4
 """How many sizes of parameters are tried as widths of the inputs."""
 
-Step = tuple[Any, ...]
+ChainStep = tuple[Any, ...]
 """What y is of x:
 
 - ("call", path): the submodule at that path of x
@@ -47,7 +47,7 @@ Step = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Chain:
+class TracedChain:
     """The steps of a forward.
 
     arguments: the names of the one that the steps begin with, and of those that they add. dtype: the one dtype of inputs and
@@ -56,13 +56,13 @@ class Chain:
     """
 
     arguments: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
     dtype: torch.dtype | None = None
     widths: tuple[int, ...] = ()
     in_autocast: bool = False
 
 
-def chain_of(module: nn.Module) -> Chain:
+def chain_of(module: nn.Module) -> TracedChain:
     """The forward of ``module`` as a chain, for all leading dimensions. NotRecorded if it is none."""
     if type(module).forward is nn.Module.forward:
         raise NotRecorded("none", "a forward")
@@ -81,14 +81,14 @@ def chain_of(module: nn.Module) -> Chain:
     return replace(chain, widths=tuple(widths.values()), in_autocast=in_autocast)
 
 
-def _is_chain(run: Callable[[], RecordedForward], chain: Chain) -> bool:
+def _is_chain(run: Callable[[], RecordedForward], chain: TracedChain) -> bool:
     try:
         return _read(run()) == chain
     except NotRecorded:
         return False
 
 
-def _first_chain(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, int], Chain]:
+def _first_chain(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, int], TracedChain]:
     """The first widths of inputs, by name, on which a forward runs, and its chain there."""
     sizes = dict.fromkeys(size for p in module.parameters() for size in reversed(p.shape[:2]) if size > 1)
     like, failure = first_parameter(module), None
@@ -102,12 +102,16 @@ def _first_chain(module: nn.Module, names: Sequence[str]) -> tuple[Mapping[str, 
     raise failure or NotRecorded("no input", "inputs of some width")
 
 
-def _read(recording: RecordedForward) -> Chain:
+def _read(recording: RecordedForward) -> TracedChain:
     """The chain of one run. Each node has to be a step, or a part of one, so that nothing is computed beside the steps."""
     first, *others = [node for node in recording.nodes if node.op == "placeholder"]
     known = expressions(recording.nodes, {first: X, **{node: ("argument", index) for index, node in enumerate(others)}})
     result: Any = recording.nodes[-1].args[0]
-    steps, value, parts = list[Step](), known[result], set[int]()  # by the id() of an expression, as equal ones may be two values
+    steps, value, parts = (
+        list[ChainStep](),
+        known[result],
+        set[int](),
+    )  # by the id() of an expression, as equal ones may be two values
     while value != X:
         step, inner, inside = _last_step(value)
         steps.append(step)
@@ -119,10 +123,10 @@ def _read(recording: RecordedForward) -> Chain:
                 raise NotRecorded(f"{describe_node(node)} beside it", "one value from the argument to the result")
             parts.remove(id(known[node]))
     dtype = first.meta["dtype"] if recording.reads_dtype else None
-    return Chain(tuple(str(node.target) for node in (first, *others)), tuple(reversed(steps)), dtype)
+    return TracedChain(tuple(str(node.target) for node in (first, *others)), tuple(reversed(steps)), dtype)
 
 
-def _last_step(value: Any) -> tuple[Step, Any, Sequence[Any]]:
+def _last_step(value: Any) -> tuple[ChainStep, Any, Sequence[Any]]:
     """The step that a value is the result of, what it is a step of, and the values inside of the step."""
     match value:
         case "sum", 0.0, (("argument", index), inner) | (inner, ("argument", index)):
@@ -141,7 +145,7 @@ def _last_step(value: Any) -> tuple[Step, Any, Sequence[Any]]:
     return act, inner, ()
 
 
-def _activated(value: Any) -> tuple[Step | None, Any]:
+def _activated(value: Any) -> tuple[ChainStep | None, Any]:
     """The submodule or the activation that a value is the result of, and its argument; None for any other value."""
     match value:
         case "call", path, inner:

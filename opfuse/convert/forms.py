@@ -20,7 +20,7 @@ from torch import fx
 from opfuse.convert.code import NotRecorded
 from opfuse.convert.record import CASTS, TRANSPOSES, VIEWS, RecordedForward, describe_node
 
-Reader = Callable[[Any], Any]
+ExpressionOf = Callable[[Any], Any]
 """The expression of a value that a node reads."""
 
 NormalForm = tuple[Any, ...]
@@ -143,7 +143,7 @@ def _first(node: fx.Node) -> Any:
     return node.kwargs.get("input", *node.args[:1])
 
 
-def _by_rule(of: Reader, node: fx.Node) -> Any:
+def _by_rule(of: ExpressionOf, node: fx.Node) -> Any:
     """By the table, for functions that read their arguments in order and have no options."""
     rule = RULES.get(str(node.target))
     if rule is None or node.kwargs:
@@ -155,19 +155,19 @@ def _by_rule(of: Reader, node: fx.Node) -> Any:
         raise _formless(str(error)) from error
 
 
-def _submodule(of: Reader, node: fx.Node) -> Any:
+def _submodule(of: ExpressionOf, node: fx.Node) -> Any:
     if len(node.args) != 1 or node.kwargs:
         raise _formless(f"{describe_node(node)} with more than one argument")
     return "call", str(node.target), of(node.args[0])
 
 
-def _halves(of: Reader, node: fx.Node) -> Any:
+def _halves(of: ExpressionOf, node: fx.Node) -> Any:
     if (*node.args[1:], *node.kwargs.values()) != (2, -1):
         raise _formless(describe_node(node))
     return "halves", of(node.args[0])
 
 
-def _cast(of: Reader, node: fx.Node) -> Any:
+def _cast(of: ExpressionOf, node: fx.Node) -> Any:
     """A cast to the dtype of an input or a parameter, or to a wide one, changes no more than a rounding."""
     x, dtype = _first(node), node.meta["dtype"]
     inputs = [each for each in node.graph.nodes if each.op in ("placeholder", "get_attr")]
@@ -176,7 +176,7 @@ def _cast(of: Reader, node: fx.Node) -> Any:
     return of(x)
 
 
-def _view(of: Reader, node: fx.Node) -> Any:
+def _view(of: ExpressionOf, node: fx.Node) -> Any:
     """A view that keeps rows, whatever their leading dimensions, is the rows themselves."""
     x = _first(node)
     if x.meta["shape"][-1:] != node.meta["shape"][-1:]:
@@ -184,7 +184,7 @@ def _view(of: Reader, node: fx.Node) -> Any:
     return of(x)
 
 
-def _transposed(of: Reader, node: fx.Node) -> Any:
+def _transposed(of: ExpressionOf, node: fx.Node) -> Any:
     x = _first(node)
     options = (*node.args[1:], *node.kwargs.values())
     dims = [dim % 2 for part in options for dim in (part if isinstance(part, (tuple, list)) else (part,)) if isinstance(dim, int)]
@@ -194,28 +194,28 @@ def _transposed(of: Reader, node: fx.Node) -> Any:
     return "transposed", of(x)
 
 
-def _mean(of: Reader, node: fx.Node) -> Any:
+def _mean(of: ExpressionOf, node: fx.Node) -> Any:
     x, dim, keepdim = _bound(node, "input", "dim", "keepdim")
     return "mean", of(x), tuple(dim) if isinstance(dim, (tuple, list)) else (dim,), bool(keepdim)
 
 
-def _gelu(of: Reader, node: fx.Node) -> Any:
+def _gelu(of: ExpressionOf, node: fx.Node) -> Any:
     x, approximate = _bound(node, "input", "approximate")
     return f"gelu {approximate or 'none'}", of(x)
 
 
-def _rms_norm(of: Reader, node: fx.Node) -> Any:
+def _rms_norm(of: ExpressionOf, node: fx.Node) -> Any:
     x, shape, weight, eps = _bound(node, "input", "normalized_shape", "weight", "eps")
     return "rms_norm", of(x), tuple(shape), of(weight), eps
 
 
-def _linear(of: Reader, node: fx.Node) -> Any:
+def _linear(of: ExpressionOf, node: fx.Node) -> Any:
     x, weight, bias = _bound(node, "input", "weight", "bias")
     whole = "matmul", of(x), ("transposed", of(weight))
     return whole if bias is None else total(whole, of(bias))
 
 
-READERS: Mapping[str, Callable[[Reader, fx.Node], Any]] = {
+READERS: Mapping[str, Callable[[ExpressionOf, fx.Node], Any]] = {
     "get_attr": lambda of, node: ("parameter", str(node.target)),
     "call_module": _submodule,
     "call_function": lambda of, node: ("half", node.args[1], of(node.args[0])),

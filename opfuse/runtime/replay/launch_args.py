@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from itertools import accumulate as running_sums
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,14 +50,17 @@ class Frame:
         self.arguments = [ctypes.addressof(pointer) for pointer in self._pointers]
         self.words = memoryview(self._buffer).cast("B")[: starts[-1]].cast("Q")
         self.at = [0] * len(readers)
-        all_readers = [readers[base] for base in range(len(readers))]
-        holes = [[(starts[step] // WORD + word, offset) for step, word, offset in readers.launches] for readers in all_readers]
-        self._holes = [each if len(each) < MANY else [] for each in holes]
         self._array = np.frombuffer(self.words, np.uint64)
-        self._many = {base: np.array(each, np.uint64).T.copy() for base, each in enumerate(holes) if len(each) >= MANY}
-        self._operands = [
-            [(self.products[step].addresses, at, offset) for step, at, offset in readers.products] for readers in all_readers
-        ]
+        self._holes: list[list[tuple[int, int]]] = []
+        self._many: dict[int, np.ndarray] = {}
+        self._operands: list[list[tuple[Any, int, int]]] = []
+        for base in range(len(readers)):
+            launches, products = readers[base]
+            holes = [(starts[step] // WORD + word, offset) for step, word, offset in launches]
+            if len(holes) >= MANY:
+                self._many[base], holes = np.array(holes, np.uint64).T.copy(), []
+            self._holes.append(holes)
+            self._operands.append([(self.products[step].addresses, at, offset) for step, at, offset in products])
 
     @property
     def nbytes(self) -> int:

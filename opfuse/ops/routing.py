@@ -132,8 +132,8 @@ class TokenPermute(BasicOperation):
     Extra input: ``chosen``, integers (tokens, top_k) from 0 to ``num_groups`` - 1; another dtype is a DtypeError, another shape a
     ShapeError. Extra outputs: split sizes, int64 (num_groups,); and the place of each token's rows in the output, int64 (tokens,
     top_k), for :class:`TokenCombine`. A choice that is no group, as routers write for one on another device, gets a row of the
-    first or last group, and ~place, a negative number, which sums leave out. The gradient of a token is the sum of those of its rows, in
-    fp32, rounded once.
+    first or last group, and ~place, a negative number, which sums leave out. The gradient of a token is the sum of those of its
+    rows, in fp32, rounded once.
 
     Before a :class:`~opfuse.ops.GroupedLinear` that takes the split sizes, the rows are cast as they are read (rule
     ``dispatch_cast``), and exist in their format alone.

@@ -1,21 +1,21 @@
 """A model one has, converted in place: :func:`fuse_`, :func:`unfuse_`, and the report of what became of each module.
 
-One idea. A forward is read by running it: its calls of torch are written into a graph, in every mode in which it may be called.
-A graph that is a chain of ops opfuse has becomes a pipeline over the module's parameters. The pipeline runs for the calls that
-the recordings speak for, as long as nothing is changed that they have read. Any other call runs the module's own forward.
+One idea. A forward is read by running it: its calls of torch are written into a graph, in every mode in which it may be called,
+and put together to expressions. An expression that is a chain of ops opfuse has becomes a pipeline over the module's parameters.
+The pipeline runs for the calls that the recordings speak for, as long as nothing is changed that they have read. Any other call
+runs the module's own forward.
 
 ======================================  ============================================================================
 step, in reading order                  files
 ======================================  ============================================================================
 which modules, under which recipe       ``fuse.py`` visits them, ``policy.py`` decides, ``report.py`` tells the outcome
 may the forward run at all              ``code.py``: what it reaches may change nothing that others notice
-what does it do                         ``record.py``: the graph; ``chain.py``: the graph as steps
-which op is a step                      ``leaves.py``, by formula (``forms.py``); ``experts.py``, by numbers
+what does it do                         ``record.py``: the graph; ``forms.py``: its expressions; ``chain.py``: these as steps
+which op is a module                    ``leaves.py``, by its expression; ``experts.py``, by numbers
 the pipeline                            ``build.py``: from steps to ops; ``weights.py``: their parameters; ``pipeline.py``
 products of one tensor                  ``siblings.py``: from the code of the module around them
-norms by themselves                     ``norms.py``
 does a call have what was recorded      ``guards.py``
-the new forward, also in a graph        ``converted.py``; ``states.py``: its delayed scales in state dicts
+the new forward, also in a graph        ``converted.py``, and its copies; ``states.py``: its delayed scales in state dicts
 ======================================  ============================================================================
 """
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from opfuse.convert.chain import Add, Apply, CallModule, ChainStep, GatedUnit, NoChain, TracedChain, chain_of
+from opfuse.convert.chain import ChainStep, TracedChain, chain_of
+from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import Converted
 from opfuse.convert.guards import Proven
-from opfuse.convert.leaves import GATED, UNGATED, LeafModule, leaf_of, obstacle, runs, weight_of
+from opfuse.convert.leaves import GATED, NORM_DTYPES, UNGATED, LeafModule, leaf_of, norm_of, obstacle, runs, weight_of
 from opfuse.convert.pipeline import PipelineRun, unfit
 from opfuse.convert.policy import Policies
 from opfuse.convert.record import LEADING, required_arguments
@@ -46,34 +47,34 @@ class Build:
     # -- steps -------------------------------------------------------------------------------------------------------------
 
     def add(self, steps: Sequence[ChainStep], within: str = "") -> None:
-        """Add the ops of all ``steps`` of the submodule at the path ``within``. NoChain for a submodule that is none."""
+        """Add the ops of all ``steps`` of the submodule at the path ``within``. NotRecorded for a submodule that is none."""
         for step in steps:
             match step:
-                case CallModule():
-                    self._call(_joined_path(within, step.path))
-                case Apply():
-                    self._op(UNGATED[step.name](), step.name)
-                case Add():
-                    self._op(AddExtraInput(), f"add{step.index}")
-                    self.run.extras.append(step.index)
-                case GatedUnit():
-                    self._gate(step, within)
+                case "call", path:
+                    self._call(_joined_path(within, path))
+                case "apply", name:
+                    self._op(UNGATED[name](), name)
+                case "add", index:
+                    self._op(AddExtraInput(), f"add{index}")
+                    self.run.extras.append(index)
+                case "gate", act, *paths:
+                    self._gate(act, [_joined_path(within, path) for path in paths], within)
 
     def _call(self, path: str) -> None:
         child = self.module.get_submodule(path)
         weight = weight_of(child)
         if weight is not None:
-            self._product([path], [self._taken(weight, path)])
+            self._product([path], [self._checked(weight, path)])
             return
         leaf = self._leaf(child, path)
         if leaf is not None:
             self._op(leaf.op, path, leaf)
             return
         if not self.policies.allows(child, self._named(path)):
-            raise NoChain(f"{path}, which the filter leaves alone", "submodules that may be converted")
+            raise NotRecorded(f"{path}, which the filter leaves alone", "submodules that may be converted")
         inner = chain_of(child)
         if len(inner.arguments) != 1:
-            raise NoChain(f"{path}, which takes {len(inner.arguments)} arguments", "submodules of one argument")
+            raise NotRecorded(f"{path}, which takes {len(inner.arguments)} arguments", "submodules of one argument")
         self.members[path] = child
         self.inlined.append(child)
         self.dtypes.append(() if inner.dtype is None else (inner.dtype,))
@@ -81,7 +82,7 @@ class Build:
 
     def _leaf(self, child: nn.Module, path: str) -> LeafModule | None:
         if (hindered := obstacle(child)) is not None:
-            raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
+            raise NotRecorded(f"{path} with {hindered[0]}", "plain submodules")
         leaf = leaf_of(child)
         if leaf is not None:
             self.members[path] = child
@@ -90,24 +91,22 @@ class Build:
                 self.run.made.append(leaf.made)
         return leaf
 
-    def _gate(self, step: GatedUnit, within: str) -> None:
-        if isinstance(step.act, Apply):
-            name = step.act.name
-        else:
-            at = _joined_path(within, step.act.path)
+    def _gate(self, act: ChainStep, paths: Sequence[str], within: str) -> None:
+        kind, name = act
+        if kind == "call":
+            at = _joined_path(within, name)
             leaf = self._leaf(self.module.get_submodule(at), at)
             name = leaf.name if leaf is not None else ""
             self.keeps_dtype &= leaf is not None and leaf.keeps_dtype
         if name not in GATED:
-            raise NoChain(f"a gate of {step.act}", f"a gate that is one of {', '.join(GATED)}")
-        paths = [_joined_path(within, path) for path in (step.gate, step.up) if path]
+            raise NotRecorded(f"a gate of {act}", f"a gate that is one of {', '.join(GATED)}")
         if paths:
-            found = [weight_of(self.module.get_submodule(path)) for path in paths]
-            if None in found:
-                raise NoChain(f"{' and '.join(paths)}, of which one is no product", "two products of one input")
-            weights = [self._taken(weight, path) for weight, path in zip(found, paths) if weight is not None]
+            members = [weight_of(self.module.get_submodule(path)) for path in paths]
+            if None in members:
+                raise NotRecorded(f"{' and '.join(paths)}, of which one is no product", "two products of one input")
+            weights = [self._checked(weight, path) for weight, path in zip(members, paths) if weight is not None]
             if not weights[0].agrees(weights[1]) or weights[0].out_features != weights[1].out_features:
-                raise NoChain(f"{' and '.join(paths)}, which differ", "two products of one size, dtype and bias or none")
+                raise NotRecorded(f"{' and '.join(paths)}, which differ", "two products of one size, dtype and bias or none")
             self._product(paths, weights)
         self._op(GATED[name](), f"{'+'.join(paths) or 'halves'}.{name}")
 
@@ -128,17 +127,17 @@ class Build:
         self.members.update(zip(paths, [weight.module for weight in weights]))
         self.names.append("Linear" + (f"×{len(weights)}" if len(weights) > 1 else ""))
 
-    def _taken(self, weight: Weight, path: str) -> Weight:
-        """The weight, as a part of the pipeline. NoChain if it may not be converted, or not under the recipe of those before."""
+    def _checked(self, weight: Weight, path: str) -> Weight:
+        """The weight, in the pipeline. NotRecorded if it may not be converted, or under another recipe than those before."""
         choice = self.policies.of(weight.module, self._named(path), in_chain=True)
         if not choice.convert:
-            raise NoChain(f"{path}: {choice.got}", "products that are converted")
+            raise NotRecorded(f"{path}: {choice.got}", "products that are converted")
         if (hindered := obstacle(weight.module)) is not None:
-            raise NoChain(f"{path} with {hindered[0]}", "plain submodules")
+            raise NotRecorded(f"{path} with {hindered[0]}", "plain submodules")
         if choice.recipe is not None and (why := unfit(choice.recipe, weight.in_features, weight.out_features)) is not None:
-            raise NoChain(f"{path} of {why[1]}", why[0])
+            raise NotRecorded(f"{path} of {why[1]}", why[0])
         if self.weights and choice.recipe != self.recipe:
-            raise NoChain(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
+            raise NotRecorded(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
         self.recipe = choice.recipe
         return weight
 
@@ -146,9 +145,9 @@ class Build:
         return _joined_path(self.path, path)
 
     def result(self, chain: TracedChain) -> Converted:
-        """The forward of the module. NoChain where it multiplies nothing."""
+        """The forward of the module. NotRecorded where it multiplies nothing."""
         if not self.weights:
-            raise NoChain("no product that may be converted", "a product")
+            raise NotRecorded("no product that may be converted", "a product")
         proven = Proven(
             ranks=tuple(len(leading) + 1 for leading in LEADING),
             dtypes=self._dtypes(chain),
@@ -168,11 +167,13 @@ class Build:
         )
 
     def _dtypes(self, chain: TracedChain) -> tuple[torch.dtype, ...]:
-        """The dtypes in which the forward and all its leaves were read; empty: any. NoChain where these have none in common."""
-        found = [dtypes for dtypes in (*self.dtypes, () if chain.dtype is None else (chain.dtype,)) if dtypes]
-        common = tuple(dtype for dtype in found[0] if all(dtype in each for each in found)) if found else ()
-        if found and not common:  # none at all, where nothing would mean any
-            raise NoChain(f"parts that are known in {' and in '.join(map(str, found))}", "a dtype in which all of it is known")
+        """The dtypes in which the forward and all its leaves were read; empty: any. NotRecorded where they share none."""
+        known = [dtypes for dtypes in (*self.dtypes, () if chain.dtype is None else (chain.dtype,)) if dtypes]
+        common = tuple(dtype for dtype in known[0] if all(dtype in dtypes for dtypes in known)) if known else ()
+        if known and not common:  # none at all, where nothing would mean any
+            raise NotRecorded(
+                f"parts that are known in {' and in '.join(map(str, known))}", "a dtype in which all of it is known"
+            )
         return common
 
 
@@ -181,9 +182,9 @@ def _joined_path(parent: str, name: str) -> str:
 
 
 def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, Build]:
-    """The new forward of a module whose forward is a chain, and how it was made. NoChain for any other, or without a product."""
+    """The new forward of a module whose forward is a chain with a product, and how it was made. NotRecorded for any other."""
     if "forward" in vars(module):
-        raise NoChain("a forward of this very object", "the forward of its class")
+        raise NotRecorded("a forward of this very object", "the forward of its class")
     chain = chain_of(module)
     made = Build(module, path, policies, PipelineRun(path=path))
     made.add(chain.steps)
@@ -205,3 +206,29 @@ def build_alone(weight: Weight, path: str, recipe: Recipe | None, shared: Sequen
 def views_rows(weight: Weight) -> bool:
     """Whether the forward of a product may view its input as a matrix, as that of a Conv1D, and refuse one of other strides."""
     return not runs(weight.module, nn.Linear)
+
+
+# -- norms by themselves ---------------------------------------------------------------------------------------------------------
+
+NARROW = 1024
+"""Columns below which a norm is left alone: norms of attention heads were not measured."""
+
+
+def build_norm(module: nn.Module, path: str, recipe: Recipe | None) -> Converted:
+    """The new forward of a norm that no pipeline begins with, such as the one before attention. NotRecorded for any other module.
+
+    Models write an RMS norm as several sums, casts and products, seven in transformers, each a kernel over the whole tensor. In a
+    graph of torch.compile the norm stays as it is: the compiler makes one kernel of it and of the sum before it.
+    """
+    columns = next(p.numel() for p in module._parameters.values() if p is not None)
+    if columns < NARROW:
+        raise NotRecorded(f"vectors of {columns}", f"a norm of {NARROW} columns or more")
+    if (hindered := obstacle(module, called=True)) is not None:
+        raise NotRecorded(hindered[0], "a plain norm", hindered[1])
+    leaf = norm_of(module)
+    if leaf is None:
+        got = f"a {type(module).__name__}, whose forward is no LayerNorm or RMSNorm"
+        raise NotRecorded(got, "a norm that opfuse has")
+    run = PipelineRun([leaf.op], ["norm"], made=[] if leaf.made is None else [leaf.made], path=path)
+    proven = Proven(ranks=range(1, 65), dtypes=NORM_DTYPES, in_graph=False)
+    return Converted(module, path, arguments=required_arguments(module), run=run, members={}, recipe=recipe, proven=proven)

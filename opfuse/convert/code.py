@@ -36,14 +36,14 @@ from opfuse.core.operation import FusibleOperation
 
 
 class NotRecorded(BaseException):
-    """A forward does what cannot be written down. got: what. wanted: what a forward that can be has there.
+    """A forward does what cannot be written down. got: what. wanted: what a forward that can be has there. cure: may be empty.
 
     No ``Exception``, which a forward may catch to do something else.
     """
 
-    def __init__(self, got: str, wanted: str) -> None:
+    def __init__(self, got: str, wanted: str, cure: str = "") -> None:
         super().__init__(got, wanted)
-        self.got, self.wanted = got, wanted
+        self.got, self.wanted, self.cure = got, wanted, cure
 
 
 # -- what is safe ----------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -24,7 +25,8 @@ from torch import nn
 from opfuse.convert.code import code_of
 from opfuse.convert.guards import ModuleGuard, Proven
 from opfuse.convert.pipeline import PipelineRun
-from opfuse.convert.weights import MadeParameters, replica, stand_ins, taking
+from opfuse.convert.states import METHODS, States
+from opfuse.convert.weights import replica, stand_ins, taking
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, enrolled, outside, prepared
 from opfuse.core.watched import Tree
@@ -32,11 +34,10 @@ from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.runtime.compile.backward_tape import BackwardTape
-from opfuse.runtime.compile.custom_op import autocast_like, follow, hindrance, parameters_of
+from opfuse.runtime.compile.custom_op import follow, hindrance, parameters_of
 from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.checkpoint_replay import repeated
-from opfuse.torch_private.compiler import constant_when_traced, fake_tensor_mode
-from opfuse.torch_private.dispatch import without_modes
+from opfuse.torch_private.compiler import constant_when_traced
 from opfuse.torch_private.stack import module_that_calls
 
 
@@ -79,11 +80,6 @@ class Converted:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, ticket=enroll(self))
-
-    @property
-    def made(self) -> list[MadeParameters]:
-        """The parameters that its pipeline makes for each call."""
-        return self.run.made
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -132,15 +128,13 @@ class Converted:
             check_exported("a converted module")
             prepared(self.ticket)
             return self._followed(args, kwargs)
-        if self.region is None or in_region():
-            return self._checkpointed(args, kwargs)
-        with self.region:
-            return self._checkpointed(args, kwargs)
+        return self.around(partial(self._run, args, kwargs))
 
-    def _checkpointed(self, args: Any, kwargs: Any) -> Any:
-        """Inside a checkpoint, the recipe is that of the first run, whatever is active when it is run again."""
-        repeat = repeated(self)
-        return self._run(args, kwargs) if repeat is None else repeat(partial(self._run, args, kwargs))
+    def around(self, run: Callable[[], Any]) -> Any:
+        """What ``run()`` gives under the recipe of this call: inside a checkpoint that of its first run."""
+        with nullcontext() if self.region is None or in_region() else self.region:
+            repeat = repeated(self)
+            return run() if repeat is None else repeat(run)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if current_recipe() is None or any_transformed((*args, *kwargs.values(), *self._parameters())):
@@ -174,22 +168,39 @@ class Converted:
         return [p for module in modules for p in module._parameters.values()]
 
     def is_changed(self) -> bool:
-        """Whether the module is not what it was when it was converted, of which an OpfuseWarning tells once."""
+        """Whether the module is not what it was when it was converted, of which a warning tells."""
         change = self.guard.change()
-        if change is not None and not self.warned:
-            self.warned = True
-            warnings.warn(change, OpfuseWarning, stacklevel=5)
+        if change is not None:
+            self._warn(change, level=6)
         return change is not None
 
-    def beside(self, copy: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The call of a shallow copy of the module, which may have other parameters."""
+    def warn_of_copy(self) -> None:
+        """Say that a shallow copy of the module, which may have other parameters, runs the forward of its class."""
+        cure = "call opfuse.fuse_ on a copy.deepcopy, or use DistributedDataParallel in place of DataParallel"
+        got = "a shallow copy of it, which computes in high precision"
+        self._warn(describe(self.label, wanted="calls of the module that fuse_ converted", got=got, cure=cure), level=5)
+
+    def _warn(self, text: str, level: int) -> None:
+        """Warn once of what keeps calls from the pipeline. level: of the stack, where the call is."""
         if not self.warned:
             self.warned = True
-            cure = "call opfuse.fuse_ on a copy.deepcopy, or use DistributedDataParallel in place of DataParallel"
-            got = "a shallow copy of it, which computes in high precision"
-            told = describe(self.label, wanted="calls of the module that fuse_ converted", got=got, cure=cure)
-            warnings.warn(told, OpfuseWarning, stacklevel=4)
-        return type(copy).forward(copy, *args, **kwargs)
+            warnings.warn(text, OpfuseWarning, stacklevel=level)
+
+    def state(self) -> Any:
+        """The state of the module for ``copy`` and pickle."""
+        state = type(self.module).__getstate__(self.module)
+        return CopiedState(self, state) if isinstance(state, dict) else state
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the module, for code that takes the ``__self__`` of its forward for the module."""
+        if name.startswith("__") or "module" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def install(self) -> None:
+        """Replace the module's forward, and what copies, moves and saves it."""
+        own = {"forward": self.forward, OWN: self, "__getstate__": self.state}
+        vars(self.module).update(own, **States(self.module, self.products).methods)
 
     @property
     def runs(self) -> tuple[PipelineRun, ...]:
@@ -221,12 +232,6 @@ class Converted:
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Stand-ins of the outputs for ``given``, if its own forward cannot run on tensors without values."""
         return ()
-
-    def check_unchanged(self) -> None:
-        """ConversionError in a graph that was made for what the module was when it was converted."""
-        change = self.guard.change()
-        if change is not None:
-            raise ConversionError(change)
 
     def _followed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The call as an op of a graph, or after a graph break; the forward of its class, where a pipeline would not run."""
@@ -275,7 +280,6 @@ class InGraph:
             self._find()
 
     def _find(self) -> None:
-        self._reached: Sequence[bool] | None = None
         self.code = code_of(type(part) for module in self.modules for part in module.modules())
         self._trees = tuple(map(Tree.of, self.modules))
         self.slots = tuple((slot, name) for tree in self._trees for slot, names in tree.parameters for name in names)
@@ -286,45 +290,21 @@ class InGraph:
             return list(self.owner.outline(given)) or [self._plain(*given)]
 
     def reach(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Sequence[bool]:
-        """Whether a gradient comes to each input and parameter, by the forwards that the modules had; empty where these do not
-        tell of tensors without values. Which do is a matter of code, so of the first call's shapes and dtypes alone.
-        """
-        if self._reached is None:
-            try:
-                with torch.inference_mode(False), without_modes(), fake_tensor_mode()(allow_non_fake_inputs=True):
-                    self._reached = self._reach(list(map(_like, given)), dtype)
-            except Exception:  # of a stranger's code, on tensors without values
-                self._reached = ()
-        return self._reached
-
-    def _reach(self, given: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Sequence[bool]:
-        if self.owner.outline(given):
+        """Whether a gradient comes to each input and parameter: to those that the pipeline reads; empty where more runs."""
+        if self.run is None:
             return ()
-        instead = {id(parameter): _like(parameter) for parameter in parameters_of(self)}
-        with torch.enable_grad(), autocast_like(given[0], dtype):
-            result = self._over(instead, partial(self._plain, *given))
-        arguments = [*given, *[instead[id(parameter)] for parameter in parameters_of(self)]]
-        wanted = [argument for argument in arguments if argument.requires_grad]
-        grads = torch.autograd.grad(result, wanted, result, allow_unused=True) if result.requires_grad else [None] * len(wanted)
-        reached = {id(argument) for argument, grad in zip(wanted, grads) if grad is not None}
-        return [id(argument) in reached for argument in arguments]
+        parameters = self.run.parameters()
+        inputs = [not index or index - 1 in self.run.extras for index in range(len(given))]
+        return [*inputs, *[any(own is parameter for own in parameters) for parameter in parameters_of(self)]]
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The call outside of a graph, after a break, as an eager one."""
-        return (self._around(partial(self._run, given)),)
+        return (self.owner.around(partial(self._run, given)),)
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """The call inside of an op."""
-        result: tuple[torch.Tensor, ...] = self._around(partial(self._run_inside, call))
+        result: tuple[torch.Tensor, ...] = self.owner.around(partial(self._run_inside, call))
         return result
-
-    def _around(self, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives under the recipe of this call."""
-        owner = self.owner
-        region = nullcontext() if owner.region is None or in_region() else owner.region
-        with region:
-            repeat = repeated(owner)
-            return run() if repeat is None else repeat(run)
 
     def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """A single pipeline records its backward pass on a tape; anything else is recorded by autograd."""
@@ -345,8 +325,10 @@ class InGraph:
             return run()
 
     def _check(self) -> None:
+        """ConversionError in a graph that was made for what the modules were when they were converted."""
         for member in self.members:
-            member.check_unchanged()
+            if (change := member.guard.change()) is not None:
+                raise ConversionError(change)
 
     def _run(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
         if current_recipe() is None:
@@ -363,12 +345,6 @@ class InGraph:
         return result
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and dtype, that a gradient may come to. Of a size that is a symbol, one that it had."""
-    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in tensor.shape]
-    return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.dtype.is_floating_point)
-
-
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
     """The one ``forward`` function for all modules of a class, since dynamo guards the function of a bound method.
 
@@ -379,13 +355,18 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 
         @wraps(kind.forward, updated=())
         def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own: Converted = vars(self)[OWN] if isinstance(self, nn.Module) else self
-            if torch.compiler.is_compiling() or stand_ins() is not None:
+            own: Any
+            caller: Any
+            if isinstance(self, nn.Module):
+                own, caller = vars(self).get(OWN), self
+            else:
+                followed = torch.compiler.is_compiling() or stand_ins() is not None
+                own, caller = self, None if followed else module_that_calls()
+            if caller is None or (own is not None and (caller is own.module or vars(caller).get(OWN) is not own)):
                 return own(*args, **kwargs)
-            caller = module_that_calls()  # a shallow copy of a module has its forward, which knows the original alone
-            if caller is None or caller is own.module or vars(caller).get(OWN) is not own:
-                return own(*args, **kwargs)
-            return own.beside(caller, args, kwargs)
+            if own is not None:  # as it is where it is bound to a module that is not converted
+                own.warn_of_copy()
+            return type(caller).forward(caller, *args, **kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)
@@ -396,8 +377,38 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 OWN = "opfuse_forward"
 """The attribute of a module that holds its :class:`Converted`, beside the method, which others may bind anew."""
 
+INSTALLED = ("forward", OWN, "__getstate__", *METHODS)
+"""The attributes that a converted module has of opfuse."""
+
 _forwards: dict[type[nn.Module], Callable[..., Any]] = {}
 """The forward of each class of converted modules."""
+
+
+class CopiedState(Mapping[str, Any]):
+    """The attributes of a converted module, with which a copy of it begins.
+
+    A deep copy and a pickle get all. A shallow copy gets those that the module had before, since the forward that it has now is
+    bound to the module itself, and so would read parameters that the copy may not have.
+    """
+
+    def __init__(self, forward: Converted, state: dict[str, Any]) -> None:
+        self.forward, self.all = forward, state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.all[name]
+
+    def __len__(self) -> int:
+        return sum(1 for name in self.all if name not in INSTALLED)
+
+    def __iter__(self) -> Iterator[str]:
+        self.forward.warn_of_copy()
+        return (name for name in self.all if name not in INSTALLED)
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return deepcopy(self.all, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.all,)
 
 
 def _blank(made: type[Converted], kind: type[nn.Module]) -> Converted:

@@ -1,31 +1,31 @@
-"""Which activation, norm or product a module is, by the formula that its forward computes.
+"""What a forward computes, as an expression, and which activation, norm or product that is.
 
 The recorded calls of a forward (``record.py``) are put together to one expression, in a normal form in which the spellings of one
 formula are equal: ``x * rsqrt(m)``, ``x / sqrt(m)`` and ``x * m ** -0.5``, sums and products in any order, casts that only widen.
-A module is known if its expression is that of a form below, in every dtype and mode; values are compared nowhere. What is in no
-table stays as it is.
+A module is known if its expression is that of a form below, in every dtype and mode, and a block if its expression is a chain
+(``chain.py``); values are compared nowhere. What is in no table stays as it is.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
-from torch.nn import functional as F
+from torch import fx
 
-from opfuse.convert.record import CASTS, TRANSPOSES, VIEWS, RecordedForward, record
+from opfuse.convert.code import NotRecorded
+from opfuse.convert.record import CASTS, TRANSPOSES, VIEWS, RecordedForward, describe_node
+
+ExpressionOf = Callable[[Any], Any]
+"""The expression of a value that a node reads."""
 
 NormalForm = tuple[Any, ...]
 """A name, then constants and expressions: ("sum", constant, terms), ("product", factor, ((base, count), …)), ("tanh", x) …"""
-
-
-class NoForm(Exception):
-    """A forward computes what no normal form is written for."""
+X: NormalForm = ("x",)
 
 
 # -- the normal form -------------------------------------------------------------------------------------------------------------
@@ -38,19 +38,19 @@ def number(value: float) -> float:
 
 def total(*terms: Any) -> Any:
     """The sum of expressions and numbers."""
-    constant, found = 0.0, list[NormalForm]()
+    constant, parts = 0.0, list[NormalForm]()
     for term in terms:
         if isinstance(term, tuple) and term[0] == "sum":
-            constant, found = constant + term[1], [*found, *term[2]]
+            constant, parts = constant + term[1], [*parts, *term[2]]
         elif isinstance(term, tuple):
-            found.append(term)
+            parts.append(term)
         else:
             constant += term
-    if not found:
+    if not parts:
         return number(constant)
-    if not constant and len(found) == 1:
-        return found[0]
-    return "sum", number(constant), tuple(sorted(found, key=repr))
+    if not constant and len(parts) == 1:
+        return parts[0]
+    return "sum", number(constant), tuple(sorted(parts, key=repr))
 
 
 def product(*factors: Any) -> Any:
@@ -66,8 +66,12 @@ def product(*factors: Any) -> Any:
             constant *= factor
     if not powers:
         return number(constant)
-    found = tuple(sorted(powers.items(), key=repr))
-    return found[0][0] if constant == 1 and found[0][1] == 1 and len(found) == 1 else ("product", number(constant), found)
+    factored = tuple(sorted(powers.items(), key=repr))
+    return (
+        factored[0][0]
+        if constant == 1 and factored[0][1] == 1 and len(factored) == 1
+        else ("product", number(constant), factored)
+    )
 
 
 def power(base: Any, exponent: float) -> Any:
@@ -81,37 +85,54 @@ def power(base: Any, exponent: float) -> Any:
     return "power", base, float(exponent)
 
 
-class _Builder:
-    """The expressions of a graph's nodes. arguments: what stands for the nodes at which the expression begins."""
+MOST_PARTS = 10_000
+"""How many parts an expression may have; they double where a value is added to what is made of it, step after step."""
 
-    def __init__(self, arguments: Mapping[fx.Node, NormalForm]) -> None:
-        self.known: dict[fx.Node, Any] = dict(arguments)
 
-    def of(self, value: Any) -> Any:
-        """The expression of a node; numbers are themselves. NoForm for what has none."""
-        if isinstance(value, bool) or not isinstance(value, (fx.Node, int, float)):
-            raise NoForm(f"{value!r}")
-        if not isinstance(value, fx.Node):
-            return number(value)
-        if value not in self.known:
-            self.known[value] = self._made(value)
-        return self.known[value]
+def expressions(nodes: Iterable[fx.Node], arguments: Mapping[fx.Node, NormalForm]) -> dict[fx.Node, Any]:
+    """The expressions of a graph's nodes. NotRecorded for a function that no expression is written for.
 
-    def _made(self, node: fx.Node) -> Any:
-        name = str(node.target)
-        if node.op == "get_attr":
-            return "parameter", name
-        if node.op != "call_method":
-            raise NoForm(name)
-        if name in READERS:
-            return READERS[name](self, node)
-        if name not in RULES or node.kwargs:
-            raise NoForm(name)
-        return RULES[name](*map(self.of, node.args))
+    arguments: what stands for the placeholders.
+    """
+    known: dict[fx.Node, Any] = dict(arguments)
 
-    def begins_with(self, dtype: torch.dtype) -> bool:
-        """Whether the input or a parameter has this dtype."""
-        return any(each.meta["dtype"] == dtype for each in self.known if each.op in ("placeholder", "get_attr"))
+    def of(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return known[value]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise _formless(repr(value))
+        return number(value)
+
+    sizes = dict.fromkeys(known, 1)
+    for node in nodes:
+        if node.op not in ("placeholder", "output"):
+            sizes[node] = 1 + sum(sizes[read] for read in (*node.args, *node.kwargs.values()) if isinstance(read, fx.Node))
+            if sizes[node] > MOST_PARTS:
+                raise _formless(f"a formula of more than {MOST_PARTS} parts")
+            known[node] = READERS.get(node.op if node.op != "call_method" else str(node.target), _by_rule)(of, node)
+    return known
+
+
+def _formless(got: str) -> NotRecorded:
+    return NotRecorded(got, "a function that opfuse has a formula for")
+
+
+def text(form: Any, depth: int = 4) -> str:
+    """An expression as one reads it, its innermost parts left out."""
+    inner = partial(text, depth=depth - 1)
+    match form:
+        case _ if not depth:
+            return "…"
+        case "argument", index:
+            return f"argument {index + 2}"
+        case "sum", constant, terms:
+            return " + ".join([*map(inner, terms), *[f"{constant:g}"] * bool(constant)])
+        case "product", constant, powers:
+            factors = [inner(base) for base, count in powers for _ in range(count)]
+            return " * ".join([*[f"{constant:g}"] * (constant != 1), *factors])
+        case ("call", name, *inside) | (name, *inside):
+            return f"{name}({', '.join(map(inner, inside))})" if inside else str(name)
+    return str(form)
 
 
 # -- functions whose arguments say more than expressions do ---------------------------------------------------------------------
@@ -122,55 +143,83 @@ def _first(node: fx.Node) -> Any:
     return node.kwargs.get("input", *node.args[:1])
 
 
-def _cast(builder: _Builder, node: fx.Node) -> Any:
-    """A cast to the dtype of the input, or to a wide one, changes no more than a rounding."""
-    x = _first(node)
-    made = node.meta["dtype"]
-    if made not in (torch.float32, torch.float64, x.meta["dtype"]) and not builder.begins_with(made):
-        raise NoForm("a cast to fewer bits")
-    return builder.of(x)
+def _by_rule(of: ExpressionOf, node: fx.Node) -> Any:
+    """By the table, for functions that read their arguments in order and have no options."""
+    rule = RULES.get(str(node.target))
+    if rule is None or node.kwargs:
+        raise _formless(describe_node(node))
+    values = [*map(of, node.args)]
+    try:
+        return rule(*values)
+    except (ArithmeticError, RecursionError) as error:  # of constants, and of many steps
+        raise _formless(str(error)) from error
 
 
-def _view(builder: _Builder, node: fx.Node) -> Any:
+def _submodule(of: ExpressionOf, node: fx.Node) -> Any:
+    if len(node.args) != 1 or node.kwargs:
+        raise _formless(f"{describe_node(node)} with more than one argument")
+    return "call", str(node.target), of(node.args[0])
+
+
+def _halves(of: ExpressionOf, node: fx.Node) -> Any:
+    if (*node.args[1:], *node.kwargs.values()) != (2, -1):
+        raise _formless(describe_node(node))
+    return "halves", of(node.args[0])
+
+
+def _cast(of: ExpressionOf, node: fx.Node) -> Any:
+    """A cast to the dtype of an input or a parameter, or to a wide one, changes no more than a rounding."""
+    x, dtype = _first(node), node.meta["dtype"]
+    inputs = [each for each in node.graph.nodes if each.op in ("placeholder", "get_attr")]
+    if dtype not in (torch.float32, torch.float64, x.meta["dtype"], *[each.meta["dtype"] for each in inputs]):
+        raise _formless("a cast to fewer bits")
+    return of(x)
+
+
+def _view(of: ExpressionOf, node: fx.Node) -> Any:
     """A view that keeps rows, whatever their leading dimensions, is the rows themselves."""
     x = _first(node)
     if x.meta["shape"][-1:] != node.meta["shape"][-1:]:
-        raise NoForm("a view of other rows")
-    return builder.of(x)
+        raise _formless(describe_node(node))
+    return of(x)
 
 
-def _transposed(builder: _Builder, node: fx.Node) -> Any:
+def _transposed(of: ExpressionOf, node: fx.Node) -> Any:
     x = _first(node)
-    given = (*node.args[1:], *node.kwargs.values())
-    dims = [dim % 2 for each in given for dim in (each if isinstance(each, (tuple, list)) else (each,)) if isinstance(dim, int)]
+    options = (*node.args[1:], *node.kwargs.values())
+    dims = [dim % 2 for part in options for dim in (part if isinstance(part, (tuple, list)) else (part,)) if isinstance(dim, int)]
     stays = dims == [0, 1] and node.target == "permute"  # where 0, 1 is the order that there is, and no exchange
     if len(x.meta["shape"]) != 2 or dims not in ([], [0, 1], [1, 0]) or stays:
-        raise NoForm("another transpose than that of a matrix")
-    return "transposed", builder.of(x)
+        raise _formless("another transpose than that of a matrix")
+    return "transposed", of(x)
 
 
-def _mean(builder: _Builder, node: fx.Node) -> Any:
+def _mean(of: ExpressionOf, node: fx.Node) -> Any:
     x, dim, keepdim = _bound(node, "input", "dim", "keepdim")
-    return "mean", builder.of(x), tuple(dim) if isinstance(dim, (tuple, list)) else (dim,), bool(keepdim)
+    return "mean", of(x), tuple(dim) if isinstance(dim, (tuple, list)) else (dim,), bool(keepdim)
 
 
-def _gelu(builder: _Builder, node: fx.Node) -> Any:
+def _gelu(of: ExpressionOf, node: fx.Node) -> Any:
     x, approximate = _bound(node, "input", "approximate")
-    return f"gelu {approximate or 'none'}", builder.of(x)
+    return f"gelu {approximate or 'none'}", of(x)
 
 
-def _rms_norm(builder: _Builder, node: fx.Node) -> Any:
+def _rms_norm(of: ExpressionOf, node: fx.Node) -> Any:
     x, shape, weight, eps = _bound(node, "input", "normalized_shape", "weight", "eps")
-    return "rms_norm", builder.of(x), tuple(shape), builder.of(weight), eps
+    return "rms_norm", of(x), tuple(shape), of(weight), eps
 
 
-def _linear(builder: _Builder, node: fx.Node) -> Any:
+def _linear(of: ExpressionOf, node: fx.Node) -> Any:
     x, weight, bias = _bound(node, "input", "weight", "bias")
-    whole = "matmul", builder.of(x), ("transposed", builder.of(weight))
-    return whole if bias is None else total(whole, builder.of(bias))
+    whole = "matmul", of(x), ("transposed", of(weight))
+    return whole if bias is None else total(whole, of(bias))
 
 
-READERS: Mapping[str, Callable[[_Builder, fx.Node], Any]] = {
+READERS: Mapping[str, Callable[[ExpressionOf, fx.Node], Any]] = {
+    "get_attr": lambda of, node: ("parameter", str(node.target)),
+    "call_module": _submodule,
+    "call_function": lambda of, node: ("half", node.args[1], of(node.args[0])),
+    "chunk": _halves,
     **dict.fromkeys(CASTS, _cast),
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(TRANSPOSES, _transposed),
@@ -179,15 +228,15 @@ READERS: Mapping[str, Callable[[_Builder, fx.Node], Any]] = {
     "rms_norm": _rms_norm,
     "linear": _linear,
 }
-"""How the expression of a call is read."""
+"""How the expression of a node is read, by the kind of the node or by the function that it calls."""
 
 
 def _bound(node: fx.Node, *names: str) -> list[Any]:
-    """The arguments of a call in order, None for one that is not given. NoForm for one of another name."""
-    given = dict(zip(names, node.args)) | node.kwargs
-    if given.keys() - set(names) or len(node.args) > len(names):
-        raise NoForm(f"{node.target} with {', '.join(map(str, given))}")
-    return [given.get(name) for name in names]
+    """The arguments of a call in order, None for one that is not given. NotRecorded for one of another name."""
+    values = dict(zip(names, node.args)) | node.kwargs
+    if values.keys() - set(names) or len(node.args) > len(names):
+        raise _formless(f"{node.target} with {', '.join(map(str, values))}")
+    return [values.get(name) for name in names]
 
 
 RULES: Mapping[str, Callable[..., Any]] = {
@@ -210,79 +259,40 @@ RULES: Mapping[str, Callable[..., Any]] = {
 }
 """How a function's expression follows from those of its arguments."""
 
-X: NormalForm = ("x",)
-
 
 def expression(recording: RecordedForward, *, in_autocast: bool = False) -> Any:
-    """The expression of a whole forward of one argument. NoForm if there is none.
+    """The expression of a whole forward of one argument. NotRecorded if there is none.
 
     in_autocast: the result may have another dtype than the argument, as torch.autocast gives it.
     """
-    if recording.ended is not None:
-        raise NoForm(recording.ended.got)
-    (output,) = [node for node in recording.nodes if node.op == "output"]
     first, *others = [node for node in recording.nodes if node.op == "placeholder"]
-    result: Any = output.args[0]
-    if others or not isinstance(result, fx.Node) or result.meta["shape"][:-1] != first.meta["shape"][:-1]:
-        raise NoForm("a result of other rows")
+    result: Any = recording.nodes[-1].args[0]
+    if others or result.meta["shape"][:-1] != first.meta["shape"][:-1]:
+        raise _formless("a result of other rows")
     if result.meta["dtype"] != first.meta["dtype"] and not in_autocast:
-        raise NoForm("a result of another dtype")
-    try:
-        return _Builder({first: X}).of(result)
-    except ArithmeticError as error:  # of constants
-        raise NoForm(str(error)) from error
+        raise _formless("a result of another dtype")
+    return expressions(recording.nodes, {first: X})[result]
 
 
 # -- activations -----------------------------------------------------------------------------------------------------------------
 
 _C = math.sqrt(2 / math.pi)
+_CUBE = product(0.044715, power(X, 3))
 
-ACTIVATION_FORMS: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
-    "gelu": (
-        lambda x: F.gelu(x, approximate="tanh"),
-        lambda x: 0.5 * x * (1 + torch.tanh(_C * (x + 0.044715 * x**3))),
-        lambda x: 0.5 * x * (1 + torch.tanh(_C * x * (1 + 0.044715 * x * x))),
-    ),
-    "gelu_erf": (F.gelu, lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))),
-    "qgelu": (lambda x: x * torch.sigmoid(1.702 * x),),
-    "relu": (F.relu,),
-    "srelu": (lambda x: F.relu(x).square(),),
-    "silu": (F.silu, lambda x: x * torch.sigmoid(x), lambda x: x / (1 + torch.exp(-x))),
+ACTIVATIONS: Mapping[NormalForm, str] = {
+    ("gelu tanh", X): "gelu",
+    product(0.5, X, total(1, ("tanh", product(_C, total(X, _CUBE))))): "gelu",
+    product(0.5, X, total(1, ("tanh", product(_C, X, total(1, product(0.044715, X, X)))))): "gelu",
+    ("gelu none", X): "gelu_erf",
+    product(0.5, X, total(1, ("erf", product(X, 1 / math.sqrt(2))))): "gelu_erf",
+    product(X, ("sigmoid", product(1.702, X))): "qgelu",
+    ("relu", X): "relu",
+    power(("relu", X), 2): "srelu",
+    ("silu", X): "silu",
+    product(X, ("sigmoid", X)): "silu",
+    product(X, power(total(1, ("exp", product(-1, X))), -1)): "silu",
 }
-"""How libraries write the activations that have an op, by the name of the op."""
-
-
-class _FunctionModule(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> None:
-        super().__init__()
-        self.function = function
-        for name, value in parameters.items():
-            self.register_parameter(name, nn.Parameter(value))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x, *self.parameters())
-
-
-def expression_of(function: Callable[..., torch.Tensor], **parameters: torch.Tensor) -> Any:
-    """The expression of a function of x and of parameters."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return expression(record(_FunctionModule(function, **parameters), {"x": torch.zeros(3, 8, device="cpu")}, training=True))
-
-
-@cache
-def activations() -> Mapping[NormalForm, str]:
-    """The activations by their expressions."""
-    return {expression_of(form): name for name, forms in ACTIVATION_FORMS.items() for form in forms}
-
-
-def activation_at(node: fx.Node, value: fx.Node) -> str | None:
-    """The activation of ``value`` that one node of a graph computes."""
-    try:
-        return activations().get(_Builder({value: X}).of(node))
-    except (NoForm, ArithmeticError):
-        return None
+"""The activations that have an op, as libraries write them, by the name of the op."""
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------------------
@@ -296,11 +306,11 @@ class RMSNormForm(NamedTuple):
     zero_centered: bool
 
 
-def rms_norm_form(found: Any, weight: str, columns: int) -> RMSNormForm | None:
+def rms_norm_form(form: Any, weight: str, columns: int) -> RMSNormForm | None:
     """Which RMS norm an expression is."""
-    for eps in dict.fromkeys((*_numbers(found), 0.0)):
+    for eps in dict.fromkeys((*_numbers(form), 0.0)):
         for centered in (False, True):
-            if found in _rms_norms(weight, columns, eps, centered):
+            if form in _rms_norms(weight, columns, eps, centered):
                 return RMSNormForm(weight, eps, centered)
     return None
 
@@ -314,12 +324,12 @@ def _rms_norms(weight: str, columns: int, eps: float, centered: bool) -> tuple[A
     return (by_hand,) if centered else (by_hand, ("rms_norm", X, (columns,), factor, eps))
 
 
-def _numbers(found: Any) -> Iterator[float]:
+def _numbers(form: Any) -> Iterator[float]:
     """Constants of an expression that may be an eps."""
-    for each in found if isinstance(found, tuple) else ():
-        if isinstance(each, float) and 0 < each < 1:
-            yield each
-        yield from _numbers(each)
+    for part in form if isinstance(form, tuple) else ():
+        if isinstance(part, float) and 0 < part < 1:
+            yield part
+        yield from _numbers(part)
 
 
 # -- products --------------------------------------------------------------------------------------------------------------------

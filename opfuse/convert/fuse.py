@@ -10,17 +10,15 @@ from typing import Any, Never, TypeVar
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from opfuse.convert.build import build, build_alone
+from opfuse.convert.build import build, build_alone, build_norm
 from opfuse.convert.code import NotRecorded
-from opfuse.convert.converted import OWN, Converted, converted
+from opfuse.convert.converted import INSTALLED, OWN, Converted, converted
 from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.leaves import obstacle, weight_of, why_refused
-from opfuse.convert.norms import lone_norm, why_kept
 from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report, Status
 from opfuse.convert.siblings import siblings
-from opfuse.convert.states import States
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
 from opfuse.domains import BOOLEAN, checked_arguments
@@ -86,8 +84,9 @@ def fuse_(
     _carry_over(before, walk.forwards)
     _install(walk.forwards)
     if pack:
-        for parameters in dict.fromkeys(parameters for forward in walk.forwards.values() for parameters in forward.made):
-            parameters.pack()
+        for run in {run: None for forward in walk.forwards.values() for run in forward.runs}:
+            for parameters in run.made:
+                parameters.pack()
     return Report(tuple(walk.entries.values()))
 
 
@@ -117,9 +116,8 @@ def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
 
 
 def _install(forwards: dict[nn.Module, Converted]) -> None:
-    for module, forward in forwards.items():
-        vars(module).update({"forward": forward.forward, OWN: forward})
-        States(module, forward.products).install()
+    for forward in forwards.values():
+        forward.install()
     for forward in forwards.values():
         forward.guard.forwards = {path: converted(member) for path, member in forward.guard.members.items()}
 
@@ -135,9 +133,8 @@ def _carry_over(before: dict[nn.Module, Converted], forwards: dict[nn.Module, Co
 
 def _restore(forwards: dict[nn.Module, Converted]) -> None:
     for module in forwards:
-        for name in ("forward", OWN):
+        for name in INSTALLED:
             vars(module).pop(name, None)
-        States.remove(module)
 
 
 def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:
@@ -242,14 +239,14 @@ class _Walk:
         """Convert the norms that no pipeline begins with, each alone."""
         for path, module in self.lone:
             choice = self.policies.of(module, path)
-            if not choice.convert:
-                self._update(path, wanted="to be converted", got=choice.got, cure=choice.cure)
-            elif (norm := lone_norm(module, path, choice.recipe)) is not None:
-                self.forwards[module], became = norm
-                self._update(path, status="fused", became=became, recipe=_recipe_name(norm[0]))
-            else:
-                wanted, got, cure = why_kept(module)
-                self._update(path, wanted=wanted, got=got, cure=cure or NONE)
+            try:
+                if not choice.convert:
+                    raise NotRecorded(choice.got, "to be converted", choice.cure)
+                self.forwards[module] = norm = build_norm(module, path, choice.recipe)
+                became = type(norm.run.ops[0]).__name__
+                self._update(path, status="fused", became=became, recipe=_recipe_name(norm))
+            except NotRecorded as no:
+                self._update(path, wanted=no.wanted, got=no.got, cure=no.cure or NONE)
 
     def _unknown_parameters(self, module: nn.Module, path: str) -> None:
         """Report a module with parameters of its own that is no op."""

@@ -7,7 +7,7 @@ forward was tried on. Otherwise its own forward runs, over its converted submodu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,15 +31,17 @@ class Proven:
 
     linear: the pipeline is that of one linear layer, which takes what a linear layer takes. ranks: numbers of dimensions of
     the input. dtypes: of inputs and parameters; empty: any. in_autocast: also under torch.autocast. columns: of each further
-    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix.
+    argument, which has the rows of the first. views: only those whose arguments can be viewed as a matrix. in_graph: also in a
+    graph of torch.compile.
     """
 
     linear: bool = False
-    ranks: tuple[int, ...] = ()
+    ranks: Container[int] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     in_autocast: bool = False
     columns: tuple[int, ...] = ()
     views: bool = False
+    in_graph: bool = True
 
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
@@ -53,8 +55,8 @@ class Proven:
         if cast is not None and torch.float64 in (x.dtype, *[p.dtype for p in parameters if p is not None]):
             return False  # which torch.autocast leaves alone
         suits = not self.views or all(_is_matrix(each) for each in (x, *extras) if isinstance(each, torch.Tensor))
-        if self.linear or not suits:
-            return suits
+        if self.linear or not suits or (not self.in_graph and torch.compiler.is_compiling()):
+            return self.linear and suits
         if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast) or _is_tagged(x):
             return False
         fits = not self.dtypes or dtype in self.dtypes
@@ -92,12 +94,12 @@ class Settings(NamedTuple):
     """What a forward reads of a module beside tensors.
 
     attributes: by name; of an object, such as a config, its fields that the forward may read. parameters: names and
-    shapes. submodules: names. of_class: the forward of its class. Not the mode: a chain is the same in all.
+    shapes. submodules: by name. of_class: the forward of its class. Not the mode: a chain is the same in all.
     """
 
     attributes: tuple[tuple[str, Any], ...]
     parameters: tuple[Any, ...]
-    submodules: tuple[str, ...]
+    submodules: tuple[Any, ...]
     of_class: Any
 
     def hold(self, module: nn.Module) -> bool:
@@ -109,13 +111,13 @@ class Settings(NamedTuple):
             now = own[name] if name in own else _default(kind, name)
             if now is not before and not _is_same(_seen(now, kind), before):
                 return False
-        return _present(own["_parameters"]) == self.parameters and tuple(own["_modules"]) == self.submodules
+        return _present(own["_parameters"]) == self.parameters and _is_same(tuple(own["_modules"].items()), self.submodules)
 
     @property
     def named(self) -> dict[str, Any]:
         """All of them by name, for messages."""
-        rest = {"parameters": self.parameters, "submodules": self.submodules, "forward of its class": self.of_class}
-        return {**dict(self.attributes), **rest}
+        rest = {"parameters": self.parameters, "forward of its class": self.of_class}
+        return {**dict(self.attributes), **dict(self.submodules), **rest}
 
 
 def settings_of(module: nn.Module) -> Settings:
@@ -124,7 +126,7 @@ def settings_of(module: nn.Module) -> Settings:
     of_classes = {name for base in bases_of(kind) for name in vars(base)}
     names = [name for name in sorted({*names_read(kind), *SIZES}) if name in own or name in of_classes]
     attributes = tuple((name, _seen(own[name], kind) if name in own else _default(kind, name)) for name in names)
-    return Settings(attributes, _present(own["_parameters"]), tuple(own["_modules"]), kind.forward)
+    return Settings(attributes, _present(own["_parameters"]), tuple(own["_modules"].items()), kind.forward)
 
 
 def _seen(value: Any, kind: Any, depth: int = DEPTH) -> Any:
@@ -204,38 +206,28 @@ class ModuleGuard:
 
     def __init__(self, module: nn.Module, label: str, members: Mapping[str, nn.Module]) -> None:
         self.module, self.label = module, label
-        self.members = dict(members) and {path: each for path, each in module.named_modules() if path}
+        self.members = dict(members) and {path: part for path, part in module.named_modules() if path}
         self.forwards: dict[str, Any] = {}
-        self.settings = {path: settings_of(each) for path, each in {"": module, **members}.items()}
+        holders = [path for path in self.members if any(f"{member}.".startswith(f"{path}.") for member in members)]
+        self.settings = {path: settings_of(module.get_submodule(path)) for path in ("", *holders)}
         self.outside = Outside(map(type, (module, *members.values())))
-        self.places = {(name, parent): _at(module, f"{parent}.{name}".lstrip(".")) for name, parent in self._places()}
-
-    def _places(self) -> Iterator[tuple[str, str]]:
-        """For each member and each module that it is in, its name and the path of what holds it."""
-        for path in self.members:
-            steps = path.split(".")
-            yield from ((steps[n], ".".join(steps[:n])) for n in range(len(steps)))
 
     def change(self) -> Described | None:
         """What has changed since the module was converted; None: nothing."""
-        for (name, parent), before in self.places.items():
-            holder = _at(self.module, parent)
-            if holder is None or holder._modules.get(name) is not before:
-                other = None if holder is None else holder._modules.get(name)
-                now = "nothing" if other is None else f"a {type(other).__name__}"
-                return self._told(f"{parent}.{name}".lstrip("."), f"the {type(before).__name__} that was there", now)
         for path, settings in self.settings.items():
             member = self.members[path] if path else self.module
             if not settings.hold(member):
                 wanted, got = settings.named, settings_of(member).named
-                names = [name for name in wanted if not _is_same(wanted[name], got.get(name))]
-                return self._told(path, *(str({name: each.get(name) for name in names}) for each in (wanted, got)))
+                names = [name for name in wanted | got if not _is_same(wanted.get(name), got.get(name))]
+                return self._told(
+                    path, *(" ".join(f"{ {name: now.get(name) for name in names} }".split()) for now in (wanted, got))
+                )
             if not path:
                 continue
             if has_hooks(member):
                 return self._told(path, "no hooks on a module that runs as a part of another", "some, for which it is called")
             own = vars(member).get("forward")
-            if (own is not None) if (given := self.forwards.get(path)) is None else (getattr(own, "__self__", None) is not given):
+            if getattr(own, "__self__", own) is not self.forwards.get(path):
                 return self._told(path, "its forward", "another one, put in its place")
         outside = self.outside.change()
         if outside is None and self.members and has_global_hooks():
@@ -243,17 +235,6 @@ class ModuleGuard:
         return None if outside is None else self._told("", *outside)
 
     def _told(self, path: str, wanted: str, got: str) -> Described:
-        where = f"{self.label}.{path}".rstrip(".")
-        cure = (
-            "call opfuse.fuse_ again if this is to stay; until then the module's own forward runs, over its converted submodules"
-        )
-        return describe(where, wanted=f"what it was when fuse_ ran, {wanted}", got=got, cure=cure)
-
-
-def _at(module: nn.Module, path: str) -> nn.Module | None:
-    for name in path.split(".") if path else ():
-        found = module._modules.get(name)
-        if found is None:
-            return None
-        module = found
-    return module
+        rest = "until then the module's own forward runs, over its converted submodules"
+        cure = f"call opfuse.fuse_ again if this is to stay; {rest}"
+        return describe(f"{self.label}.{path}".rstrip("."), wanted=f"what it was when fuse_ ran, {wanted}", got=got, cure=cure)

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from opfuse.convert.forms import NoForm, activations, expression, products, rms_norm_form
+from opfuse.convert.code import NotRecorded
+from opfuse.convert.forms import ACTIVATIONS, expression, products, rms_norm_form
 from opfuse.convert.record import recordings, required_arguments
 from opfuse.convert.weights import MadeParameters, Weight, borrowing
 from opfuse.core.operation import BasicOperation
@@ -83,10 +84,11 @@ def formula(module: nn.Module, width: int, dtypes: Sequence[torch.dtype | None] 
     if len(names) != 1 or module._modules:
         return None
     first: ModuleFormula | None = None
-    for _, in_autocast, recording in recordings(module, {names[0]: width}, dtypes, may_write=True):
+    for _, in_autocast, run in recordings(module, {names[0]: width}, dtypes, may_write=True):
         try:
+            recording = run()
             now = expression(recording, in_autocast=in_autocast)
-        except NoForm:
+        except NotRecorded:
             return None
         if first is None:
             called = (str(node.target) for node in recording.nodes if node.op == "call_method")
@@ -187,7 +189,7 @@ def _activation(module: nn.Module) -> LeafModule | None:
     if any(True for part in (module.parameters(), module.buffers(), module.children()) for _ in part):
         return None
     found = formula(module, 8, DTYPES)
-    name = found and activations().get(found.expression)
+    name = found and ACTIVATIONS.get(found.expression)
     if not found or not name:
         return None
     return LeafModule(UNGATED[name](), name, keeps_dtype=found.functions <= KEEPING, dtypes=DTYPES)

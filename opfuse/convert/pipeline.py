@@ -57,6 +57,14 @@ class PipelineRun:
         if made is not None:
             self.made.append(made)
 
+    def parameters(self) -> list[torch.Tensor | None]:
+        """The parameters of the model that its ops read."""
+        sources = [source for made in self.made for own in made.sources.values() for source in own]
+        return [
+            *[module._parameters[name] for module, name, _ in sources],
+            *[p for op in self.ops for p in op.parameter_values()],
+        ]
+
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
         return {name: value for name, value in vars(self).items() if name != "lock"} | {"fuser": None, "spare": {}}

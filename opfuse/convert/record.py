@@ -13,9 +13,9 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx, nn
@@ -41,24 +41,8 @@ NAMES |= {"__rsub__": "rsub", "__rdiv__": "rdiv", "__rtruediv__": "rdiv", "__iad
 NAMES |= {"__imul__": "mul_", "__itruediv__": "div_", "__ipow__": "pow_"}
 """One name for functions that torch has under several."""
 
-ARITHMETIC = {
-    "add",
-    "sub",
-    "rsub",
-    "mul",
-    "div",
-    "rdiv",
-    "neg",
-    "pow",
-    "square",
-    "sqrt",
-    "rsqrt",
-    "reciprocal",
-    "exp",
-    "erf",
-    "mean",
-}
-ARITHMETIC |= {"mean"}
+_NAMES = "add sub rsub mul div rdiv neg pow square sqrt rsqrt reciprocal exp erf mean"
+ARITHMETIC = {*_NAMES.split()}
 ACTIVATIONS = {"tanh", "sigmoid", "relu", "silu", "gelu"}
 CASTS = {"to", "float", "half", "bfloat16", "double", "type_as"}
 VIEWS = {"view", "reshape", "flatten", "unflatten", "contiguous"}
@@ -77,52 +61,40 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
 
 
-@dataclass
-class RecordedForward:
+class RecordedForward(NamedTuple):
     """A forward that ran.
 
-    graph: inputs are placeholders, parameters and buffers ``get_attr`` with their names, calls of submodules ``call_module``,
-    functions ``call_method`` with a name of :data:`FUNCTIONS`; ``meta`` has the ``shape`` and ``dtype`` of a result. reads_dtype:
-    the forward asked for the dtype of a tensor, so that it may do something else for another one. ended: why it was not recorded
-    to its end.
+    nodes: of a graph, in order. Inputs are placeholders, parameters and buffers ``get_attr`` with their names, calls of
+    submodules ``call_module``, functions ``call_method`` with a name of :data:`FUNCTIONS`; ``meta`` has the ``shape`` and
+    ``dtype`` of a result. The last one reads the result. reads_dtype: the forward asked for the dtype of a tensor, so that it may
+    do something else for another one.
     """
 
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    reads_dtype: bool = False
-    ended: NotRecorded | None = None
-
-    @property
-    def nodes(self) -> list[fx.Node]:
-        """The nodes in order."""
-        return list(self.graph.nodes)
+    nodes: list[fx.Node]
+    reads_dtype: bool
 
 
 def record(module: nn.Module, given: Mapping[str, Any], *, training: bool, may_write: bool = False) -> RecordedForward:
-    """Run the forward of the module's class on ``given``, arguments by name, and write it down as far as it can be followed.
+    """Run the forward of the module's class on ``given``, arguments by name, and write it down. NotRecorded where that ends.
 
     Runs in the modes of the caller, and not at all if it could do what others notice. may_write: the forward may write to its
     arguments, which are the caller's to give away.
     """
-    recorder = _ForwardRecorder(module, given, may_write)
-    found = recorder.found
     if has_global_hooks():
-        found.ended = NotRecorded("hooks of all modules", "calls without them, while fuse_ runs")
-        return found
+        raise NotRecorded("hooks of all modules", "calls without them, while fuse_ runs")
+    recorder = _ForwardRecorder(module, given, may_write)
+    check_effects(module)
     try:
-        check_effects(module)
         with training_or_not(module, training), recorder.calls_followed():
             for part in module.modules():
                 if isinstance(part, FusibleOperation):  # which runs plans of its own
                     vars(part)["forward"] = _like_an_activation
             with recorder:
                 result = type(module).forward(module, **given)
-            recorder.finish(result)
-    except NotRecorded as error:
-        found.ended = error
+            return recorder.finish(result)
     except Exception as error:  # whatever a stranger's code raises
-        text = str(error).strip().partition("\n")[0]
-        found.ended = NotOfThisWidth(f"{type(error).__name__}: {text}", "a forward that runs on tensors of its width")
-    return found
+        message = str(error).strip().partition("\n")[0]
+        raise NotOfThisWidth(f"{type(error).__name__}: {message}", "a forward that runs on tensors of its width") from error
 
 
 def _like_an_activation(x: torch.Tensor) -> torch.Tensor:
@@ -139,7 +111,8 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, given: Mapping[str, Any], may_write: bool) -> None:
         super().__init__()
-        self.found = RecordedForward()
+        self.graph = fx.Graph()
+        self.reads_dtype = False
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[torch.Tensor] = []
         self.paths = {id(part): path for path, part in module.named_modules()}
@@ -152,7 +125,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self.made = {_memory(each): each for each in given.values() if may_write and isinstance(each, torch.Tensor)}
         for name, each in given.items():
             if isinstance(each, torch.Tensor):
-                self._know(each, self.found.graph.placeholder(name))
+                self._know(each, self.graph.placeholder(name))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -166,7 +139,7 @@ class _ForwardRecorder(TorchFunctionMode):
         if name in SIZES:
             return _uncompared(func(*args, **kwargs))
         if name == "dtype":
-            self.found.reads_dtype = True
+            self.reads_dtype = True
             return func(*args, **kwargs)
         name = NAMES.get(name, name)
         in_place = (name.endswith("_") and not name.endswith("__")) or bool(kwargs.get("inplace"))
@@ -196,7 +169,7 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _write(self, name: str, args: Any, kwargs: Any, result: Any, op: str = "call_method") -> None:
         taken = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
-        node = self.found.graph.create_node(op, name, *taken)
+        node = self.graph.create_node(op, name, *taken)
         if _modes() != self.modes:
             got = "a block of other gradients or casts in the forward"
             raise NotRecorded(got, "one mode of autograd and autocast for all of it")
@@ -206,7 +179,7 @@ class _ForwardRecorder(TorchFunctionMode):
         if not isinstance(result, (tuple, list)):
             raise NotRecorded(f"what {name} returns, no tensor", "a forward of tensors")
         for index, each in enumerate(result):
-            self._know(each, self.found.graph.call_function(operator.getitem, (node, index)))
+            self._know(each, self.graph.call_function(operator.getitem, (node, index)))
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -218,7 +191,7 @@ class _ForwardRecorder(TorchFunctionMode):
             name = self.attributes.get(id(value))
             if name is None:
                 raise NotRecorded("a tensor that is neither an argument nor a parameter", "functions of arguments and parameters")
-            node = self.found.graph.create_node("get_attr", name)
+            node = self.graph.create_node("get_attr", name)
             self._know(value, node)
         return node
 
@@ -227,11 +200,12 @@ class _ForwardRecorder(TorchFunctionMode):
         self.nodes[id(tensor)] = node
         self.alive.append(tensor)
 
-    def finish(self, result: Any) -> None:
-        """Write the result down."""
+    def finish(self, result: Any) -> RecordedForward:
+        """The whole, with the result."""
         if not isinstance(result, torch.Tensor):
             raise NotRecorded(f"a {type(result).__name__} as its result", "one tensor")
-        self.found.graph.output(self._argument(result))
+        self.graph.output(self._argument(result))
+        return RecordedForward([*self.graph.nodes], self.reads_dtype)
 
     # -- submodules ------------------------------------------------------------------------------------------------------------
 
@@ -403,8 +377,8 @@ def mode(name: str) -> Iterator[bool]:
 
 def recordings(
     module: nn.Module, widths: Mapping[str, int], dtypes: Sequence[torch.dtype | None] = (None,), *, may_write: bool = False
-) -> Iterator[tuple[str, bool, RecordedForward]]:
-    """The forward in every way in which it may be called: the mode, whether torch.autocast is on, and what it did.
+) -> Iterator[tuple[str, bool, Callable[[], RecordedForward]]]:
+    """Every way in which a forward may be called: the mode, whether torch.autocast is on, and what records it, inside of these.
 
     Inputs have the dtype and the device of the first parameter; in the first mode also all of ``dtypes``, as its parameters do
     then, and all leading dimensions. may_write: as in :func:`record`.
@@ -420,10 +394,10 @@ def recordings(
         ways = [(at, dtype) for dtype in dtypes for at in LEADING]
         with mode(name) as training:
             for way in ways[: 1 if number else None]:
-                yield name, False, run(*way)
+                yield name, False, partial(run, *way)
             if torch.amp.is_autocast_available(kind):
                 with torch.autocast(kind, dtype=torch.bfloat16):
-                    yield name, True, run(LEADING[0])
+                    yield name, True, partial(run, LEADING[0])
 
 
 def first_parameter(module: nn.Module) -> torch.Tensor | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from itertools import combinations
 from textwrap import dedent
 from types import CodeType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,27 +37,20 @@ from opfuse.torch_private.stack import run_of
 from opfuse.torch_private.tensors import version_of
 
 
-class CallingPlace(NamedTuple):
-    """Where modules are called: in a method of the class ``kind``, as children ``names``, beside ``known`` attributes of self."""
-
-    kind: type[nn.Module]
-    names: tuple[str, ...]
-    known: frozenset[str]
-
-
 class Shared:
     """One product for several modules.
 
-    place, code: where they are called. wrapped: by adapters, whose code nobody has read. waiting: by the input, the run of the
-    code at that place, how often the input was written, and columns that are computed and not yet returned, by module. members:
-    the modules' forwards, in order. inside, followed: in a graph of torch.compile, whether it follows that code; the moment of
-    the product, and the columns not yet returned.
+    kind, code: the class whose method calls them, and the code of that method. wrapped: by adapters, whose code nobody has read.
+    waiting: by the input, the run of that code, how often the input was written, and columns that are computed and not yet
+    returned, by module. members: the modules' forwards, in order. inside, followed: in a graph of torch.compile, whether it
+    follows that code; the moment of the product, and the columns not yet returned.
     """
 
-    def __init__(self, run: PipelineRun, columns: Sequence[int], place: CallingPlace, wrapped: bool) -> None:
+    def __init__(self, run: PipelineRun, columns: Sequence[int], kind: type[nn.Module], code: CodeType, wrapped: bool) -> None:
         self.run = run
         self.columns = tuple(columns)
-        self.place, self.code, self.wrapped = place, _code_at(place), wrapped
+        self.kind, self.wrapped = kind, wrapped
+        self.code: CodeType | None = code
         self.waiting: MutableMapping[torch.Tensor, tuple[int, int, dict[int, torch.Tensor]]] = WeakTensorKeyDictionary()
         self.members: list[Sibling] = []
         self.in_graph: InGraph | None = None
@@ -65,14 +58,13 @@ class Shared:
         self.followed: tuple[Any, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "code": None, "waiting": None, "in_graph": None, "followed": None}
+        code = self.code and (self.code.co_name, self.code.co_code)
+        return {**vars(self), "code": code, "waiting": None, "in_graph": None, "followed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, code=_code_at(state["place"]), waiting=WeakTensorKeyDictionary())
-
-    def views(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The columns of all modules in a graph."""
-        return [part.contiguous() for part in whole.split(self.columns, dim=-1)]
+        name, text = state["code"] or ("", b"")
+        code = _code_of(state["kind"], name)  # in another process it may be another one
+        vars(self).update(state, code=code if code and code.co_code == text else None, waiting=WeakTensorKeyDictionary())
 
     def first(self, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of the first module; those of the others wait until they are taken, or ``x`` is gone. None: it is alone."""
@@ -104,7 +96,7 @@ class Shared:
 
         None if they are called from elsewhere, or with hooks, which may write to their input where nothing counts it.
         """
-        if self.code is None or has_global_hooks() or any(has_hooks(each.module) for each in self.members):
+        if self.code is None or has_global_hooks() or any(has_hooks(member.module) for member in self.members):
             return None
         return run_of(self.code, followed=followed)
 
@@ -136,21 +128,16 @@ class Sibling(Converted):
     index: int
 
     @property
-    def made(self) -> list[MadeParameters]:
-        return self.shared.run.made
-
-    @property
     def runs(self) -> tuple[PipelineRun, ...]:
         return (*super().runs, *([] if self.index else [self.shared.run]))
 
     @property
     def products(self) -> dict[str, BasicOperation]:
         """Its own product, for calls alone; the first also has the product of all."""
-        alone = super().products
-        if self.index:
-            return alone
-        (product,) = casting([self.shared.run]).values()
-        return alone | {"shared": product}
+        products = super().products
+        if not self.index:
+            (products["shared"],) = casting([self.shared.run]).values()
+        return products
 
     def get_ready(self) -> None:
         """Make what dynamo reads; the first also makes the call for all."""
@@ -171,7 +158,8 @@ class Sibling(Converted):
         if self.index == 0:
             if self._trains_apart(x) or any(changed_when_traced(member.ticket) for member in shared.members):
                 return super()._as_op(call, given)
-            first, *others = shared.views(super()._as_op(whole, given))
+            columns = super()._as_op(whole, given).split(shared.columns, dim=-1)
+            first, *others = [part.contiguous() for part in columns]
             shared.followed = moment(whole, x), others
             return first
         if followed is None or followed[0] != moment(whole, x):
@@ -182,19 +170,19 @@ class Sibling(Converted):
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         if self.index:
-            found = self.shared.take(self.index, x)
+            columns = self.shared.take(self.index, x)
         else:
-            alone = self._trains_apart(x) or any(each.is_changed() for each in self.shared.members if each is not self)
-            found = None if alone else self.shared.first(x)
-        if found is None:
+            alone = self._trains_apart(x) or any(other.is_changed() for other in self.shared.members if other is not self)
+            columns = None if alone else self.shared.first(x)
+        if columns is None:
             return super().compute(x, arguments)
         if self.index:
             mark_region_used()
-        return found
+        return columns
 
     def _trains_apart(self, x: torch.Tensor) -> bool:
         """Whether some of the results want a gradient and others do not."""
-        wants = {any(p is not None and p.requires_grad for p in each._parameters()) for each in self.shared.members}
+        wants = {any(p is not None and p.requires_grad for p in member._parameters()) for member in self.shared.members}
         return len(wants) > 1 and not x.requires_grad
 
 
@@ -203,18 +191,17 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
     alone = {name: weight for name, child in module.named_children() if (weight := _alone(child, converted)) is not None}
     if len(alone) < 2:
         return
-    kind = cast(Any, type(module))
-    methods = _methods(kind)
-    pure = {method.code.co_name for method in methods if not method.span}
-    leaves = {name for method in methods for name in method.called_between(alone) if _is_leaf(module._modules.get(name))}
-    known = frozenset({*alone, *leaves, *pure})
+    kind: Any = type(module)
+    pure = {method.code.co_name for method in _methods(kind) if not method.span}
+    called = {name for method in _methods(kind) for name in method.called}
+    leaves = {name for name, child in module.named_children() if name in called and obstacle(child) is None and leaf_of(child)}
     grouped = set[str]()
-    for method in _methods(kind, known):
+    for method in _methods(kind, frozenset({*alone, *leaves, *pure})):
         names = [call.name for call in method.calls if call.name in alone and call.name not in grouped]
         groups = list[tuple[str, ...]]()
         for name in dict.fromkeys(names):
             longer = [(*group, name) for group in groups]
-            fits = [_agree(alone[group[0]], alone[name], converted) and method.joins(group) for group in longer]
+            fits = [_agree(group, alone, converted) and method.joins(group) for group in longer]
             if any(fits):
                 groups[fits.index(True)] = longer[fits.index(True)]
             else:
@@ -224,13 +211,8 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
             if len(group) > 1:
                 weights = [alone[name] for name in group]
                 wrapped = any(module._modules[name] is not weight.module for name, weight in zip(group, weights))
-                yield _joined(
-                    [converted[weight.module] for weight in weights], weights, CallingPlace(kind, group, known), wrapped
-                )
-
-
-def _is_leaf(child: nn.Module | None) -> bool:
-    return child is not None and obstacle(child) is None and leaf_of(child) is not None
+                members = [converted[weight.module] for weight in weights]
+                yield _joined(members, weights, kind, method.code, wrapped)
 
 
 # -- the code around the calls ---------------------------------------------------------------------------------------------------
@@ -304,11 +286,6 @@ class _MethodCode(ast.NodeVisitor):
             inside = self.values[node.id]
         return {member for child in inside for member in self._members_in(child, names, passed)}
 
-    def called_between(self, names: Container[str]) -> list[str]:
-        """The attributes of self that it calls between the first and the last of these."""
-        spots = [at for at, name in enumerate(self.called) if name in names]
-        return self.called[spots[0] : spots[-1]] if spots else []
-
     # -- what runs -----------------------------------------------------------------------------------------------------------
 
     def generic_visit(self, node: ast.AST) -> None:
@@ -323,24 +300,22 @@ class _MethodCode(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         super().generic_visit(node)
-        name = _method_of_self(node)
-        if not name:
-            self.span += getattr(node.func, "attr", getattr(node.func, "id", "")) not in PURE
-            return
-        self.called.append(name)
-        match node.args:
-            case [ast.Name(id=variable)] if not node.keywords:
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=variable)], keywords=[]):
                 self.calls.append(_MemberCall(name, self._origins_of(variable), self.span, dict(self.arms)))
-        self.span += name not in self.known
+        match node.func:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                self.called.append(name)
+                self.span += name not in self.known
+            case function:
+                self.span += getattr(function, "attr", getattr(function, "id", "")) not in PURE
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
+    def visit_Attribute(self, node: ast.Attribute | ast.Subscript) -> None:
         super().generic_visit(node)
-        self.reads.append(node.attr)
+        self.reads.append(getattr(node, "attr", ""))
         self.span += not isinstance(node.ctx, ast.Load)
 
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        super().generic_visit(node)
-        self.span += not isinstance(node.ctx, ast.Load)
+    visit_Subscript = visit_Attribute
 
     def visit_Return(self, node: ast.Return) -> None:
         super().generic_visit(node)
@@ -399,21 +374,12 @@ class _MethodCode(ast.NodeVisitor):
         return frozenset({value})
 
 
-def _method_of_self(node: ast.Call) -> str:
-    """The name in ``self.name(…)``; empty for any other call."""
-    match node.func:
-        case ast.Attribute(value=ast.Name(id="self"), attr=name):
-            return name
-    return ""
-
-
 @cache
 def _methods(kind: Any, known: frozenset[str] = frozenset()) -> tuple[_MethodCode, ...]:
     """The methods of a class that its forward names."""
     methods = list[_MethodCode]()
     for code in codes_of(kind):
-        method = inspect.unwrap(getattr(kind, code.co_name, None))  # type: ignore[arg-type]
-        if getattr(method, "__code__", None) is code:  # else of a base, or a part of another one
+        if code is _code_of(kind, code.co_name):  # else of a base, or a part of another one
             with suppress(OSError, SyntaxError):  # code without a source, or a part of a line
                 tree = ast.parse(dedent(inspect.getsource(code))).body[0]
                 if isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -421,11 +387,10 @@ def _methods(kind: Any, known: frozenset[str] = frozenset()) -> tuple[_MethodCod
     return tuple(methods)
 
 
-@cache
-def _code_at(place: CallingPlace) -> CodeType | None:
-    """The code of the method that calls the modules of a place together; None if there is none."""
-    methods = _methods(cast(Any, place.kind), place.known)
-    return next((method.code for method in methods if method.joins(place.names)), None)
+def _code_of(kind: type[nn.Module], name: str) -> CodeType | None:
+    """The code of a method of a class; None if it has none."""
+    method: Any = getattr(kind, name, None)
+    return getattr(inspect.unwrap(method), "__code__", None)
 
 
 def _alone(child: nn.Module, converted: Mapping[nn.Module, Converted]) -> Weight | None:
@@ -436,15 +401,20 @@ def _alone(child: nn.Module, converted: Mapping[nn.Module, Converted]) -> Weight
     return None
 
 
-def _agree(one: Weight, other: Weight, converted: Mapping[nn.Module, Converted]) -> bool:
+def _agree(group: Sequence[str], alone: Mapping[str, Weight], converted: Mapping[nn.Module, Converted]) -> bool:
+    """Whether one product under one recipe can do for the first and the last of a group."""
+    one, other = alone[group[0]], alone[group[-1]]
     return one.agrees(other) and converted[one.module].recipe == converted[other.module].recipe
 
 
-def _joined(alone: Sequence[Converted], weights: Sequence[Weight], place: CallingPlace, wrapped: bool) -> list[Sibling]:
+def _joined(
+    alone: Sequence[Converted], weights: Sequence[Weight], kind: type[nn.Module], code: CodeType, wrapped: bool
+) -> list[Sibling]:
+    """The forwards of modules, each converted alone so far, that share a product."""
     name = "+".join(forward.path for forward in alone)
     run = PipelineRun(path=short(name))
     run.multiply(weights, name, (name, f"{name}.bias"))
-    shared = Shared(run, [weight.out_features for weight in weights], place, wrapped)
+    shared = Shared(run, [weight.out_features for weight in weights], kind, code, wrapped)
     for index, one in enumerate(alone):
         options: dict[str, Any] = {"arguments": one.arguments, "run": one.run, "recipe": one.recipe, "proven": one.proven}
         sibling = Sibling(one.module, one.path, members={}, **options)

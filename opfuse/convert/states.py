@@ -17,6 +17,9 @@ from torch import nn
 from opfuse.core.operation import BasicOperation
 from opfuse.core.state import NAMESPACE, quoted, unquoted
 
+METHODS = ("delayed_scaling", "_apply", "_save_to_state_dict", "_load_from_state_dict")
+"""The attributes of a module that :class:`States` stands for."""
+
 
 class States:
     """Moves, saves and loads the states of a converted module's ops.
@@ -28,16 +31,10 @@ class States:
         self.module = module
         self.ops = {quoted(name): op for name, op in ops.items()}
 
-    def install(self) -> None:
-        """Put itself and its methods on the module."""
-        own = {"delayed_scaling": self, "_apply": self.apply}
-        vars(self.module).update(own, _save_to_state_dict=self.save, _load_from_state_dict=self.load)
-
-    @staticmethod
-    def remove(module: nn.Module) -> None:
-        """Take them off again."""
-        for name in ("delayed_scaling", "_apply", "_save_to_state_dict", "_load_from_state_dict"):
-            vars(module).pop(name, None)
+    @property
+    def methods(self) -> dict[str, Any]:
+        """What the module gets: itself, and methods in place of the module's."""
+        return dict(zip(METHODS, (self, self.apply, self.save, self.load)))
 
     def __getattr__(self, name: str) -> Any:
         """The saved tensors of an op by role and field: torch.distributed.checkpoint looks up what a key names."""

@@ -13,17 +13,26 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from opfuse.convert.chain import Add, Apply, CallModule, GatedUnit, NoChain, chain_of
-from opfuse.convert.forms import NoForm, activations, expression_of
+from opfuse.convert.chain import chain_of
+from opfuse.convert.code import NotRecorded
+from opfuse.convert.forms import ACTIVATIONS, expression
 from opfuse.convert.leaves import leaf_of, weight_of
+from opfuse.convert.record import record
 from tests.convert.blocks import GatedMLP, HalvesMLP, Residual, Transposed
+
+X = torch.zeros(3, 8)
+
+
+def expression_of(function):
+    """The expression of a function of one tensor."""
+    return expression(record(type("Made", (nn.Module,), {"forward": lambda self, x: function(x)})(), {"x": X}, training=True))
 
 
 def activation_of(function):
     """The activation that a function is written as, if it is one."""
     try:
-        return activations().get(expression_of(function))
-    except NoForm:
+        return ACTIVATIONS.get(expression_of(function))
+    except NotRecorded:
         return None
 
 
@@ -40,28 +49,28 @@ def module(forward):
 
 
 CHAINS = {
-    "calls": (lambda self, x: self.b(self.act(self.a(x))), [CallModule("a"), CallModule("act"), CallModule("b")]),
+    "calls": (lambda self, x: self.b(self.act(self.a(x))), [("call", "a"), ("call", "act"), ("call", "b")]),
     "functions": (
         lambda self, x: self.b(F.gelu(self.a(x), approximate="tanh")),
-        [CallModule("a"), Apply("gelu"), CallModule("b")],
+        [("call", "a"), ("apply", "gelu"), ("call", "b")],
     ),
-    "methods": (lambda self, x: self.b(self.a(x).relu()), [CallModule("a"), Apply("relu"), CallModule("b")]),
+    "methods": (lambda self, x: self.b(self.a(x).relu()), [("call", "a"), ("apply", "relu"), ("call", "b")]),
     "a formula": (lambda self, x: self.b(torch.sigmoid(x)), None),
-    "a type": (lambda self, x: self.b(self.a(x)) if type(x) is torch.Tensor else x, [CallModule("a"), CallModule("b")]),
-    "another type": (lambda self, x: self.b(self.a(x)) if torch.is_tensor(x) else x, [CallModule("a"), CallModule("b")]),
-    "an option": (lambda self, x, y=None, **rest: self.b(self.a(x if y is None else y)), [CallModule("a"), CallModule("b")]),
+    "a type": (lambda self, x: self.b(self.a(x)) if type(x) is torch.Tensor else x, [("call", "a"), ("call", "b")]),
+    "another type": (lambda self, x: self.b(self.a(x)) if torch.is_tensor(x) else x, [("call", "a"), ("call", "b")]),
+    "an option": (lambda self, x, y=None, **rest: self.b(self.a(x if y is None else y)), [("call", "a"), ("call", "b")]),
     "written in place": (
         lambda self, x: self.b(F.silu(self.a(x), inplace=True)),
-        [CallModule("a"), Apply("silu"), CallModule("b")],
+        [("call", "a"), ("apply", "silu"), ("call", "b")],
     ),
-    "gate": (lambda self, x: self.a(x) * F.silu(self.b(x)), [GatedUnit(Apply("silu"), "b", "a")]),
-    "sum": (lambda self, x, y: y + self.a(x), [CallModule("a"), Add(0)]),
-    "sum in place": (lambda self, x, y: self.a(x).add_(y), [CallModule("a"), Add(0)]),
+    "gate": (lambda self, x: self.a(x) * F.silu(self.b(x)), [("gate", ("apply", "silu"), "b", "a")]),
+    "sum": (lambda self, x, y: y + self.a(x), [("call", "a"), ("add", 0)]),
+    "sum in place": (lambda self, x, y: self.a(x).add_(y), [("call", "a"), ("add", 0)]),
     "a look at a signature": (
         lambda self, x: self.b(self.a(x)) if len(inspect.signature(self.a.forward).parameters) == 1 else x,
-        [CallModule("a"), CallModule("b")],
+        [("call", "a"), ("call", "b")],
     ),
-    "an argument that nothing reads": (lambda self, x, y: self.a(x), [CallModule("a")]),
+    "an argument that nothing reads": (lambda self, x, y: self.a(x), [("call", "a")]),
 }
 
 
@@ -69,19 +78,19 @@ CHAINS = {
 def test_a_forward_is_read_as_a_chain(name):
     forward, steps = CHAINS[name]
     if steps is None:
-        with pytest.raises(NoChain):
+        with pytest.raises(NotRecorded):
             chain_of(module(forward))
     else:
         assert list(chain_of(module(forward)).steps) == steps
 
 
 def test_gated_units_and_residuals_of_models():
-    gated = (GatedUnit(CallModule("act_fn"), "gate_proj", "up_proj"), CallModule("down_proj"))
+    gated = (("gate", ("call", "act_fn"), "gate_proj", "up_proj"), ("call", "down_proj"))
     assert chain_of(GatedMLP()).steps == gated
-    assert chain_of(HalvesMLP()).steps == (CallModule("gate_up"), GatedUnit(Apply("silu")), CallModule("down"))
+    assert chain_of(HalvesMLP()).steps == (("call", "gate_up"), ("gate", ("apply", "silu")), ("call", "down"))
     residual = chain_of(Residual())
     assert (residual.arguments, residual.widths) == (("hidden", "residual"), (32, 32))
-    assert residual.steps == (CallModule("dense"), Add(0), CallModule("norm"))
+    assert residual.steps == (("call", "dense"), ("add", 0), ("call", "norm"))
 
 
 def dropping(self, x):
@@ -150,13 +159,13 @@ REFUSED = {
     "a sum in its argument": (lambda self, x, y: self.a(x.add_(y)), "a write to a tensor that"),
     "training": (noisy, "another chain in evaluation"),
     "a dropout as a function": (dropping, "the call of dropout"),
-    "read twice": (lambda self, x: self.a(x) + self.b(x), "the argument x read by the submodule a and the submodule b"),
-    "read thrice": (lambda self, x: self.a(x) * self.a(x) * self.b(x), "the argument x read 3 times"),
+    "read twice": (lambda self, x: self.a(x) + self.b(x), "a(x) + b(x)"),
+    "read thrice": (lambda self, x: self.a(x) * self.a(x) * self.b(x), "a(x) * a(x) * b(x)"),
     "two results": (lambda self, x: (self.a(x), x), "a tuple as its result"),
     "beside": (lambda self, x: (self.zeros(), self.a(x))[1], "AttributeError"),
     "a shape": (lambda self, x: self.a(x).reshape(-1), "the call of reshape"),
-    "its own parameter": (lambda self, x: self.a(x) * self.a.weight[0], "the call of mul"),
-    "its own sum": (doubled, "the call of add"),
+    "its own parameter": (lambda self, x: self.a(x) * self.a.weight[0], "the call of __getitem__"),
+    "its own sum": (doubled, "a(x) + a(x)"),
     "another submodule beside": (lambda self, x, y: (self.b(y), self.a(x))[1], "the submodule b beside it"),
     "a multiple of a residual": (lambda self, x, y: torch.add(self.a(x), y, alpha=2), "the call of add"),
     "halves of the rows": (lambda self, x: halves(*self.a(x).chunk(2, 1)), "the call of chunk"),
@@ -171,10 +180,31 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_chain_says_what_was_met(name):
     forward, met = REFUSED[name]
-    with pytest.raises(NoChain) as told:
+    with pytest.raises(NotRecorded) as told:
         chain_of(module(forward))
     assert met in told.value.got
     assert told.value.wanted
+
+
+class Deep(nn.Module):
+    """Residual steps in one forward: what is written out doubles with each."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+    def forward(self, x):
+        for step in self.steps:
+            x = x + step(x)
+        return x
+
+
+def test_residual_steps_in_one_forward_are_no_chain():
+    with pytest.raises(NotRecorded) as told:
+        chain_of(Deep(2))
+    assert told.value.got == "steps.0(x) + steps.1(steps.0(…) + x) + x"
+    with pytest.raises(NotRecorded, match="a formula of more than 10000 parts"):
+        chain_of(Deep(100))
 
 
 @pytest.mark.parametrize("value", [lambda x, count: x, lambda x, count: count + 1], ids=["a value", "a count"])
@@ -186,7 +216,7 @@ def test_a_forward_that_keeps_something_is_no_chain_and_that_is_taken_back(value
     made = module(keeping)
     made.kept = 0
     before = dict(vars(made))
-    with pytest.raises(NoChain, match="a write to an attribute kept"):
+    with pytest.raises(NotRecorded, match="a write to an attribute kept"):
         chain_of(made)
     assert vars(made) == before
 
@@ -222,7 +252,9 @@ def test_a_forward_that_writes_to_what_it_has_is_no_chain_and_writes_nothing(nam
         setattr(made.get_submodule(holder), last, copy.deepcopy(value))
     before = [[*vars(part)] for part in made.modules()]
     of_tensor = "a write to a tensor that the forward did not make"
-    with pytest.raises(NoChain, match=of_tensor if name == "a buffer" else "the attribute log, a|setattr, which <lambda> reads"):
+    with pytest.raises(
+        NotRecorded, match=of_tensor if name == "a buffer" else "the attribute log, a|setattr, which <lambda> reads"
+    ):
         chain_of(made)
     assert [[*vars(part)] for part in made.modules()] == before
     if value is not None:

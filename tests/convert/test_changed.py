@@ -208,11 +208,11 @@ CHANGES = {
     "a bias that is gone": (block, lose_a_bias, r"got {'parameters': \(\('weight', [^b]*\)\)?,\)}"),
     "a bias": (lambda: block(bias=False), get_a_bias, r"got {'parameters': .*'weight'.*'bias'"),
     "other sizes": (block, widened, r"Sequential.1: wants .*'out_features': 64.*got .*'out_features': 96"),
-    "a weight norm": (block, lambda model: parametrizations.weight_norm(model[1]), r"got {.*: \('parametrizations',\)}"),
+    "a weight norm": (block, lambda model: parametrizations.weight_norm(model[1]), r"got {.*'parametrizations': ModuleDict\("),
     "a forward": (block, another_forward, r"Sequential.1: wants .*its forward, got another one, put in its place"),
-    "one more step": (block, lambda model: model.append(nn.Tanh()), r"got {'submodules': \('0', '1', '2', '3', '4'\)}"),
-    "one step less": (block, lambda model: model.pop(3), r"Sequential.3: wants .*the Linear that was there, got nothing"),
-    "another submodule": (GatedMLP, replaced, r"up_proj: wants .*the Linear that was there, got a Linear"),
+    "one more step": (block, lambda model: model.append(nn.Tanh()), r"wants .* {'4': None}, got {'4': Tanh\(\)}"),
+    "one step less": (block, lambda model: model.pop(3), r"Sequential: wants .* {'3': Linear\(.*}, got {'3': None}"),
+    "another submodule": (GatedMLP, replaced, r"GatedMLP: wants .* {'up_proj': Linear\(.*}, got {'up_proj': Linear\("),
     "a hook": (GatedMLP, hooked, r"up_proj: wants .*no hooks on a module that runs as a part of another, got some"),
 }
 

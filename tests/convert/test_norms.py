@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse import ops
-from opfuse.convert import norms
+from opfuse.convert import build
 from opfuse.errors import OpfuseWarning
 from tests.convert.test_fuse import FP8, called, converted_exactly
 from tests.plans import plans_used
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 @pytest.fixture(autouse=True)
 def any_width(monkeypatch):
-    monkeypatch.setattr(norms, "NARROW", 32)
+    monkeypatch.setattr(build, "NARROW", 32)
 
 
 def test_lone_norms_run_as_ops_and_nothing_changes_without_a_recipe():

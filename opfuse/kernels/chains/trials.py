@@ -29,7 +29,7 @@ _NEAR: Sequence[tuple[Sequence[str], Draw]] = (
     (("swiglu",), Draw()),
     (("add", "silu"), Draw()),
 )
-"""Of bf16, whose rounding hides what a derivative near its zero loses, and with no sum behind an exponential, which may cancel."""
+"""Of bf16, whose rounding hides what a derivative near its zero loses; no sum stands behind an exponential, for it may cancel."""
 
 _NORMAL = 8.0
 """The largest magnitude of what an exponential is taken of: beyond it the sum of two results may cancel."""

@@ -369,7 +369,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
                 return own(*args, **kwargs)
             if own is not None:  # as it is where it is bound to a module that is not converted
                 own.warn_of_copy()
-            return type(caller).forward(caller, *args, **kwargs)
+            return kind.forward(caller, *args, **kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)

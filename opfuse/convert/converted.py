@@ -228,6 +228,9 @@ class Converted:
     runs_alone = True
     """Whether a call runs its pipeline, and nothing else."""
 
+    code = None
+    """That of its class, as graphs know it, and not an attribute of the module."""
+
     def resembles(self, other: Converted) -> bool:
         """Whether a graph that was made for ``other``, of the same class, can serve this one."""
         return type(self.module) is type(other.module)

@@ -26,7 +26,6 @@ from benchmarks.models import LARGE, PIPELINES, Sizes, settings
 from benchmarks.timing import Call, host_time, wall_time
 from opfuse.recipes import autocast
 from opfuse.runtime.fuser import OperationFuser
-from opfuse.runtime.plans import named_key as named
 from opfuse.runtime.plans.trace import TRACE
 
 Record = dict[str, Any]
@@ -57,7 +56,10 @@ def _no_caller() -> str:
 @contextmanager
 def _unsourced(model: nn.Module) -> Iterator[None]:
     """Nobody looks for lines of the user's code."""
-    with mock.patch(f"{autocast.__module__}.site", new=_no_site), mock.patch.object(named, "caller", new=_no_caller):
+    with (
+        mock.patch(f"{autocast.__module__}.site", new=_no_site),
+        mock.patch(f"{OperationFuser.__module__}.caller", new=_no_caller),
+    ):
         yield
 
 

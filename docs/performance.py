@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import profiles
+from benchmarks.converted import COMPILED
 from benchmarks.sanitizer import TOOLS
 from docs import performance_text as prose
 from docs.performance_figures import LARGE, SMALL, of_script, shown
@@ -165,6 +166,23 @@ _DIGITS = {
 }
 
 
+def mixtures(record: Mapping[str, Any]) -> str:
+    """For each mixture and number of tokens what a step takes, whole and by part, models across."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for name, units in of_script(record, "mixtures").items():
+        layers, tokens, model, *part = name.split(", ")
+        speed = f", x {shown(units[BESIDE], 2)}" if BESIDE in units else ""
+        launches = f" ({shown(units['launches'], 0)})" if "launches" in units else ""
+        cell = f"{shown(units['ms'], 1)}{speed}{launches}"
+        found.setdefault(f"{layers}, {tokens}", {}).setdefault(part[0] if part else "wall time", {})[model] = cell
+    tables = (f"{problem.capitalize()}:\n\n{_by_what(parts, 'ms')}" for problem, parts in found.items())
+    return "\n\n".join((prose.MIXTURES.rstrip(), *tables))
+
+
+BESIDE = f"x {COMPILED}"
+"""The unit of speeds over the layers in bf16 that are compiled."""
+
+
 def _by_what(models: Mapping[str, Mapping[str, str]], head: str = "recipe") -> str:
     columns = list(dict.fromkeys(what for cells in models.values() for what in cells))
     return table((head, *columns), [(model, *(cells.get(what, "") for what in columns)) for model, cells in models.items()])
@@ -230,6 +248,7 @@ def sections(record: Mapping[str, Any], today: str) -> Sequence[tuple[str, str]]
         "pytorch": ("CUDA graphs, torch.compile, offload", inside),
         "overhead": ("Cost of watching and tracing", overhead),
         "converted": ("Llama converted with fuse_", lambda record: prose.CONVERTED + problems(record, "converted")),
+        "mixtures": ("Mixtures converted with fuse_", mixtures),
         "memory": ("Memory", memory),
         "training": ("Training", lambda record: prose.TRAINING + others(record, "training")),
         "compiling": ("Compiling kernels", lambda record: prose.COMPILING + others(record, "compiling")),

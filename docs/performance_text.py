@@ -177,6 +177,14 @@ torch's fused one.
 
 """
 
+MIXTURES = """\
+Two layers of transformers' models with random weights, one sequence, forward and backward; experts in bf16 are transformers'
+`grouped_mm`. *called* and *compiled* are as above, and so is what speeds are over. Below the wall time stands what the device
+does, by the names of kernels, with launches in parentheses, and how long the host takes to queue a step.
+[mixtures-part-by-part](decisions/mixtures-part-by-part.md) says what was tried.
+
+"""
+
 MEMORY = """\
 *saved* is what autograd keeps for the backward pass, in parentheses what the formats require; *peak* is that of one forward
 and backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In

@@ -356,14 +356,16 @@ class Cache(Generic[K, V]):
         if len(self._seen) > _REMEMBERED * self.size:
             self._seen.pop(next(iter(self._seen)))
         self._entries[key] = _CacheEntry(value, self.hits + self.misses)
-        for old, _ in self.items()[: -self.size]:
+        for old, _ in self.items()[: -self.size] if len(self._entries) > self.size else ():
             self._entries.pop(old, None)
         self.last_miss = miss
         return miss
 
     def why(self, key: K) -> Miss:
         """The nearest live entry to ``key`` and the fields in which it differs."""
-        entries = [other for other, _ in reversed(self.items())] or ([] if self.before is None else [self.before])
+        entries = [other for other, _ in reversed(self.items())] if self._entries else []
+        if not entries and self.before is not None:
+            entries = [self.before]
         if not entries:
             return Miss(key, None, ())
         nearest = min(entries, key=lambda other: _distance(other, key))

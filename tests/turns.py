@@ -17,7 +17,7 @@ def in_turn(*axes: Iterable[Any], of: int) -> list[Any]:
     made = []
     for places in itertools.product(*map(enumerate, axes)):
         values = [value for _, each in places for value in (each if isinstance(each, tuple) else (each,))]
-        named = "-".join(str(getattr(value, "name", value)) for value in values)
+        named = "-".join(str(getattr(value, "name", getattr(value, "__name__", value))) for value in values)
         marks = () if sum(place for place, _ in places) % of == 0 else pytest.mark.slow
         made.append(pytest.param(*values, marks=marks, id=named))
     return made

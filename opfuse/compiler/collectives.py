@@ -27,7 +27,7 @@ from opfuse.core.signature import Env
 from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.recipes import DelayedScaling, Recipe, current_amax_group
 from opfuse.tensors.quantizers import Quantizer
-from opfuse.tensors.quantizers.provenance import draws, is_library_quantizer
+from opfuse.tensors.quantizers.base import draws, is_library_quantizer
 from opfuse.tensors.row_collectives import PlaneTransfer
 
 CARRIERS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
@@ -51,7 +51,10 @@ SCALE_BYTES: Mapping[str, int] = MappingProxyType({"none": 0, "fp32": 4, "e8m0":
 def carrier(op: BasicOperation, direction: str) -> bool | None:
     """Whether ``op`` joins a value with rows of other ranks in ``direction``; None if it is no carrier: it changes the value."""
     traits = op.known.traits
-    return next((joins for trait, joins in CARRIERS[direction].items() if trait in traits), None)
+    for trait, joins in CARRIERS[direction].items():
+        if trait in traits:
+            return joins
+    return None
 
 
 def rows_behind(op: BasicOperation, rows: int) -> int:

@@ -17,7 +17,7 @@ from opfuse.core.signature import TensorSig
 from opfuse.errors import Described
 from opfuse.formats import NumberFormat
 from opfuse.tensors.gemm import clash
-from opfuse.tensors.quantizers.provenance import casts_itself
+from opfuse.tensors.quantizers.base import casts_itself
 from opfuse.tensors.row_collectives import PlaneTransfer
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Graph:
         producer = {value: node.index for node in nodes if FORWARD in node.directions for value in node.outputs}
         consumers: dict[int, list[int]] = {}
         for node in nodes:
-            for value in (*node.inputs, *(value for _, value in node.operands)):
+            for value in (*node.inputs, *dict(node.operands).values()):
                 consumers.setdefault(value, []).append(node.index)
         root: dict[int, int] = {}
         for node in nodes:

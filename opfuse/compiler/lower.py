@@ -11,7 +11,6 @@ The quantize node of an output gradient keeps the value's number. So patterns of
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -153,9 +152,14 @@ def _extra_input(b: _GraphBuilder, name: str | None, extras: Iterator[TensorSig]
 
 
 def _needs(b: _GraphBuilder, params: Mapping[str, TensorSig | None], extra_values: Sequence[int]) -> frozenset[str]:
-    wanted = {name for name, sig in params.items() if b.env.grad and sig is not None and sig.requires_grad}
-    wanted |= {f"extra{i}" for i, value in enumerate(extra_values) if value in b.grads}
-    return frozenset(wanted | ({"input"} if b.current in b.grads else set()))
+    wanted = ["input"] if b.current in b.grads else []
+    for name, sig in params.items() if b.env.grad else ():
+        if sig is not None and sig.requires_grad:
+            wanted.append(name)
+    for i, value in enumerate(extra_values):
+        if value in b.grads:
+            wanted.append(f"extra{i}")
+    return frozenset(wanted)
 
 
 def _casts(
@@ -208,8 +212,13 @@ def _caster(b: _GraphBuilder, index: int, role: str) -> int:
         return index
     if role == "input":
         return b.nodes[b.casts[b.current]].op if b.current in b.casts else index
-    after = itertools.takewhile(lambda i: _is_copy(b, i), range(index + 1, len(b.ops)))
-    return max((i for i in after if _casts_gradient(b.ops[i], b.env.recipe)), default=index)
+    last = index
+    for i in range(index + 1, len(b.ops)):
+        if not _is_copy(b, i):
+            break
+        if _casts_gradient(b.ops[i], b.env.recipe):
+            last = i
+    return last
 
 
 def _is_copy(b: _GraphBuilder, index: int) -> bool:
@@ -226,10 +235,10 @@ def _casts_gradient(op: BasicOperation, recipe: Recipe | None) -> bool:
 
 def _leaves_cast(b: _GraphBuilder, index: int) -> bool:
     """Whether an explicit Quantize leaves the cast to the product after it, which casts groups of rows apart."""
-    after = next((i for i in range(index + 1, len(b.ops)) if not _is_copy(b, i)), None)
-    if not b.known[index].is_cast or after is None or b.known[after].casts_itself:
+    if not b.known[index].is_cast:
         return False
-    return b.ops[after].cast_groups("input") > 0
+    after = next((i for i in range(index + 1, len(b.ops)) if not _is_copy(b, i)), None)
+    return after is not None and not b.known[after].casts_itself and b.ops[after].cast_groups("input") > 0
 
 
 def _cast_parameter(b: _GraphBuilder, op: int, spec: CastSpec) -> tuple[str, int]:

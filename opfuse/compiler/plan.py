@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from opfuse.compiler.claims import Claims
-from opfuse.compiler.cover import ABSENT_STATUS, FUSED, Group, Outcome, refused_everywhere
+from opfuse.compiler.cover import ABSENT_STATUS, FUSED, Claims, Group, Outcome, refused_everywhere
 from opfuse.compiler.graph import BACKWARD, FORWARD, TRANSPARENT, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet
@@ -123,8 +122,12 @@ class Plan:
     @cached_property
     def delays(self) -> bool:
         """Whether scales of gradients come from earlier steps."""
-        casts = [*self.casts.values(), *(cast for own in self.own_casts.values() for cast in own.values())]
-        return any(cast.role == GRADIENT and cast.is_delayed for cast in casts)
+        by_place: list[Mapping[Any, Cast]] = [self.casts, *self.own_casts.values()]
+        for casts in by_place:
+            for cast in casts.values():
+                if cast.role == GRADIENT and cast.is_delayed:
+                    return True
+        return False
 
     @cached_property
     def cast_once(self) -> dict[int, Cast]:
@@ -168,7 +171,7 @@ def compile_plan(
     forward, backward = claims.complete(FORWARD), claims.complete(BACKWARD)
     verify(graph, forward, FORWARD)
     verify(graph, backward, BACKWARD)
-    labels = tuple(op.label for op in ops)
+    labels = tuple([op.label for op in ops])
     casts, own = live_casts(graph, ops, key.env, labels)
     rematerialized = rematerialized_operands(graph, ops, key.env, casts, (*forward, *backward))
     segments = partition(graph, forward, backward, rematerialized)
@@ -184,9 +187,11 @@ def _outcomes_without_override(
     An override leaves casts out, so what a pattern wants may be there without it alone. That is found by lowering the ops again.
     """
     recipe, outcomes = key.env.recipe, tuple(claims.outcomes)
+    if recipe is None or recipe.backward_override is None:
+        return outcomes
     absent = {outcome.rule for outcome in outcomes if outcome.status == ABSENT_STATUS}
     asked = [rule for rule in rules.rules if rule.name in absent and refused_everywhere(rule, claims.graph, key.env, ())]
-    if recipe is None or recipe.backward_override is None or not asked:
+    if not asked:
         return outcomes
     try:
         env = key.env._replace(recipe=recipe.replace(backward_override=None))
@@ -237,8 +242,13 @@ def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: 
 def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:
     """FusionError unless ``groups`` run every node of ``side`` exactly once, each in order."""
     wanted = [node.index for node in graph.nodes if side in node.directions]
-    got = sorted(i for group in groups for i in group.nodes)
-    if got != wanted or any(list(group.nodes) != sorted(group.nodes) for group in groups):
+    each: list[int] = []
+    ordered = True
+    for group in groups:
+        each += group.nodes
+        ordered = ordered and [*group.nodes] == sorted(group.nodes)
+    got = sorted(each)
+    if got != wanted or not ordered:
         cure = "a fusion must keep the basic ops it takes, in order"
         raise FusionError(describe(f"{side} plan", wanted=f"nodes {wanted}, each once and in order", got=got, cure=cure))
 
@@ -257,9 +267,10 @@ def partition(
         if node.is_cast:
             first, last = _quantized_span(graph, node.index)
             reach[first] = max(reach[first], last)
-    for operand in (each for operands in (rematerialized or {}).values() for each in operands):
-        first = min(operand.source, *operand.chain[:1], operand.reader)
-        reach[first] = max(reach[first], operand.reader)
+    for operands in (rematerialized or {}).values():
+        for operand in operands:
+            first = min(operand.source, *operand.chain[:1], operand.reader)
+            reach[first] = max(reach[first], operand.reader)
     starts = [0] if reach else []
     end = 0
     for i, last in enumerate(reach):
@@ -270,9 +281,8 @@ def partition(
     for side, groups in enumerate((forward, backward)):
         for group in groups:
             bins[bisect_right(starts, group.nodes[0]) - 1][side].append(group)
-    return tuple(
-        _segment(graph, range(start, stop), *sides) for start, stop, sides in zip(starts, [*starts[1:], len(reach)], bins)
-    )
+    stops = [*starts[1:], len(reach)]
+    return tuple([_segment(graph, range(start, stop), *sides) for start, stop, sides in zip(starts, stops, bins)])
 
 
 def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
@@ -294,20 +304,34 @@ def _quantized_span(graph: Graph, index: int) -> tuple[int, int]:
 
 def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Sequence[Group]) -> Segment:
     members = [graph.nodes[i] for i in nodes]
-    produced = {value for node in members for value in node.outputs if graph.producer[value] in nodes}
-    outputs = [v for v in produced if v in graph.outputs or any(reader not in nodes for reader in graph.consumers.get(v, ()))]
+    produced: set[int] = set()
+    outputs: list[int] = []
+    readers: Counter[int] = Counter()
+    trains, only_views, ops = False, True, dict[int, None]()
+    for group in (*forward, *backward):
+        only_views = only_views and not group.claimed
+    for node in members:
+        ops[node.op] = None
+        trains = trains or bool(node.needs)
+        only_views = only_views and VIEW in node.traits
+        if (
+            not node.is_cast
+        ):  # only inputs of channels have several readers: what is cast, forwards or backwards, is read by one op
+            readers.update(node.inputs)
+        for value in node.outputs:
+            if graph.producer[value] in nodes and value not in produced:
+                produced.add(value)
+                if value in graph.outputs or not set(graph.consumers.get(value, ())).issubset(nodes):
+                    outputs.append(value)
     inputs = _inputs(members, produced)
-    trains = any(node.needs for node in members) or not graph.grads.isdisjoint(outputs)
-    only_views = all(VIEW in node.traits for node in members) and not any(group.claimed for group in (*forward, *backward))
-    # Only inputs of channels have several readers: what is cast, forwards or backwards, is read by one op.
-    readers = Counter(value for node in members if not node.is_cast for value in node.inputs)
+    trains = trains or not graph.grads.isdisjoint(outputs)
     return Segment(
         nodes,
         inputs=inputs,
         outputs=tuple(sorted(outputs)),
         forward=tuple(forward),
         backward=tuple(reversed(backward)),
-        ops=tuple(dict.fromkeys(node.op for node in members)),
+        ops=tuple(ops),
         requires_grad=trains and not only_views,
         again=tuple(value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)),
         constant=frozenset(outputs) - graph.grads,

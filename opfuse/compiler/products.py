@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from opfuse.recipes import Recipe
 from opfuse.recipes.policy import planes
 from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.quantizers import Quantizer
-from opfuse.tensors.quantizers.provenance import casts_itself
+from opfuse.tensors.quantizers.base import casts_itself
 from opfuse.tensors.tensor import QuantizedTensor
 
 GEMM = "gemm"
@@ -109,16 +110,14 @@ def products_of(
     operands = [(op.quantizer_role(role).tensor_type, each) for role, each in (formats | dict(stored)).items()]
     for name in made:
         what = GEMMS[name]
-        left, right = (
-            dict.fromkeys(_plain(each[plane]) for tensor_type, each in operands if tensor_type == role and name in quantized)
-            or (None,)
-            for role, plane in ((what.left, what.left_plane), (what.right, what.right_plane))
-        )
-        yield from (ProductFormats(index, name, one, other) for one in left for other in right)
-
-
-def _plain(fmt: NumberFormat) -> NumberFormat | None:
-    return None if fmt == IDENTITY else fmt
+        left: dict[NumberFormat | None, None] = {}
+        right: dict[NumberFormat | None, None] = {}
+        for tensor_type, each in operands if name in quantized else ():
+            for side, role, plane in ((left, what.left, what.left_plane), (right, what.right, what.right_plane)):
+                if tensor_type == role:
+                    side[None if each[plane] == IDENTITY else each[plane]] = None
+        for one, other in itertools.product(left or (None,), right or (None,)):
+            yield ProductFormats(index, name, one, other)
 
 
 def in_read_order(quantizer: Quantizer, env: Env) -> Quantizer:

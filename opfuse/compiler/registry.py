@@ -102,11 +102,12 @@ class RuleSet:
 
     def of(self, direction: str) -> tuple[Fusion, ...]:
         """The rules of one direction, higher priority first, in order otherwise. The level is checked like a guard."""
-        return tuple(sorted((rule for rule in self.rules if rule.direction == direction), key=lambda rule: -rule.priority))
+        return self._by_direction[direction]
 
-    def functions_of(self, direction: str, level: int) -> tuple[FusionFunction, ...]:
-        """The functions of one direction, in order."""
-        return tuple(f for f in self.functions if f.direction == direction and level > 0)
+    @cached_property
+    def _by_direction(self) -> Mapping[str, tuple[Fusion, ...]]:
+        ordered = sorted(self.rules, key=lambda rule: -rule.priority)
+        return {direction: tuple([rule for rule in ordered if rule.direction == direction]) for direction in PASSES}
 
     def without(self, *names: str) -> RuleSet:
         """A copy of the set without the named rules and functions; FusionError for a name that the set lacks."""

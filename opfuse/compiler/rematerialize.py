@@ -27,7 +27,7 @@ from opfuse.core.signature import Env
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Usage
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
-from opfuse.tensors.quantizers.provenance import draws, is_library_code, is_library_quantizer
+from opfuse.tensors.quantizers.base import draws, is_library_code, is_library_quantizer
 
 _FOLLOWED = frozenset(("elementwise", "norm"))
 """Traits of ops whose results may follow from their saved state."""
@@ -59,8 +59,7 @@ def rematerialized_operands(
     graph: Graph, ops: Sequence[BasicOperation], env: Env, casts: Mapping[int, Cast], groups: Sequence[Group]
 ) -> Rematerialized:
     """What the backward pass makes anew. groups: of both passes."""
-    waits = any(node.transfer is not None and node.transfer.later for node in graph.nodes)
-    if not env.grad or (env.keep is None and not waits):
+    if not env.grad or (env.keep is None and not graph.collective_casts):
         return {}
     foreign = {i for group in groups if not _saves_like_its_ops(group) for i in group.nodes}
     by_reader = {}

@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from opfuse.compiler.graph import BACKWARD, FORWARD
@@ -304,12 +305,12 @@ class Fusion:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {printed(self.pattern)!r}, {self.direction})"
 
-    @property
+    @cached_property
     def single(self) -> bool:
         """Whether the pattern can only ever match one node."""
         return is_single(self.pattern)
 
-    @property
+    @cached_property
     def direction(self) -> str:
         """forward, backward or joint: follows from which implementations exist."""
         if self.forward is not None and self.backward is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
-from opfuse.compiler.cover import bound
+from opfuse.compiler.cover import Fits
 from opfuse.compiler.graph import Node
 from opfuse.compiler.patterns import Term
 from opfuse.compiler.rules import Fusion, Guard
@@ -61,10 +61,10 @@ def _node(index: int, word: str) -> Node:
 
 
 def _takes_part(first: Fusion, later: Fusion, sentence: Sentence) -> bool:
-    nodes = [node for _, node in sentence]
-    for start in range(len(nodes)):
-        if (found := bound(first, nodes, start)) is not None:
-            places = {term.name: [sentence[start + i][0] for i in there] for term, there in zip(first.pattern, found)}
+    fits = Fits(first, [node for _, node in sentence])
+    for start in range(len(sentence)):
+        if (found := fits.binding(start)) is not None:
+            places = {term.name: [sentence[i][0] for i in there] for term, there in zip(first.pattern, found)}
             return all(set(_asked(guard, places)) <= set(later.when) for guard in first.when)
     return False
 

@@ -223,10 +223,7 @@ class Converted:
     def get_ready(self) -> None:
         """Make what dynamo reads."""
         if self.in_graph is None:
-            self.in_graph = InGraph(self, [self], self.run if self.runs_alone else None)
-
-    runs_alone = True
-    """Whether a call runs its pipeline, and nothing else."""
+            self.in_graph = InGraph(self, [self], self.run)
 
     code = None
     """That of its class, as graphs know it, and not an attribute of the module."""
@@ -266,13 +263,13 @@ class InGraph:
     """A call of a converted module, or of several, as an op knows a pipeline.
 
     members: forwards that share one product, ``owner`` being the first; the op returns the columns of all in one tensor, of which
-    the graph takes views, since outputs of one op may not share memory. run: the pipeline of the call; None if it runs more.
+    the graph takes views, since outputs of one op may not share memory. run: the pipeline of the call.
     """
 
     ops: tuple[BasicOperation, ...] = ()
     """No ops of the caller's."""
 
-    def __init__(self, owner: Converted, members: Sequence[Converted], run: PipelineRun | None) -> None:
+    def __init__(self, owner: Converted, members: Sequence[Converted], run: PipelineRun) -> None:
         self.ticket = enroll(self)
         self.owner, self.members, self.run = owner, members, run
         self.label = owner.label
@@ -315,7 +312,7 @@ class InGraph:
     def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """A single pipeline records its backward pass on a tape; anything else is recorded by autograd."""
         pipeline = self.run
-        if current_recipe() is None or pipeline is None or pipeline.spare_of(call.given[0]):
+        if current_recipe() is None or pipeline.spare_of(call.given[0]):
             return call.recorded_by_autograd(lambda given, instead: self._over(instead, partial(self._run, given)))
         self._check()
 
@@ -341,7 +338,7 @@ class InGraph:
             return self._plain(*given)
         self._check()
         x, *arguments = given
-        result: torch.Tensor = (self.run or self.owner.compute)(x, arguments)
+        result: torch.Tensor = self.run(x, arguments)
         return result
 
     def _plain(self, x: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from opfuse.convert.code import BUILTINS, NotRecorded, check_effects
 from opfuse.convert.converted import Converted
 from opfuse.convert.guards import Proven
 from opfuse.convert.leaves import GATED, UNGATED, leaf_of, obstacle
-from opfuse.convert.pipeline import PipelineRun
+from opfuse.convert.pipeline import INPUT, PipelineRun
 from opfuse.convert.record import (
     ACTIVATIONS,
     ARITHMETIC,
@@ -33,7 +33,7 @@ from opfuse.convert.record import (
 from opfuse.convert.weights import MadeParameters
 from opfuse.ops.activation import Activation
 from opfuse.ops.grouped_linear import GroupedLinear
-from opfuse.ops.routing import TokenPermute, combined
+from opfuse.ops.routing import TokenCombine, TokenPermute
 from opfuse.recipes import Recipe
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -199,15 +199,14 @@ class _ActivationOf(torch.autograd.Function):
         return dx, None
 
 
-SPLITS = "splits"
-"""The channel that carries the number of rows of each expert."""
+SPLITS, PLACES = "splits", "places"
+"""The channels that carry the number of rows of each expert, and where the rows of each token lie."""
 
 
 class Routed(Converted):
-    """The forward of a module with experts."""
-
-    experts: int
-    runs_alone = False
+    """The forward of a module with experts. A number that is no expert's, as routers write for one on another device, adds
+    nothing.
+    """
 
     def _is_proven(self, given: Sequence[Any]) -> bool:
         """Tokens (n, width) of the dtype of the matrices, an integer (n, k) of experts, and weights (n, k)."""
@@ -230,22 +229,16 @@ class Routed(Converted):
         """A tensor like the tokens; which expert gets which token depends on values."""
         return (torch.empty_like(given[0]),)
 
-    def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The experts' results for the rows of each token, weighted and summed.
-
-        A number that is no expert's, as routers write for one on another device, adds nothing.
-        """
-        index, weights = arguments
-        rows, places = self.run(x, [index])
-        return combined(rows, places, weights, x.dtype)
-
 
 def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
     """The new forward of a module with experts."""
     experts, width, inner = found.sizes
     permute = TokenPermute(experts)
-    permute.set_extra_output_channel(0, SPLITS, output_to_caller=False)
-    run = PipelineRun(ops=[permute], names=["permute"], extras=[0], path=path)
+    combine = TokenCombine(weighted=True)
+    for number, channel in enumerate((SPLITS, PLACES)):
+        permute.set_extra_output_channel(number, channel, output_to_caller=False)
+    combine.set_extra_input_channel(0, PLACES)
+    run = PipelineRun(ops=[permute], names=["permute"], extras=[0, 1, INPUT], path=path)
     for name, sizes in ((found.both, (width, 2 * inner)), (found.down, (inner, width))):
         op, made = _grouped(found.module, name, experts, *sizes)
         op.name = f"{path}.{name}".lstrip(".")
@@ -255,7 +248,9 @@ def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
         run.made.append(made)
     run.ops.insert(2, GATED[found.act]())
     run.names.insert(2, found.act)
-    routed = Routed(
+    run.ops.append(combine)
+    run.names.append("combine")
+    return Routed(
         found.module,
         path,
         arguments=required_arguments(found.module),
@@ -264,8 +259,6 @@ def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
         recipe=recipe,
         proven=Proven(),
     )
-    routed.experts = experts
-    return routed
 
 
 def _grouped(module: nn.Module, name: str, experts: int, columns: int, rows: int) -> tuple[GroupedLinear, MadeParameters]:

@@ -131,18 +131,19 @@ def settings_of(module: nn.Module) -> Settings:
 
 def _seen(value: Any, kind: Any, depth: int = DEPTH) -> Any:
     """What is compared of an attribute's value. A tuple stands for what has parts or fields, which may change."""
-    if isinstance(value, COMPARED):
+    of = type(value)  # isinstance would read __class__ of an object once for each type, and configs compute what is read of them
+    if issubclass(of, COMPARED):
         return value
-    if isinstance(value, (nn.Module, torch.Tensor, type)) or not depth:
-        return type(value)
-    if isinstance(value, (tuple, list)):
-        return (type(value), *(_seen(each, kind, depth - 1) for each in value))
-    if isinstance(value, dict):
+    if issubclass(of, (nn.Module, torch.Tensor, type)) or not depth:
+        return of
+    if issubclass(of, (tuple, list)):
+        return (of, *(_seen(each, kind, depth - 1) for each in value))
+    if issubclass(of, dict):
         return (dict, *((key, _seen(each, kind, depth - 1)) for key, each in value.items()))
-    if isinstance(value, partial):
+    if issubclass(of, partial):
         return (value.func, *_seen(value.args, kind, depth - 1), *_seen(value.keywords, kind, depth - 1))
     fields = getattr(value, "__dict__", None) or {}
-    return (type(value), *((name, _seen(fields[name], kind, depth - 1)) for name in sorted(names_read(kind) & fields.keys())))
+    return (of, *((name, _seen(fields[name], kind, depth - 1)) for name in sorted(names_read(kind) & fields.keys())))
 
 
 def _is_same(now: Any, before: Any) -> bool:

@@ -25,14 +25,17 @@ from opfuse.runtime.fuser import OperationFuser
 BLOCKS = (1, 16, 32, 128)
 """Formats need a number of rows that is a multiple of one of these."""
 
+INPUT = -1
+"""The index of the input itself, where an op reads it once more."""
+
 
 @dataclass(eq=False)
 class PipelineRun:
     """Ops that run as one pipeline.
 
-    ops, names: the ops and their names. extras: indices of the further arguments that they read. made: owners of parameters
-    that are made for each call. path: of the module, for messages. spare: how many copies of the last row to add, by recipe,
-    rows and mode.
+    ops, names: the ops and their names. extras: indices of the further arguments that they read, or INPUT. made: owners of
+    parameters that are made for each call. path: of the module, for messages. spare: how many copies of the last row to add, by
+    recipe, rows and mode.
     """
 
     ops: list[BasicOperation] = field(default_factory=list)
@@ -69,12 +72,12 @@ class PipelineRun:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=RLock())
 
-    def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
-        """The result; behind it extra outputs of the ops, if there are any."""
+    def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
         fuser = self.fuser
         if fuser is None:
             fuser = self.fuser = OperationFuser(self.ops, name=self.path or "model", names=self.names)
-        extras = [arguments[i] for i in self.extras]
+        given = *arguments, x
+        extras = [given[i] for i in self.extras]
         if not self.made:
             return self._filled(fuser, x, extras)
         with self.lock:
@@ -83,17 +86,18 @@ class PipelineRun:
                     made.fill()
                 result = self._filled(fuser, x, extras)
                 for made in self.made:
-                    made.watch(result[0] if isinstance(result, tuple) else result)
+                    made.watch(result)
                 return result
             finally:
                 for made in self.made:
                     made.drop()
 
-    def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
+    def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result for ``x``, to which copies of the last row are added for the call if the recipe needs them."""
         spare = self.spare_of(x)
         if not spare:
-            return fuser(x, *extras, instead=stand_ins())
+            whole: torch.Tensor = fuser(x, *extras, instead=stand_ins())
+            return whole
         result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras], instead=stand_ins())
         return result[: _rows(x)].view(*x.shape[:-1], -1)
 

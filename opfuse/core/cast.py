@@ -1,4 +1,4 @@
-"""The cast that a quantize node runs, and its scales under delayed scaling."""
+"""The cast that a quantize node runs, what it cannot take and the cure, and its scales under delayed scaling."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from opfuse.core.context import Value
 from opfuse.core.signature import Env
-from opfuse.core.sizes import check_features, cure_of
-from opfuse.errors import DtypeError, QuantizerError, describe
+from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
+from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.kernels.casts.encoding import EncodedArrays, Encoding
 from opfuse.kernels.engine.launch import host_call, is_recorded
 from opfuse.numerics.delayed import UpdateRule
-from opfuse.numerics.layouts import Layout
+from opfuse.numerics.layouts import Layout, round_up
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.counting import count_backward, count_forward, quantizer_of_call
 from opfuse.recipes.delayed import DelayedScalingState, LastUse
@@ -151,11 +151,10 @@ class Cast:
             raise DtypeError(describe(self.where, wanted=", ".join(map(str, taken)), got=got, cure=", or ".join(cures)))
         quantizer.check(shape, dtype, where=self.where, cure=self._cure)
 
-    @functools.cached_property
-    def _cure(self) -> Callable[[Layout], str]:
+    def _cure(self, layout: Layout) -> str:
         recipe = cast(Recipe, self.env.recipe)
         overridable = recipe.takes_backward_override and recipe.backward_override is None
-        return cure_of(self.op, self.op.quantizer_role(self.role).tensor_type, overridable=overridable)
+        return cure_of(self.op, self.op.quantizer_role(self.role).tensor_type, layout, overridable=overridable)
 
     def _delayed(self, state: DelayedScalingState, device: torch.device) -> Quantizer:
         """The quantizer over the live tensors of a state. If a program is being recorded, it will ask for them at every call."""
@@ -250,3 +249,48 @@ class _LiveTogether:
         for count, uses in self._uses:
             count(uses)
         return known
+
+
+# -- sizes that no cast takes ----------------------------------------------------------------------------------------------------
+
+_IN, _OUT, _ROWS = "in_features", "out_features", ""
+
+_SIZES = {
+    ("input", ROWWISE): _IN,
+    ("input", COLUMNWISE): _ROWS,
+    ("weight", ROWWISE): _IN,
+    ("weight", COLUMNWISE): _OUT,
+    ("grad_output", ROWWISE): _OUT,
+    ("grad_output", COLUMNWISE): _ROWS,
+}
+"""Along which size the lines of an operand's plane run: a hyper-parameter of the op, or the rows of its input."""
+
+_CURES = {
+    _IN: "build the op with in_features={whole} and pad its input, torch.nn.functional.pad(x, (0, {spare}))",
+    _OUT: "build the op with out_features={whole} and cut its result, y[..., :{size}]",
+    _ROWS: "pad the rows, torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, {spare})), and cut the result, "
+    "y[:{size}]",
+}
+_COLUMNS = "pad the last dimension, torch.nn.functional.pad(x, (0, {spare}))"
+_OVERRIDE = ", or compute gradients in high precision, recipe.replace(backward_override='dequantized')"
+
+
+def check_features(where: str, shape: Sequence[int], features: int) -> None:
+    """ShapeError unless ``shape`` is (..., features): said before any format has its say."""
+    if tuple(shape[-1:]) != (features,):
+        other = f", or build the op with in_features={shape[-1]}" if shape and shape[-1] else ""
+        wanted, cure = f"shape (..., {features})", f"pass {features} features, or have the op before it make so many{other}"
+        raise ShapeError(describe(where, wanted=wanted, got=tuple(shape), cure=cure))
+
+
+def cure_of(op: Any, tensor_type: str, layout: Layout, *, overridable: bool) -> str:
+    """The cure for a layout of the operand ``tensor_type`` of ``op`` whose lines are no whole blocks.
+
+    overridable: whether a backward override would do without the planes that only a quantized backward pass reads.
+    """
+    size = layout.lines[1]
+    whole = round_up(size, layout.format.multiple)
+    what = _SIZES.get((tensor_type, layout.usage), _IN)
+    text = _CURES[what] if not what or hasattr(op.spec, what) else _COLUMNS
+    spared = overridable and (layout.usage == COLUMNWISE or tensor_type == "grad_output")
+    return text.format(whole=whole, spare=whole - size, size=size) + (_OVERRIDE if spared else "")

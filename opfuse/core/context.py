@@ -12,6 +12,7 @@ from opfuse.core.signature import Env
 from opfuse.errors import MissingSavedError, SavedTensorError, describe
 from opfuse.tensors.row_collectives import PlaneTransfer
 from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.tensors import version_of
 
 Value = torch.Tensor | QuantizedStorage
@@ -26,6 +27,11 @@ def plain(value: Value) -> torch.Tensor:
 def plain_or_none(value: Value | None) -> torch.Tensor | None:
     """``value`` in high precision, if there is one."""
     return None if value is None else plain(value)
+
+
+def values_of(x: torch.Tensor) -> torch.Tensor:
+    """An input as kernels take it: a quantized tensor is dequantized; the caller saves it as it came."""
+    return x.detach().dequantize() if isinstance(x, QuantizedTensor) else x
 
 
 def in_memory(value: Any) -> Any:
@@ -326,8 +332,11 @@ _RELEASED = torch.empty(0, device="cpu")
 
 def versions(*values: Value | None) -> list[int]:
     """How often each tensor of ``values`` was written, as autograd counts; 0 for those of inference mode, which do not count."""
-    tensors = [(value,) if isinstance(value, torch.Tensor) else _tensors(value) for value in values]
-    return [0 if tensor.is_inference() else version_of(tensor) for part in tensors for tensor in part]
+    found: list[int] = []
+    for value in values:
+        for tensor in (value,) if isinstance(value, torch.Tensor) else _tensors(value):
+            found.append(0 if tensor.is_inference() else version_of(tensor))
+    return found
 
 
 def _tensors(value: Value | None) -> tuple[torch.Tensor, ...]:

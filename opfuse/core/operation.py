@@ -9,16 +9,14 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import nn
 
-from opfuse.core.channels import ChannelMixin, cure_of_keywords
 from opfuse.core.context import Context, Value
-from opfuse.core.declared import CALLS, METHODS, WITHOUT, adds_code, calls, is_unchanged, kind_of, place, word_of
 from opfuse.core.numbered import NumberedMixin
 from opfuse.core.protocol import Grouping, check_signatures, refuse_missing
 from opfuse.core.quantizers import QuantizerSlotsMixin
@@ -26,8 +24,30 @@ from opfuse.core.signature import DTYPES, Env, checked_dtype
 from opfuse.core.spec import NoSpec, argument, check_keywords, checked_spec, spec_fields
 from opfuse.core.state import StatefulModule
 from opfuse.core.tracers import check_proxy
-from opfuse.core.watched import ParameterPlaces, ParameterSlots, WatchedClass
-from opfuse.errors import OpfuseWarning, PipelineError, SpecError, describe
+from opfuse.core.watched import (
+    CALLS,
+    METHODS,
+    WITHOUT,
+    ParameterPlaces,
+    ParameterSlots,
+    WatchedClass,
+    adds_code,
+    calls,
+    is_unchanged,
+    kind_of,
+    place,
+    word_of,
+)
+from opfuse.domains import BOOLEAN, INTEGER
+from opfuse.errors import (
+    ChannelError,
+    OpfuseWarning,
+    PipelineError,
+    PipelineIndexError,
+    PipelineTypeError,
+    SpecError,
+    describe,
+)
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.policy import cast_quantizer
@@ -38,6 +58,34 @@ from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.ragged import RaggedProducts
 
 OptionalTensors = Iterable[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """Names an extra tensor, so that an op of the same pipeline consumes what another one produces."""
+
+    name: str | None = None
+    to_caller: bool = True
+
+
+def cure_of_extras(ops: Iterable[Any]) -> str:
+    """What a caller of ``ops`` passes beside the input: a tensor for each extra input without a channel."""
+    asking = [op.label for op in ops for channel in op.extra_input_channels if channel.name is None]
+    return f"pass x, and a tensor for each of {', '.join(asking)}, in this order" if asking else "pass x alone"
+
+
+_OUTPUT = "a call makes its outputs: copy what it returns, or have opfuse.graphed give them addresses that stay"
+_BUFFERS = {
+    "output": _OUTPUT,
+    "out": _OUTPUT,
+    "grad_input": "autograd takes the gradient: copy it in a hook of the input; that of a weight can go to its main_grad",
+}
+"""Buffers of the caller, as te.ops takes them, and what to do instead: fused kernels write results, so no op could fill one."""
+
+
+def cure_of_keywords(unknown: Iterable[str]) -> str:
+    """What a caller does instead of passing keyword arguments that an op does not take."""
+    return next((_BUFFERS[name] for name in unknown if name in _BUFFERS), "check the names")
 
 
 class Known(NamedTuple):
@@ -139,7 +187,7 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
             return super()._apply(fn, recurse)
 
 
-class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOperation):
+class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
     """One op with its own parameters, forward and backward.
 
     A subclass defines ``op_forward`` and ``op_backward``; one written for te.ops may define ``fuser_forward`` and
@@ -161,6 +209,9 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
     """
 
     run_by = METHODS
+    num_extra_inputs: ClassVar[int] = 0
+    num_extra_outputs: ClassVar[int] = 0
+    _channels: tuple[list[Channel], list[Channel]]
     speaks_for: ClassVar[tuple[str, ...]] = METHODS
     stored: tuple[str, ...] = ()
     """Parameters that were made inside ``quantized_model_init``."""
@@ -209,7 +260,10 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         self.__dict__["owner"] = owner if owner is not None else self
         if spec is not None or "spec" not in self.__dict__:
             self.__dict__["spec"] = NoSpec() if spec is None else checked_spec(spec, type(self.owner).__name__)
-        self._init_channels()
+        self.__dict__["_channels"] = (
+            [Channel() for _ in range(self.num_extra_inputs)],
+            [Channel() for _ in range(self.num_extra_outputs)],
+        )
         self.__dict__["quantizer_states"] = DelayedScalingStates()
         self.__dict__["name"] = ""
 
@@ -255,8 +309,11 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         return self.saves if not self.patches(METHODS) and is_unchanged(type(self), ("saves",), METHODS) else None
 
     def extra_repr(self) -> str:
-        given = ((f, getattr(self.spec, f.name)) for f in fields(self.spec))
-        return ", ".join(f"{argument(f.name)}={value!r}" for f, value in given if value != f.default)
+        shown = []
+        for setting in fields(self.spec):
+            if (value := getattr(self.spec, setting.name)) != setting.default:
+                shown.append(f"{argument(setting.name)}={value!r}")
+        return ", ".join(shown)
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -267,25 +324,20 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
         """
         slots: ParameterSlots | None = self.__dict__.get("_slots")
         if slots is None:
-            slots = self._find_slots()
+            found = dict.fromkeys(self.borrows, self.owner._parameters)
+            for prefix, module in self.named_modules():
+                for name in module._parameters:
+                    found[f"{prefix}.{name}".lstrip(".")] = module._parameters
+            slots = tuple(found.items())
             if self._captured:
                 self.__dict__["_slots"] = slots
         return slots
-
-    def _find_slots(self) -> ParameterSlots:
-        borrowed = dict.fromkeys(self.borrows, self.owner._parameters)
-        own = {
-            f"{prefix}.{name}".lstrip("."): module._parameters
-            for prefix, module in self.named_modules()
-            for name in module._parameters
-        }
-        return tuple((borrowed | own).items())
 
     def parameter_places(self) -> ParameterPlaces:
         """The dictionaries of the parameters, with the name of each: a form that every call reads fast."""
         places: ParameterPlaces | None = self.__dict__.get("_places")
         if places is None:
-            places = tuple((slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots())
+            places = tuple([(slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots()])
             if self._captured:
                 self.__dict__["_places"] = places
         return places
@@ -305,6 +357,64 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, ChannelMixin, FusibleOp
             if known == name and (value := slot[name.rpartition(".")[2]]) is not None:
                 return value
         raise PipelineError(describe(f"{self.label}.{name}", wanted="a parameter", got=None, cure="assign one before the call"))
+
+    # -- extra tensors, which come from the caller and go to it, unless they are given the name of a channel ------------------
+
+    @property
+    def extra_input_channels(self) -> tuple[Channel, ...]:
+        """Channels of the extra inputs; a nameless one is given by the caller."""
+        return tuple(self._known_channels()[0])
+
+    @property
+    def extra_output_channels(self) -> tuple[Channel, ...]:
+        """Channels of the extra outputs."""
+        return tuple(self._known_channels()[1])
+
+    def set_extra_input_channel(self, index: int, name: str | None) -> None:
+        """Take extra input ``index`` from the op of the same pipeline that produces ``name`` (None: from the caller)."""
+        self._set_channel(0, index, Channel(self._channel_name(name)))
+
+    def set_extra_output_channel(self, index: int, name: str | None, *, output_to_caller: bool = True) -> None:
+        """Publish extra output ``index`` as ``name``; with ``output_to_caller=False`` the pipeline does not return it."""
+        BOOLEAN.checked(f"{self.label} output_to_caller", output_to_caller, PipelineTypeError)
+        self._set_channel(1, index, Channel(self._channel_name(name), output_to_caller))
+
+    def _known_channels(self) -> tuple[list[Channel], list[Channel]]:
+        if "_channels" not in self.__dict__:
+            cure, cls = "call super().__init__() first in its constructor", type(self).__name__
+            raise PipelineError(describe(f"class {cls}", wanted="the state of a BasicOperation", got="none", cure=cure))
+        return self._channels
+
+    def _channel_name(self, name: str | None) -> str | None:
+        if name is not None and (not isinstance(name, str) or not name):
+            raise PipelineError(
+                describe(f"{self.label} channel", wanted="a non-empty string or None", got=repr(name), cure="name the channel")
+            )
+        return name
+
+    def _set_channel(self, side: int, index: int, channel: Channel) -> None:
+        channels = self._channels[side]
+        what = ("input", "output")[side]
+        index = INTEGER.checked(f"{self.label} extra {what} channel", index, PipelineTypeError)
+        if not 0 <= index < len(channels):
+            raise PipelineIndexError(
+                describe(
+                    f"{self.label} extra {what} channel",
+                    wanted=f"an index below {len(channels)}",
+                    got=index,
+                    cure=f"this op has {len(channels)} extra {what}s",
+                )
+            )
+        if self._captured:
+            raise ChannelError(
+                describe(
+                    f"{self.label} extra {what} {index}",
+                    wanted="channels set before the first call",
+                    got="a captured op",
+                    cure="set channels before the op enters a pipeline, or build a new op",
+                )
+            )
+        channels[index] = channel
 
     # -- quantization ------------------------------------------------------------------------------------------------------
 

@@ -143,8 +143,9 @@ class StatefulModule(WatchedModule):
         torch.distributed.checkpoint fills state dicts so, and then loads nothing. An optimizer writes only after a call.
         """
         shown, held = self.__dict__.pop("_shown_unused", {}), self._parameters
-        if any((value := held.get(name)) is not None and _writes(value) != writes for name, writes in shown.items()):
-            self._states().unread |= not self._states().saved
+        for name, writes in shown.items():
+            if (value := held.get(name)) is not None and _writes(value) != writes:
+                self._states().unread |= not self._states().saved
 
     def _filled(self, state_dict: dict[str, Any]) -> bool:
         """Whether ``state_dict`` has tensors of this op's last state dict that were written since, as by torch's checkpoints."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 from typing import cast as cast_to
 
 import torch
 
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value
-from opfuse.kernels.casts.encoding import EncodedArrays, Encoding, WithOriginal, apart
+from opfuse.core.context import Context, Value, values_of
+from opfuse.kernels.casts.encoding import Encoding, WithOriginal, apart
 from opfuse.kernels.chains.cast import backward_chain_encoded, forward_chain_encoded
 from opfuse.kernels.chains.chain import backward_chain, forward_chain
-from opfuse.kernels.products.chained import ProductResult
 from opfuse.numerics.chain import Rounding, Stage
-from opfuse.ops.operands import values_of
 from opfuse.tensors.gemm import PendingProduct
 from opfuse.tensors.storage import QuantizedStorage
 
@@ -30,10 +29,9 @@ def run_chain(x: Input, contexts: Sequence[Context], *, dtype: torch.dtype, roun
     A product that is yet to be made is made together with them, in one kernel where that saves time.
     """
     stages, _ = _forward_stages(x, contexts, dtype)
-    outcome = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _saved_stages(contexts)})
-    y, saved = outcome.stored()
+    y, saved = _run(x, stages, None, dtype=dtype, rounding=rounding, keep=_saved_stages(contexts))
     _save_stages(contexts, stages, saved)
-    return y
+    return cast_to(torch.Tensor, y)
 
 
 def run_chain_cast(
@@ -47,49 +45,23 @@ def run_chain_cast(
     """:func:`run_chain` and the cast of its result, in one kernel where the cast can be taken over."""
     stages, shape = _forward_stages(x, contexts, dtype)
     fused = cast.fused(shape, dtype, x.device)
-    outcome = _Chain(x, stages, {"dtype": dtype, "rounding": rounding, "keep": _saved_stages(contexts)})
-    if fused is None:
-        y, saved = outcome.stored()
-        result = cast(y)
-    else:
-        encoded, saved = outcome.encoded(fused.encoding)
-        result = fused.storage(encoded)
+    encode = None if fused is None else fused.encoding
+    result, saved = _run(x, stages, encode, dtype=dtype, rounding=rounding, keep=_saved_stages(contexts))
     _save_stages(contexts, stages, saved)
-    return result
+    return cast(result) if fused is None else fused.storage(result)
 
 
-class _Chain(NamedTuple):
-    """Stages over a tensor, or over a product that is yet to be made, and how they run."""
-
-    x: Input
-    stages: list[Stage]
-    options: dict[str, Any]
-
-    def stored(self) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The result, and what is kept."""
-        if (results := self._together(None)) is not None:
-            _, y, saved = results
-            return cast_to(torch.Tensor, y), saved
-        x, values = self._input()
-        y, saved = forward_chain(values, self.stages, **self.options)
-        return y, {i: x if tensor is values else tensor for i, tensor in saved.items()}
-
-    def encoded(self, encode: Encoding) -> tuple[list[EncodedArrays], dict[int, torch.Tensor]]:
-        """The planes of the result, and what is kept."""
-        if (results := self._together(encode)) is not None:
-            encoded, _, saved = results
-            return encoded, saved
-        x, values = self._input()
-        encoded, saved = forward_chain_encoded(values, self.stages, encode, **self.options)
-        return encoded, {i: x if tensor is values else tensor for i, tensor in saved.items()}
-
-    def _together(self, encode: Encoding | None) -> ProductResult | None:
-        return self.x.chained(self.stages, encode, **self.options) if isinstance(self.x, PendingProduct) else None
-
-    def _input(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input as it is saved, and as a kernel reads it."""
-        x = self.x.compute() if isinstance(self.x, PendingProduct) else self.x
-        return x, values_of(x)
+def _run(x: Input, stages: list[Stage], encode: Encoding | None, **options: Any) -> tuple[Any, dict[int, torch.Tensor]]:
+    """The result of stages over ``x`` or, where there is an ``encode``, its planes; and what is kept."""
+    if isinstance(x, PendingProduct):
+        if (together := x.chained(stages, encode, **options)) is not None:
+            encoded, y, saved = together
+            return y if encode is None else encoded, saved
+        x = x.compute()
+    values = values_of(x)  # as a kernel reads it; the caller's tensor is saved
+    run = forward_chain if encode is None else partial(forward_chain_encoded, encode=encode)
+    result, saved = run(values, stages, **options)
+    return result, {i: x if tensor is values else tensor for i, tensor in saved.items()}
 
 
 def _forward_stages(x: Input, contexts: Sequence[Context], dtype: torch.dtype) -> tuple[list[Stage], torch.Size]:

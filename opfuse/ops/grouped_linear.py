@@ -13,20 +13,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from opfuse.core.cast import check_features
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.core.quantizers import Mode, separate_slot
 from opfuse.core.signature import Env
-from opfuse.core.sizes import check_features
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.formats import IDENTITY, NumberFormat
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, biases_of, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
 from opfuse.ops.grouped_main_grad import add_gradients
+from opfuse.ops.linear import check_forward, in_dtype, multiplied, saved_operand
 from opfuse.ops.main_grad import is_asked_for
-from opfuse.ops.operands import check_forward, in_dtype, multiplied, saved_operand
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import OVERRIDES, cast_quantizer

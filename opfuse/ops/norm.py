@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value
-from opfuse.core.declared import METHODS
+from opfuse.core.context import Context, Value, values_of
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import NonNegative, SizesLike, hyper_parameters, new_parameter
+from opfuse.core.watched import METHODS
 from opfuse.errors import ShapeError, describe
 from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.norm import Norm, NormGradients, NormKind, Statistics, bias_gradient
 from opfuse.ops.chains import remake_chain
-from opfuse.ops.operands import values_of
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 

@@ -9,19 +9,17 @@ import torch
 from torch import nn
 
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value, plain, plain_or_none
-from opfuse.core.declared import METHODS, place
+from opfuse.core.context import Context, Value, plain, plain_or_none, values_of
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.core.tracers import all_enrolled
-from opfuse.core.watched import WatchedClass
+from opfuse.core.watched import METHODS, WatchedClass, place
 from opfuse.domains import numbers
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe
 from opfuse.numerics import activations
 from opfuse.numerics.chain import Stage, operand_shape
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.ops.chains import remake_chain, run_chain, run_chain_backward, unread
-from opfuse.ops.operands import values_of
 from opfuse.tensors.masters import stored_in
 from opfuse.torch_private.tensors import base_of
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
@@ -47,30 +46,6 @@ def by_group(chosen: torch.Tensor, groups: int) -> Sorted:
     # A search finds where groups begin: bincount waits for the device, and a one-hot matrix has each number once for every group.
     begins = torch.searchsorted(ids, torch.arange(groups + 1, dtype=ids.dtype, device=ids.device))
     return Sorted(order, places, begins[1:] - begins[:-1])
-
-
-class CombinedRows(torch.autograd.Function):
-    """:func:`~opfuse.numerics.combine.combine_rows` in ``dtype``; each row stands in ``places`` once. Weights may be None."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows if ctx.needs_input_grad[2] else None, places, weights)
-        ctx.dtype = rows.dtype
-        return combine_rows(rows, places, weights, dtype=dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
-        rows, places, weights = ctx.saved_tensors
-        d_rows, d_weights = combine_rows_backward(grad, places, weights, rows, dtype=ctx.dtype)
-        return d_rows, None, d_weights, None
-
-
-def combined(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """:class:`CombinedRows`."""
-    return cast(torch.Tensor, CombinedRows.apply(rows, places, weights, dtype))  # type: ignore[no-untyped-call]
 
 
 class TokenDispatch(BasicOperation):
@@ -157,8 +132,8 @@ class TokenPermute(BasicOperation):
     Extra input: ``chosen``, integers (tokens, top_k) from 0 to ``num_groups`` - 1; another dtype is a DtypeError, another shape a
     ShapeError. Extra outputs: split sizes, int64 (num_groups,); and the place of each token's rows in the output, int64 (tokens,
     top_k), for :class:`TokenCombine`. A choice that is no group, as routers write for one on another device, gets a row of the
-    first group, and ~place, a negative number, which sums leave out. The gradient of a token is the sum of those of its rows, in
-    fp32, rounded once.
+    first or last group, and ~place, a negative number, which sums leave out. The gradient of a token is the sum of those of its
+    rows, in fp32, rounded once.
 
     Before a :class:`~opfuse.ops.GroupedLinear` that takes the split sizes, the rows are cast as they are read (rule
     ``dispatch_cast``), and exist in their format alone.
@@ -182,14 +157,16 @@ class TokenPermute(BasicOperation):
         (chosen,) = ctx.extras
         _check_rows(self.label, input_, None)
         _check_chosen(self.label, chosen, len(input_))
-        known = (chosen >= 0) & (chosen < self.num_groups)
-        order, places, splits = by_group(chosen.where(known, 0).to(_narrowest(self.num_groups)), self.num_groups)
-        places = places.where(known, ~places)
+        ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
+        chosen = chosen.long()  # narrow integers may not hold the last group
+        group = chosen.clamp(0, self.num_groups - 1)
+        order, places, splits = by_group(group.to(_narrowest(self.num_groups)), self.num_groups)
+        places = places.where(group == chosen, ~places)
         ctx.save(places=places if "input" in ctx.needs else None)
-        return Route(input_, order // chosen.shape[1], (splits, places))
+        return Route(x, order // chosen.shape[1], (splits, places))
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[None]]:
-        dx = combine_rows(grad_output, ctx.saved.places) if "input" in ctx.needs else None
+        dx = combine_rows(grad_output, ctx.saved.places, dtype=ctx.input_dtype) if "input" in ctx.needs else None
         return dx, (), (None,)
 
 
@@ -199,28 +176,58 @@ class TokenCombine(BasicOperation):
     Extra input: ``places``, int64 or int32 (tokens, top_k), which :class:`TokenDispatch` and :class:`TokenPermute` give out: each
     row stands there once, or its gradient is undefined; ~place, a negative number, adds nothing. Another dtype is a DtypeError,
     another shape a ShapeError.
+
+    weighted: two more extra inputs, ``weights``, floating point (tokens, top_k), by which rows are multiplied in fp32, and
+    ``tokens``, floating point, of any shape: y has its dtype, also under torch.autocast; its values are not read.
     """
 
-    saves = ("places",)
+    saves = ("rows", "places", "weights")
     forward_kwargs = ()
     num_extra_inputs = 1
+    most_extra_inputs = 3
+
+    @hyper_parameters
+    def __init__(self, *, weighted: bool = False) -> None:
+        if weighted:
+            self.__dict__["num_extra_inputs"] = 3
+        super().__init__()
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        (places,) = ctx.extras
+        places, weights, tokens = (*ctx.extras, None, None)[:3]
         _check_rows(self.label, input_, None)
         _check_places(self.label, places)
         if input_.shape[0] != places.numel():
             wanted, cure = f"{places.numel()} rows, one for each place", "pass the places of the TokenDispatch that made the rows"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
+        if weights is not None:
+            self._check_weights(weights, places)
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
-        ctx.save(places=places if "input" in ctx.needs else None)
-        return combine_rows(x, places.long())
+        ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
+        routed, scored = "input" in ctx.needs, "extra1" in ctx.needs
+        ctx.save(
+            rows=x if scored else None,
+            places=places if routed or scored else None,
+            weights=weights if routed else None,
+        )
+        dtype = None if tokens is None else self.checked_dtype("tokens", tokens.dtype)
+        return combine_rows(x, places.long(), weights, dtype=dtype)
 
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[None]]:
-        if "input" not in ctx.needs:
-            return None, (), (None,)
-        d_rows, _ = combine_rows_backward(grad_output, ctx.saved.places.long(), dtype=ctx.input_dtype)
-        return d_rows, (), (None,)
+    def _check_weights(self, weights: torch.Tensor, places: torch.Tensor) -> None:
+        self.checked_dtype("weights", weights.dtype)
+        if weights.shape != places.shape:
+            wanted, cure = f"shape {tuple(places.shape)}", "pass a weight for each place"
+            raise ShapeError(describe(f"{self.label} weights", wanted=wanted, got=tuple(weights.shape), cure=cure))
+
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[Any, ...]]:
+        routed, scored, saved = "input" in ctx.needs, "extra1" in ctx.needs, ctx.saved
+        if not (routed or scored):
+            return None, (), (None,) * self.num_extra_inputs
+        places, weights = saved.places.long(), None
+        if self.spec.weighted:  # their own gradients read the dtype of weights alone
+            weights = saved.weights if routed else torch.ones(places.shape, dtype=ctx.extra_dtypes[1], device=places.device)
+        options = {"rows": saved.rows if scored else None, "dtype": ctx.input_dtype}
+        d_rows, d_weights = combine_rows_backward(grad_output, places, weights, **options)
+        return d_rows if routed else None, (), (None, d_weights, None)[: self.num_extra_inputs]
 
 
 def _narrowest(most: int) -> torch.dtype:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -13,8 +13,7 @@ from torch import nn
 from opfuse.compiler.lower import check_channels
 from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, checked_rules
-from opfuse.core.channels import cure_of_extras
-from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation, cure_of_extras
 from opfuse.core.tracers import Enrolled, check_exported, check_proxy, prepared
 from opfuse.core.watched import WatchedModule
 from opfuse.domains import INTEGER
@@ -49,10 +48,15 @@ class _RunsOfModules:
 
 def _unquantized(modules: Iterable[nn.Module | None]) -> str:
     """The first ``nn.Linear`` of a list in which no recipe quantizes anything; empty where there is none."""
-    parts = [part for module in modules if module is not None for part in module.modules()]
-    if any(op.quantized_roles() for part in parts if isinstance(part, FusibleOperation) for op in part.basic_ops):
-        return ""
-    return next((repr(part) for part in parts if isinstance(part, nn.Linear)), "")
+    plain = ""
+    for module in modules:
+        for part in () if module is None else module.modules():
+            for op in part.basic_ops if isinstance(part, FusibleOperation) else ():
+                if op.quantized_roles():
+                    return ""
+            if isinstance(part, nn.Linear) and not plain:
+                plain = repr(part)
+    return plain
 
 
 def _callable(name: str, module: nn.Module) -> nn.Module:
@@ -69,12 +73,12 @@ def _check_owned_parameters(module: nn.Module) -> None:
         wanted, cure = "the state of an nn.Module", "call super().__init__() first in its constructor"
         raise PipelineError(describe(f"class {type(module).__name__}", wanted=wanted, got="none", cure=cure))
     held = set(module.modules())
-    lent = next((op for op in held if isinstance(op, BasicOperation) and op.owner not in held), None)
-    if lent is not None:
-        owner, names = lent.owner, " and ".join(lent.borrows) or "parameters"
-        got = f"{lent.label}, whose {names} a {type(owner).__name__} outside of the list holds"
-        cure = f"put that {type(owner).__name__} into the list, or a {type(lent).__name__}(...) made for it"
-        raise PipelineError(describe("Sequential", wanted="ops with their parameters", got=got, cure=cure))
+    for lent in held:
+        if isinstance(lent, BasicOperation) and lent.owner not in held:
+            owner, names = lent.owner, " and ".join(lent.borrows) or "parameters"
+            got = f"{lent.label}, whose {names} a {type(owner).__name__} outside of the list holds"
+            cure = f"put that {type(owner).__name__} into the list, or a {type(lent).__name__}(...) made for it"
+            raise PipelineError(describe("Sequential", wanted="ops with their parameters", got=got, cure=cure))
 
 
 class Sequential(Enrolled):
@@ -233,28 +237,29 @@ class Sequential(Enrolled):
                 parts.append([(name, module)])
         runs = [part for part in parts if isinstance(part, list)]
         check_channels([basic for run in runs for _, op in run for basic in op.basic_ops])
-        return tuple(self._pipeline(part, runs) if isinstance(part, list) else part for part in parts)
+        return tuple([self._pipeline(part, runs) if isinstance(part, list) else part for part in parts])
 
     def _pipeline(self, run: NamedOps, runs: Sequence[NamedOps]) -> OperationFuser:
-        others = [other for other in runs if other is not run]
-        fuser = OperationFuser(
-            [op for _, op in run],
-            rules=self.rules,
-            name=f"ops {run[0][0]}..{run[-1][0]}",
-            names=[name for name, _ in run],
-            before=self._last_key(run[0][0]),
-            imports={name for other in others for name in _channels(other, "extra_output_channels")},
-            exports={name for other in others for name in _channels(other, "extra_input_channels")},
-        )
+        names, members = zip(*run)
+        imports: set[str] = set()
+        exports: set[str] = set()
+        for other in runs:
+            if other is not run:
+                imports.update(_channels(other, "extra_output_channels"))
+                exports.update(_channels(other, "extra_input_channels"))
+        before = self._last_key(names[0])
+        name = f"ops {names[0]}..{names[-1]}"
+        fuser = OperationFuser(members, rules=self.rules, name=name, names=names, before=before, imports=imports, exports=exports)
         fuser.path = self.__dict__["_path"]
         return fuser
 
     def _last_key(self, name: str) -> PlanKey | None:
         """The last key of the pipeline that began at the module ``name`` before the list changed."""
         made: _RunsOfModules | None = self.__dict__["_runs"]
-        runs = [run for run in made.runs if isinstance(run, OperationFuser)] if made is not None else []
-        last = next((run.cache.last_miss for run in runs if name in run.names), None)
-        return None if last is None else cast(PlanKey, last.key)
+        for run in () if made is None else made.runs:
+            if isinstance(run, OperationFuser) and name in run.names:
+                return None if run.cache.last_miss is None else cast(PlanKey, run.cache.last_miss.key)
+        return None
 
     def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
         # Whoever walks the whole model says where this module stands in it.
@@ -283,7 +288,9 @@ class Sequential(Enrolled):
         if not compiling and self.__dict__["_runs"].unquantized and current_recipe() is not None:
             self._warn_unquantized()
         kwargs = {} if op_kwargs is None else self._kwargs(op_kwargs)
-        extras = self._checked_extras(extra_inputs)
+        if len(extra_inputs) != (wanted := _num_extra_inputs(runs)):
+            raise self._another_number(wanted, len(extra_inputs))
+        extras = iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
         outputs: list[torch.Tensor] = []
         channels: dict[str, torch.Tensor] = {}
         for run in runs:
@@ -297,7 +304,7 @@ class Sequential(Enrolled):
                     if channel.to_caller:
                         outputs.append(tensor)
             elif isinstance(run, Sequential):
-                result = run(x, *islice(extras, run._num_extra_inputs()))
+                result = run(x, *itertools.islice(extras, _num_extra_inputs(run.runs())))
                 x, *more = result if isinstance(result, tuple) else (result,)
                 outputs += more
             else:
@@ -314,25 +321,10 @@ class Sequential(Enrolled):
         message = describe(where, wanted="an op that a recipe quantizes", got=f"{got}, which stays as it is", cure=cure)
         warnings.warn(message, OpfuseWarning, stacklevel=5)
 
-    def _num_extra_inputs(self) -> int:
-        """Extra inputs of a call, with those of each Sequential inside."""
-        count = 0
-        for run in self.runs():
-            if isinstance(run, OperationFuser):
-                count += run.extra_inputs.count(None)
-            elif isinstance(run, Sequential):
-                count += run._num_extra_inputs()
-        return count
-
     def _basic_ops(self) -> Iterator[BasicOperation]:
         for run in self.runs():
             if isinstance(run, (OperationFuser, Sequential)):
                 yield from run.ops if isinstance(run, OperationFuser) else run._basic_ops()
-
-    def _checked_extras(self, extra_inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        if len(extra_inputs) != (wanted := self._num_extra_inputs()):
-            raise self._another_number(wanted, len(extra_inputs))
-        return iter([listed_splits(e, where="Sequential") if isinstance(e, (list, tuple)) else e for e in extra_inputs])
 
     def _another_number(self, wanted: int, got: int) -> PipelineError:
         cure = cure_of_extras(self._basic_ops())
@@ -372,6 +364,17 @@ class Sequential(Enrolled):
         lists = [module for module in self.modules() if isinstance(module, Sequential)]
         pipelines = [run for inner in lists for run in inner.runs() if isinstance(run, OperationFuser)]
         return infos_of(pipelines)
+
+
+def _num_extra_inputs(runs: Iterable[nn.Module | OperationFuser]) -> int:
+    """Extra inputs of a call, with those of each Sequential inside."""
+    count = 0
+    for run in runs:
+        if isinstance(run, OperationFuser):
+            count += run.extra_inputs.count(None)
+        elif isinstance(run, Sequential):
+            count += _num_extra_inputs(run.runs())
+    return count
 
 
 def _channels(run: NamedOps, side: str) -> Iterator[str]:

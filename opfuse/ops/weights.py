@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from opfuse.core.cast import cure_of
 from opfuse.core.operation import BasicOperation
-from opfuse.core.sizes import cure_of
 from opfuse.core.spec import new_parameter
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
@@ -36,7 +37,7 @@ def new_weight(op: BasicOperation, name: str, shape: tuple[int, ...], *, device:
     if init is None:
         return plain
     quantizer = op.stored_quantizer(name, init.recipe)
-    cure = cure_of(op, op.quantizer_role(name).tensor_type, overridable=False)
+    cure = partial(cure_of, op, op.quantizer_role(name).tensor_type, overridable=False)
     quantizer.check(shape, plain.dtype, where=f"{op.label} {name}", cure=cure)
     op.__dict__["stored"] = (*op.__dict__.get("stored", ()), name)
     empty = quantizer.make_empty(shape, dtype=plain.dtype, device=plain.device)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from opfuse.errors import RecipeError, describe
-from opfuse.tensors.quantizers.ranks import HAS_RANKS
 from opfuse.torch_private.operations import copy_each
 
 WORDS, NAMES = 1024, 300
@@ -31,11 +30,6 @@ LOOKS_ALWAYS = ("cpu",)
 _Heads = dict[tuple[tuple[str, ...], torch.device], torch.Tensor]
 _HEADS: weakref.WeakKeyDictionary[Any, _Heads] = weakref.WeakKeyDictionary()
 """By group the words of every list of names that all its ranks agreed on."""
-
-
-def default_group() -> dist.ProcessGroup | None:
-    """torch's default group, of all processes; None before there is one."""
-    return dist.group.WORLD if HAS_RANKS else None
 
 
 def reduce_amaxes(amaxes: Sequence[torch.Tensor], names: Sequence[str], group: Any, *, new: bool = False) -> None:

@@ -13,13 +13,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
+import torch.distributed as dist
+
 from opfuse.domains import BOOLEAN
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.recipes.builtin import Float8CurrentScaling
 from opfuse.recipes.recipe import Recipe
 from opfuse.recipes.transformer_engine import as_recipe
 from opfuse.sources import Site, site, site_text
-from opfuse.tensors.quantizers.ranks import checked_group
+from opfuse.tensors.quantizers.ranks import HAS_RANKS, checked_group
 from opfuse.torch_private.stack import place_of_block
 
 if TYPE_CHECKING:
@@ -166,6 +168,11 @@ def current_amax_group() -> ProcessGroup | None:
     """The amax reduction group of the innermost region; None is torch's default group."""
     region = _REGION.get()
     return None if region is None else region.group
+
+
+def default_group() -> ProcessGroup | None:
+    """torch's default group, of all processes; None before there is one."""
+    return dist.group.WORLD if HAS_RANKS else None
 
 
 def region_source() -> str | None:

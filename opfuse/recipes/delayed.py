@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from opfuse.errors import OpfuseWarning, RecipeError, describe
+from opfuse.kernels.engine.launch import check_capture
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.scalars import FLT_MAX
 from opfuse.recipes.autocast import scales_of_region
@@ -33,7 +34,6 @@ from opfuse.recipes.passes import Pass, current_pass
 from opfuse.recipes.recipe import QuantizerRole
 from opfuse.recipes.saved_states import SavedState, checked_states, saved_state, unused_state
 from opfuse.recipes.standing import Standing
-from opfuse.tensors.capture import check_capture
 from opfuse.tensors.quantizers import Float8Quantizer
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 

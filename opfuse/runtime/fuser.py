@@ -7,12 +7,13 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
 from operator import attrgetter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +21,7 @@ from opfuse.compiler.lower import Inputs, check_channels
 from opfuse.compiler.plan import Plan, PlanKey, compile_plan
 from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.core.fused import FusedOperation
-from opfuse.core.operation import FusibleOperation
+from opfuse.core.operation import BasicOperation, Channel, FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
 from opfuse.core.tracers import (
     break_graph,
@@ -32,13 +33,13 @@ from opfuse.core.tracers import (
     outside,
     prepared,
 )
-from opfuse.core.watched import Tree, WatchedModule
+from opfuse.core.watched import ParameterPlaces, Tree, WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
-from opfuse.recipes import current_amax_group, current_recipe, mark_region_used
-from opfuse.recipes.amaxes import default_group
+from opfuse.recipes import Recipe, current_amax_group, current_recipe, mark_region_used, region_source
+from opfuse.recipes.autocast import default_group
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
 from opfuse.runtime.compile.backward_tape import BackwardTape
@@ -46,13 +47,11 @@ from opfuse.runtime.compile.custom_op import follow, hindrance
 from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.call_checks import check_call, check_count, check_tensors, resolved
 from opfuse.runtime.interpret.checkpoint_replay import repeated
-from opfuse.runtime.interpret.hooks import OpHooks
 from opfuse.runtime.plans.cache_info import CacheInfo, info_of
-from opfuse.runtime.plans.machine import warn_of_machine
-from opfuse.runtime.plans.misses import ThrashingDetector, check_miss, plan_policy
-from opfuse.runtime.plans.named_key import Facts, named_key
+from opfuse.runtime.plans.misses import ThrashingDetector, check_miss, plan_policy, warn_of_machine
 from opfuse.runtime.plans.trace import PlanRecord, since_start
 from opfuse.runtime.segment import outlined, run_plan
+from opfuse.sources import caller
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 from opfuse.torch_private.autograd import is_followed
 
@@ -67,9 +66,33 @@ _NEGATIVE = torch.Tensor.is_neg
 
 _TRAINING = attrgetter("training")
 
+_NONE_YET = object()
+"""In place of the recipe of a call before the first."""
+
 _log = logging.getLogger("opfuse.misses")
 _misses = itertools.count(1)
 """Misses of all pipelines, in order."""
+
+
+class Facts(NamedTuple):
+    """What a key shows of an op. revision: how often it was changed in place."""
+
+    op: str
+    parameters: tuple[str, ...]
+    channels: tuple[Any, ...]
+    revision: int
+
+
+class _Around(Env):
+    """An environment that knows where a value came from."""
+
+    sources: Mapping[str, str | None] = MappingProxyType({})
+
+
+class _LocatedKey(PlanKey):
+    """A key that knows where it was asked for."""
+
+    sources: Mapping[str, str | None] = MappingProxyType({})
 
 
 @cache
@@ -123,72 +146,78 @@ class OperationFuser:
         self.last_missed = 0
         self.history: deque[PlanRecord] = deque(maxlen=MADE)
         self._thrashing = ThrashingDetector(PLANS)
-        for op in (basic for given in self.given for basic in given.basic_ops):
-            op.pre_first_fuser_forward()
+        for member in self.given:
+            for op in member.basic_ops:
+                op.pre_first_fuser_forward()
         self._read()
 
     def _read(self) -> None:
-        """Read everything of the ops that calls do not change."""
+        """Read everything of the ops that calls do not change; from now on they report changes."""
         self._epoch = WatchedModule.epoch
         self._read_ops()
-        self._read_channels()
-        self._read_parameters()
-        self.structure = self._structure()
+        self._read_structure()
         self.form = f"{self.structure} {sorted(self.imports)} {sorted(self.exports)}"
-        self._hooks = OpHooks(self.ops)
-        self._modal = tuple(op for op in self.ops if op.reads_training)
-        modal = [name for name, op in zip(self._op_names, self.ops) if op.reads_training]
-        self._modes = {len(modal): record(modal), len(self.ops): record(self._op_names)}
-        self._trees = tuple((op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules)
+        self.slots = tuple(itertools.chain.from_iterable(self.places))
+        self._trees = tuple([(op, Tree.of(op)) for op in {*self.ops, *self.given} if op._modules])
 
     def _read_ops(self) -> None:
-        """The basic ops, where each of the given ones begins, and their names: those of ops with several parts are numbered."""
-        self.ops = tuple(basic for op in self.given for basic in op.basic_ops)
-        counts = [len(op.basic_ops) for op in self.given]
-        starts = [*itertools.accumulate(counts, initial=0)]
-        self.starts = dict(zip(self.names, starts))
-        self.presets = tuple((start, op) for start, op in zip(starts, self.given) if isinstance(op, FusedOperation))
-        numbered = ((name, n, i) for name, n in zip(self.names, counts) for i in range(n))
-        self._op_names = tuple(".".join(filter(None, (name, str(i) if n > 1 else ""))) for name, n, i in numbered)
+        """The basic ops and where each of the given ones begins; the names of ops and of parameters in the pipeline's modules.
 
-    def _read_channels(self) -> None:
-        """Which extra tensors a call takes, those of imported channels once, and which it returns."""
-        check_channels(self.ops, self.imports)
-        read = [channel.name for op in self.ops for channel in op.extra_input_channels]
-        first = {name: i for i, name in reversed([*enumerate(read)])}
-        self.extra_inputs = tuple(
-            name for i, name in enumerate(read) if name is None or (name in self.imports and first[name] == i)
-        )
-        made = [channel for op in self.ops for channel in op.extra_output_channels]
-        self.extra_outputs = tuple(channel for channel in made if channel.to_caller or channel.name in self.exports)
-
-    def _read_parameters(self) -> None:
-        """Where parameters are, from now on reported by ops that change."""
-        for op in self.ops:
-            op.capture()
-        for member in self.given:
-            member.capture(member=bool(self.members))
-        self.places = tuple(op.parameter_places() for op in self.ops)
-        self.slots = tuple(itertools.chain.from_iterable(self.places))
-        self._parameters = record(self._parameter_names())
-
-    def _structure(self) -> Digest:
-        channels = [
-            tuple((c.name, c.to_caller) for c in (*op.extra_input_channels, *op.extra_output_channels)) for op in self.ops
-        ]
-        facts = [Facts(op.label, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels)]
-        made_of = tuple((type(op), op.spec, op.parameter_names, own, op.revision) for op, own in zip(self.ops, channels))
-        parts = dict(zip(self._op_names, facts))
-        sources = {name: op.made_at for name, op in zip(self._op_names, self.ops)}
-        return Digest(digest(made_of), lambda: parts, sources=sources)
-
-    def _parameter_names(self) -> Iterator[str]:
-        """The names of the parameters in a state dict of the pipeline's modules, in the order of their slots."""
-        for given, name in zip(self.given, self.names):
-            prefixes = {id(module._parameters): prefix for prefix, module in given.named_modules()}
-            for op in given.basic_ops:
+        Basic ops of an op with several are numbered. A call pays only for hooks that a class overrides.
+        """
+        ops: list[BasicOperation] = []
+        names: list[str] = []
+        parameters: list[str] = []
+        places: list[ParameterPlaces] = []
+        modal: list[BasicOperation] = []
+        modal_names: list[str] = []
+        self.starts: dict[str, int] = {}
+        self.presets: tuple[tuple[int, FusedOperation], ...] = ()
+        self._called_before: list[tuple[int, BasicOperation]] = []
+        self._reset_by_recipes: list[BasicOperation] = []
+        self._recipe: Any = _NONE_YET
+        for name, member in zip(self.names, self.given):
+            self.starts[name], parts = len(ops), member.basic_ops
+            if isinstance(member, FusedOperation):
+                self.presets += ((len(ops), member),)
+            prefixes = {id(module._parameters): prefix for prefix, module in member.named_modules()}
+            for i, op in enumerate(parts):
+                op.capture()
+                if type(op).pre_fuser_forward is not BasicOperation.pre_fuser_forward:
+                    self._called_before.append((len(ops), op))
+                if type(op).reset_recipe_state is not BasicOperation.reset_recipe_state:
+                    self._reset_by_recipes.append(op)
+                ops.append(op)
+                names.append(".".join(filter(None, (name, str(i) if len(parts) > 1 else ""))))
+                places.append(op.parameter_places())
+                if op.reads_training:
+                    modal.append(op)
+                    modal_names.append(names[-1])
                 for own, slot in op.parameter_slots():
-                    yield ".".join(filter(None, (name, prefixes.get(id(slot), ""), own.rpartition(".")[2])))
+                    parameters.append(".".join(filter(None, (name, prefixes.get(id(slot), ""), own.rpartition(".")[2]))))
+            member.capture(member=bool(self.members))
+        self.ops, self._op_names, self._modal = tuple(ops), tuple(names), tuple(modal)
+        self.places, self._parameters = tuple(places), record(parameters)
+        self._modes = {len(modal): record(modal_names), len(ops): record(names)}
+
+    def _read_structure(self) -> None:
+        """The digest of specs and channels; which extra tensors a call takes, those of imported channels once, and returns."""
+        check_channels(self.ops, self.imports)
+        inputs: list[str | None] = []
+        outputs: list[Channel] = []
+        made_of, facts, sources = [], {}, {}
+        for name, op in zip(self._op_names, self.ops):
+            read, made = op.extra_input_channels, op.extra_output_channels
+            for channel in read:
+                if channel.name is None or (channel.name in self.imports and channel.name not in inputs):
+                    inputs.append(channel.name)
+            outputs += [channel for channel in made if channel.to_caller or channel.name in self.exports]
+            channels = tuple([(channel.name, channel.to_caller) for channel in (*read, *made)])
+            made_of.append((type(op), op.spec, op.parameter_names, channels, op.revision))
+            facts[name] = Facts(op.label, op.parameter_names, channels, op.revision)
+            sources[name] = op.made_at
+        self.extra_inputs, self.extra_outputs = tuple(inputs), tuple(outputs)
+        self.structure = Digest(digest(tuple(made_of)), lambda: facts, sources=sources)
 
     def _refresh(self) -> None:
         """Notice changes of modules inside of ops, and, by the count of all changes, of ops."""
@@ -239,8 +268,15 @@ class OperationFuser:
         structure, env, (x, extras, params, training), rules = key
         named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
         modes = self._modes[len(training)](training)
-        inputs = Inputs(TensorSig(*x), tuple(TensorSig(*extra) for extra in extras), named_params, modes)
-        return named_key(structure, env, inputs, rules, None if call is None else (_rows(call[0]), call[1].source))
+        inputs = Inputs(TensorSig(*x), tuple(itertools.starmap(TensorSig, extras)), named_params, modes)
+        around = _Around(*env)
+        named = _LocatedKey(structure, around, inputs, rules)
+        if call is not None:
+            place, region = caller(), region_source()
+            rows, level = f"{_rows(call[0])} rows", call[1].source
+            around.sources = {"recipe": region, "amax_group": region, "rows_class": rows, "level": level}
+            named.sources = {"env": place, "inputs": place}
+        return named
 
     def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
         """The plan of this call, from the cache or made now."""
@@ -326,19 +362,26 @@ class OperationFuser:
             check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self.slots]))
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
-        if self._hooks.of_recipes:
-            self._hooks.call_under(current_recipe())
+        if self._reset_by_recipes:
+            self._reset_under(current_recipe())
         policy = plan_policy()
         plan = self._trial(x, extras, alone=policy.alone) if policy.trial else self.plan(x, *extras)
         if PlanUsed in listeners():
             emit(PlanUsed(plan))
-        for i, op in self._hooks.of_calls:
+        for i, op in self._called_before:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         tensors = x, *extras
         if True in map(_NEGATIVE, tensors):  # kernels read what lies in memory
             tensors = resolved(self, tensors)
         outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), places=self.places, instead=instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _reset_under(self, recipe: Recipe | None) -> None:
+        """Call the ops' ``reset_recipe_state`` if ``recipe`` is not that of the last call."""
+        if recipe is not self._recipe and recipe != self._recipe:
+            self._recipe = recipe
+            for op in self._reset_by_recipes:
+                op.reset_recipe_state(recipe=recipe)
 
     def _call_compiling(self, x: torch.Tensor, extras: Sequence[torch.Tensor], kwargs: Any) -> Any:
         """The call as one op of the graph, or a graph break that says why it cannot be one."""

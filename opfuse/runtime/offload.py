@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError
-from opfuse.tensors.capture import check_capture
+from opfuse.kernels.engine.launch import check_capture
 from opfuse.torch_private.tensors import version_of
 
 MIB = 2**20

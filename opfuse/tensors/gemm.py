@@ -80,8 +80,8 @@ def gemm(
             what = GEMMS[name]
             operands = _matrix(left, what.left_plane, dtype), _matrix(right, what.right_plane, dtype)
             result = _high_precision(name, *operands, out_dtype, out, invariant=invariant)
-        elif (reason := clash(name, *(plane.format for plane in planes))) is None:
-            result = _quantized(*planes, out_dtype, fast=fast, invariant=invariant, out=out)
+        elif (reason := clash(name, planes[0].format, planes[1].format)) is None:
+            result = multiply(*map(_stored, planes), out_dtype=out_dtype, fast=fast, invariant=invariant, out=out)
         elif mixed:
             one, other = (plane.dequantize(torch.float32) for plane in planes)
             result = _high_precision(name, one, other, torch.float32, invariant=invariant).to(out_dtype)
@@ -128,10 +128,10 @@ class PendingProduct(NamedTuple):
         """
         _check_shapes("fprop", self.left, self.right)
         planes = _planes("fprop", self.left, self.right)
-        if planes is None or clash("fprop", *(plane.format for plane in planes)) is not None:
+        if planes is None or clash("fprop", planes[0].format, planes[1].format) is not None:
             return None
-        left, right = (_stored(plane) for plane in planes)
-        how = {name: self.options.get(name, False) for name in ("fast", "invariant")}
+        left, right = map(_stored, planes)
+        how = {"fast": self.options.get("fast", False), "invariant": self.options.get("invariant", False)}
         if rounding != "per_op":
             why = UNROUNDED
         elif left.layout.lines[0] != matrix_shape(self.left.shape)[0]:
@@ -288,10 +288,6 @@ def clash(name: str, left: NumberFormat, right: NumberFormat) -> Described | Non
 def _length(fmt: NumberFormat) -> int:
     """Elements of a line under one scale; 0: all of them."""
     return fmt.block[1] if fmt.block else 0
-
-
-def _quantized(left: Plane, right: Plane, out_dtype: torch.dtype, **options: Any) -> torch.Tensor:
-    return multiply(_stored(left), _stored(right), out_dtype=out_dtype, **options)
 
 
 def _stored(plane: Plane) -> Stored:

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, TypeGuard, cast
 import torch
 
 from opfuse.kernels.casts.dequantize import dequantize_groups
-from opfuse.kernels.engine.launch import host_call
+from opfuse.kernels.engine.launch import host_call, is_capturing
 from opfuse.kernels.products import grouped
 from opfuse.numerics.row_groups import RowGroups
-from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.gemm import (
     GEMMS,
     Operand,

@@ -19,7 +19,7 @@ import torch
 from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, describe
 from opfuse.events import ValuesRead, emit, listeners
 from opfuse.formats import USAGES, NumberFormat, shared_format
-from opfuse.tensors.capture import check_capture
+from opfuse.kernels.engine.launch import check_capture
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
 Sizes = tuple[int, ...]

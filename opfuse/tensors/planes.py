@@ -11,9 +11,9 @@ import torch
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.transpose import transposed
+from opfuse.kernels.engine.launch import check_capture
 from opfuse.numerics.layouts import Layout, layout_of, load_data, load_scale, store_data, store_scale
 from opfuse.numerics.scales import are_pow2
-from opfuse.tensors.capture import check_capture
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 

@@ -23,6 +23,7 @@ from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, EncodedArrays,
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
 from opfuse.kernels.casts.tensor import cast_mx
+from opfuse.kernels.engine.launch import is_capturing
 from opfuse.kernels.engine.registry import kernels_run_on
 from opfuse.kernels.products import grouped
 from opfuse.kernels.products.backends import Machine
@@ -30,7 +31,6 @@ from opfuse.kernels.products.native import adds_runs, machine_of, runs_are_right
 from opfuse.numerics.casts import Encoded
 from opfuse.numerics.layouts import Layout, layout_of, transposed
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups, padded, rows_read
-from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import written
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from opfuse.errors import MissingPlaneError, ShapeError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat, Usage
+from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat, Usage
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.numerics.layouts import Layout, layout_of, relayout_scale
@@ -48,7 +48,8 @@ class Plane:
         """A copy of the plane over other ``tensors``, in the order of :meth:`tensors`."""
         source = iter(tensors)
         data = next(source)
-        scale, amax = [None if old is None else next(source) for old in (self.scale, self.amax)]
+        scale = None if self.scale is None else next(source)
+        amax = None if self.amax is None else next(source)
         return Plane(self.usage, self.format, self.shape, data, scale, amax, self.swizzled)
 
     def with_format(self, fmt: NumberFormat) -> Plane:
@@ -130,7 +131,8 @@ class QuantizedStorage:
 
     def only(self, *usages: str, why: str) -> QuantizedStorage:
         """A storage with only the planes of ``usages``, derived where they can be."""
-        rowwise, columnwise = [self.derived(usage) if usage in usages else None for usage in USAGES]
+        rowwise = self.derived(ROWWISE) if ROWWISE in usages else None
+        columnwise = self.derived(COLUMNWISE) if COLUMNWISE in usages else None
         return QuantizedStorage(self.shape, self.dtype, rowwise, columnwise, why)
 
     def dequantize(self, dtype: torch.dtype | None = None, usage: str | None = None) -> torch.Tensor:
@@ -150,7 +152,8 @@ class QuantizedStorage:
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:
         """A copy of the storage over other tensors, in the order of :meth:`tensors`."""
         source = iter(tensors)
-        rowwise, columnwise = [None if plane is None else plane.with_tensors(source) for plane in (self.rowwise, self.columnwise)]
+        rowwise = None if self.rowwise is None else self.rowwise.with_tensors(source)
+        columnwise = None if self.columnwise is None else self.columnwise.with_tensors(source)
         return QuantizedStorage(self.shape, self.dtype, rowwise, columnwise, self.why)
 
     @property

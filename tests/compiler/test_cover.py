@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, Signature
@@ -368,39 +369,6 @@ PLACES = st.one_of(st.sampled_from(WORDS).map(make) for make in (one, maybe, run
 PATTERNS = st.lists(PLACES, min_size=1, max_size=3).filter(lambda places: any(place.low for place in places))
 
 
-@settings(max_examples=60)
-@hypothesis.given(
-    st.lists(st.sampled_from((ops.ReLU, ops.GELU, ops.SiLU)), min_size=1, max_size=7),
-    st.lists(PATTERNS, min_size=1, max_size=3),
-)
-def test_a_try_that_claims_did_not_bound_needs_no_second_one_without_them(modules, patterns):
-    """And where it is not made, plans tell the same."""
-    rules = [rule(f"rule_{i}", dict(zip("abc", places)), priority=-i) for i, places in enumerate(patterns)]
-
-    def told(**always: bool) -> tuple[tuple[Outcome, ...], int]:
-        tries, match = [], cover.match
-
-        def tried(*args, **kwargs):
-            tries.append(match(*args, **kwargs))
-            return replace(tries[-1], **always) if isinstance(tries[-1], cover.PartialMatch) else tries[-1]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cover, "match", tried)
-            return planned(*(make() for make in modules), rules=RuleSet(tuple(rules))).outcomes, len(tries)
-
-    (got, few), (wanted, many) = told(), told(bounded=True)
-    assert got == wanted
-    assert few <= many
-
-
-def test_a_pattern_that_fits_nowhere_is_tried_once_at_each_place(monkeypatch):
-    tries, match = [], cover.match
-    monkeypatch.setattr(cover, "match", lambda *args, **kwargs: tries.append(1) or match(*args, **kwargs))
-    modules = [op for _ in range(5) for op in (ops.GELU(), ops.ReLU())]
-    planned(*modules, rules=RuleSet((rule("pair", {"first": "gelu", "second": "silu"}),)))
-    assert len(tries) == 5
-
-
 @pytest.mark.parametrize(
     "pattern",
     ["elementwise* quantize", "gelu? elementwise+ relu* elementwise* quantize", "relu{1,3} elementwise+ silu"],
@@ -424,8 +392,8 @@ def test_a_pattern_that_fits_nowhere_asks_of_each_node_a_few_times(pattern, monk
     st.lists(st.sampled_from(("relu", "gelu", "silu")), min_size=1, max_size=9), st.sets(st.integers(1, 8), max_size=3), PATTERNS
 )
 @hypothesis.example(["gelu", "relu", "relu"], {1}, [maybe("gelu"), one("relu"), one("relu")])
-def test_tries_find_what_a_try_alone_finds_also_behind_a_break(kinds, broken, places):
-    """What earlier tries found holds up to where a rule could go from them: a value that leaves there ends them."""
+def test_places_take_what_those_of_a_regular_expression_take_up_to_a_break(kinds, broken, places):
+    """From left to right as many nodes as they can, up to where a value leaves the chain; two at least, or the only one."""
     made = rule("rule", dict(zip("abc", places)))
     # A break: the node reads another value than the one before it made.
     ends = [i for i in range(1, len(kinds) + 1) if i in broken or i == len(kinds)]
@@ -434,13 +402,18 @@ def test_tries_find_what_a_try_alone_finds_also_behind_a_break(kinds, broken, pl
         for i, kind in enumerate(kinds)
     ]
     groups, _ = cover.cover(Graph.of(nodes, (), (len(nodes),), ()), ENV, (made,), "forward", {})
-    wanted, start = [], 0
+    signs = {"relu": "r", "gelu": "g", "silu": "s", "elementwise": "[rgs]"}
+    counted = [(*(signs[word] for word in place.words), place.low, place.high or "") for place in made.pattern]
+    expression = re.compile("".join(f"({sign}{{{low},{high}}})" for sign, low, high in counted))
+    text, wanted, start = "".join(signs[kind] for kind in kinds), [], 0
     while start < len(nodes):
-        end = next(end for end in ends if end > start)
-        found = cover.bound(made, nodes[start:end])
-        wanted += [] if found is None else [tuple(start + i for place in found for i in place)]
-        start = start + 1 if found is None else wanted[-1][-1] + 1
-    assert [group.nodes for group in groups] == wanted
+        found = expression.match(text, start, next(end for end in ends if end > start))
+        if found is not None and found.end() - start >= (1 if made.single else 2):
+            wanted.append(tuple(tuple(range(*found.span(i + 1))) for i in range(len(places))))
+            start = found.end()
+        else:
+            start += 1
+    assert [group.binding for group in groups] == wanted
 
 
 def test_a_rule_fires_at_every_place():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import opfuse
 from opfuse import ops
-from opfuse.compiler.cover import bound
+from opfuse.compiler.cover import Fits
 from opfuse.compiler.graph import Node
 from opfuse.compiler.patterns import Term, named, printed, terms_of
 from opfuse.compiler.rules import fusion, maybe, one, run
@@ -102,7 +102,7 @@ def nodes(*kinds):
 )
 def test_a_place_leaves_enough_for_the_next(pattern, kinds, lengths):
     rule = fusion("r", pattern, forward=_implementation(pattern))
-    found = bound(rule, nodes(*kinds.split()))
+    found = Fits(rule, nodes(*kinds.split())).binding(0)
     assert (found and [len(place) for place in found]) == lengths
 
 
@@ -115,7 +115,7 @@ def test_many_open_places_are_no_trouble():
     rule = fusion(
         "r", " ".join(["elementwise*"] * 30 + ["gelu"]), forward=_implementation(" ".join(["elementwise*"] * 30 + ["gelu"]))
     )
-    assert bound(rule, nodes(*["relu"] * 60)) is None
+    assert Fits(rule, nodes(*["relu"] * 60)).binding(0) is None
 
 
 def test_a_word_means_one_op_in_patterns_and_in_pipelines() -> None:

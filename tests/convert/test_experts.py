@@ -182,7 +182,7 @@ def test_a_mixture_computes_the_same():
 
         return called(Fixed(), [x, weights])
 
-    assert converted_exactly(model, both).fused == {"": "TokenPermute → GroupedLinear → SwiGLU → GroupedLinear"}
+    assert converted_exactly(model, both).fused == {"": "TokenPermute → GroupedLinear → SwiGLU → GroupedLinear → TokenCombine"}
 
 
 def test_rows_of_an_expert_need_not_fill_blocks():
@@ -250,3 +250,29 @@ def test_experts_that_are_spread_over_devices_stay():
     model = Mixture()
     model._is_expert_parallel = True
     assert experts_of(model) is None
+
+
+def test_a_call_reads_the_fields_of_a_config_once_whatever_it_compares(monkeypatch):
+    """Configs of transformers compute whatever is read of them, also their class."""
+
+    class Config:
+        def __init__(self):
+            self.halves = 2
+
+    class Configured(Mixture):
+        def halves(self, both):
+            return both.chunk(self.config.halves, -1)
+
+    def counted(self, name):
+        read.append(name)
+        return object.__getattribute__(self, name)
+
+    model, given, read = Configured(), routed(), []
+    model.config = Config()
+    opfuse.fuse_(model, MXFP8BlockScaling())
+    monkeypatch.setattr(Config, "__getattribute__", counted)
+    model(*given)
+    assert read == ["__dict__"]
+    model.config.halves = 2.0
+    with pytest.warns(OpfuseWarning, match="'halves', 2.0"), pytest.raises(TypeError):
+        model(*given)

@@ -89,9 +89,9 @@ def unproved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         kernel.right.clear()
 
 
-def cast_of(device: torch.device) -> list[torch.Tensor]:
-    x = DRAWS[0].matrix()
-    return [*registry.tensors_in(cast_mx(x.to(device), layouts(mxfp8(E4M3), tuple(x.shape))))]
+def cast_of(device: torch.device, x: torch.Tensor | None = None) -> list[torch.Tensor]:
+    x = DRAWS[0].matrix().to(device) if x is None else x
+    return [*registry.tensors_in(cast_mx(x, layouts(mxfp8(E4M3), tuple(x.shape))))]
 
 
 @pytest.mark.usefixtures("unproved")
@@ -120,11 +120,12 @@ def test_a_kernel_that_is_wrong_is_told_of_once_and_computed_by_its_definition(
 
 @pytest.mark.usefixtures("unproved")
 def test_a_kernel_that_was_never_tried_is_refused_while_a_stream_is_captured(device: torch.device) -> None:
+    x = DRAWS[0].matrix().to(device)
     with (
         pytest.raises(PlanMissError, match="run the same call once before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        cast_of(device)
+        cast_of(device, x)
 
 
 def test_doctor_certifies_products_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:

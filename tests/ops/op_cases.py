@@ -171,6 +171,20 @@ class Permuted(torch.nn.Module):
         return torch.stack((first, (first + 1) % 3), 1)
 
 
+class Weighted(torch.nn.Module):
+    """The rows from the last to the first, each by a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.op = ops.TokenCombine(weighted=True)
+
+    def forward(self, x, weights):
+        rows, cast = x.reshape(-1, 8), torch.is_autocast_enabled("cpu")
+        places = torch.arange(len(rows)).flip(0).unsqueeze(1)
+        like = torch.empty(0, dtype=torch.get_autocast_dtype("cpu") if cast else x.dtype)
+        return self.op(rows, places, weights.reshape(-1, 1), like)
+
+
 def permuted(x, params, extras):
     chosen = Permuted.chosen(x)
     return x.reshape(-1, 8)[torch.cat([(chosen == group).any(1).nonzero().flatten() for group in range(3)])]
@@ -211,7 +225,10 @@ CASES: dict[str, list[Case]] = {
     ],
     "token_dispatch": [Case(lambda k=k: Routed(k), routed(k)) for k in (1, 2)],
     "token_permute": [Case(Permuted, permuted)],
-    "token_combine": [Case(lambda: Routed(2, combine=True), routed(2, combine=True), roundings=3)],
+    "token_combine": [
+        Case(lambda: Routed(2, combine=True), routed(2, combine=True), roundings=3),
+        Case(Weighted, lambda x, p, e: x.reshape(-1, 8).flip(0) * e[0].reshape(-1, 1), extras=("row",)),
+    ],
     "bias": [Case(lambda: ops.Bias(8), lambda x, p, e: x + p["bias"])],
     "gelu": [Case(ops.GELU, unary(gelu))],
     "gelu_erf": [Case(ops.GELUErf, unary(gelu_erf))],

@@ -108,14 +108,22 @@ def test_rows_of_a_router_of_ones_own_come_by_group_and_go_back():
     chosen[3], chosen[5, 1] = -1, GROUPS
     known = (chosen >= 0) & (chosen < GROUPS)
     rows, splits, places = permute(x, chosen)
-    assert torch.equal(splits, torch.bincount(chosen.where(known, 0).flatten(), minlength=GROUPS))
-    by_group = [(t, g) for g in range(GROUPS) for t in range(TOKENS) for c in chosen.where(known, 0)[t].tolist() if c == g]
+    near = chosen.clamp(0, GROUPS - 1)
+    assert torch.equal(splits, torch.bincount(near.flatten(), minlength=GROUPS))
+    by_group = [(t, g) for g in range(GROUPS) for t in range(TOKENS) for c in near[t].tolist() if c == g]
     assert torch.equal(rows, x[[token for token, _ in by_group]])
     factors = torch.tensor([float(group + 1) for _, group in by_group]).unsqueeze(1).to(x.dtype)
     y = combine(rows * factors, places)
     counts = ((chosen + 1) * known).sum(1, keepdim=True).to(x.dtype)
     torch.testing.assert_close(y, x * counts)
     torch.testing.assert_close(torch.autograd.grad(y, x, torch.ones_like(y))[0], counts.expand_as(x))
+
+
+def test_choices_may_be_narrower_than_the_number_of_groups():
+    chosen = torch.tensor([[200], [3]], dtype=torch.uint8)
+    rows, splits, _ = ops.TokenPermute(300)(randn(2, FEATURES), chosen)
+    assert torch.equal(rows, randn(2, FEATURES).flip(0))
+    assert splits.nonzero().flatten().tolist() == [3, 200]
 
 
 def test_choices_that_are_no_matrix_of_integers_are_refused():
@@ -136,3 +144,31 @@ def test_places_that_are_no_matrix_of_integers_are_refused():
         combine(rows, places)
     with pytest.raises(DtypeError, match="wants int64 or int32, got"):
         combine(rows, places.view(4, 1).float())
+
+
+def test_weights_multiply_rows_in_fp32_and_the_sum_has_the_dtype_of_the_tokens():
+    """Under torch.autocast, too, which would round it to its own. Only gradients that are wanted are made."""
+    combine, draw = ops.TokenCombine(weighted=True), torch.Generator().manual_seed(1)
+    places = torch.randperm(ROWS, generator=draw).view(TOKENS, TOP_K)
+    rows, weights = randn(ROWS, FEATURES).bfloat16().requires_grad_(), torch.rand(TOKENS, TOP_K, generator=draw)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = combine(rows, places, weights, torch.empty(0, dtype=dtype))
+        wanted = sum(rows.detach()[places[:, k]].float() * weights[:, k, None] for k in range(TOP_K))
+        assert torch.equal(y, wanted.to(dtype))
+    dy = randn(TOKENS, FEATURES, seed=2).bfloat16()
+    (d_rows,) = torch.autograd.grad(y, rows, dy)
+    assert torch.equal(d_rows[places], (weights.unsqueeze(-1) * dy.unsqueeze(1)).bfloat16())
+    weights.requires_grad_()
+    (d_weights,) = torch.autograd.grad(combine(rows.detach(), places, weights, rows), weights, dy)
+    torch.testing.assert_close(d_weights, (rows.detach()[places].float() * dy.float().unsqueeze(1)).sum(-1))
+
+
+def test_weights_that_are_no_float_for_each_place_are_refused():
+    combine, rows, places = ops.TokenCombine(weighted=True), randn(4, FEATURES), torch.tensor([[2, 0], [3, 1]])
+    with pytest.raises(ShapeError, match=r"weights: wants shape \(2, 2\), got \(2,\)"):
+        combine(rows, places, torch.ones(2), rows)
+    with pytest.raises(DtypeError, match="weights: wants a dtype of"):
+        combine(rows, places, torch.ones(2, 2, dtype=torch.int64), rows)
+    with pytest.raises(DtypeError, match="tokens: wants a dtype of"):
+        combine(rows, places, torch.ones(2, 2), places)

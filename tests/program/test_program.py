@@ -18,7 +18,7 @@ from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.runtime.replay.instructions import AddressSlot, LaunchStep, OpStep, ProductStep, Ref, TensorOffset
-from opfuse.runtime.replay.launch_args import Frame, Reader, Readers
+from opfuse.runtime.replay.launch_args import MANY, Frame, Reader, Readers
 from opfuse.runtime.replay.memory_plan import ALIGNMENT, aligned, slab_of
 from opfuse.runtime.replay.program import SMALL, Program, Recording, _needed
 from opfuse.runtime.replay.recorder import Recorder, Unrecordable, pointers
@@ -350,6 +350,16 @@ def test_a_frame_writes_an_address_for_all_who_read_it():
     frame.move(0, 100)
     assert bytes(frame.words) == b"\1" * 8 + struct.pack("QQ", 104, 100)
     assert frame.at == [100, 0]
+
+
+def test_a_frame_writes_an_address_that_many_read():
+    """More places than a loop fills, beside one that is another's."""
+    many = 3 * MANY
+    readers = {0: Readers([Reader(0, i, 8 * i) for i in range(many)], []), 1: Readers([Reader(0, many, 0)], [])}
+    frame = Frame([bytes(8 * many) + b"\2" * 8], [], readers)
+    for address in (100, (1 << 63) + 8):
+        frame.move(0, address)
+        assert struct.unpack(f"{many}Q8s", bytes(frame.words)) == (*range(address, address + 8 * many, 8), b"\2" * 8)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------------

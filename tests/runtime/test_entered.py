@@ -16,11 +16,11 @@ from opfuse import ops, recipes
 pytestmark = pytest.mark.cpu
 ROOT = os.path.dirname(opfuse.__file__)
 LIMITS = {
-    "first call": (649, 86),
-    "second call, which records": (426, 68),
-    "repeated call": (42, 17),
-    "backward pass that records": (364, 59),
-    "repeated backward pass": (18, 8),
+    "first call": (497, 72),
+    "second call, which records": (376, 57),
+    "repeated call": (41, 14),
+    "backward pass that records": (331, 52),
+    "repeated backward pass": (18, 6),
 }
 
 

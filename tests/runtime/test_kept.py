@@ -30,7 +30,7 @@ from opfuse.runtime.replay.replayable import Recorded
 from opfuse.runtime.weights import cast_cache as kept
 from opfuse.runtime.weights.cast_cache import CASTS, KeptWeights, kept_weights
 from opfuse.tensors.quantizers import MXFP8Quantizer
-from opfuse.tensors.quantizers.provenance import draws
+from opfuse.tensors.quantizers.base import draws
 from tests.compiler.harness import CASES, delayed_state, gradient, randn, recipe_for, to
 
 BF16 = torch.bfloat16

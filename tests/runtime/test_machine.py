@@ -7,7 +7,7 @@ import torch
 
 from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning
-from opfuse.runtime.plans import machine
+from opfuse.runtime.plans import misses
 from opfuse.torch_private.names import TRIED
 
 pytestmark = pytest.mark.cpu
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture(autouse=True)
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was warned of yet."""
-    machine._warn_of_torch.cache_clear()
-    monkeypatch.setattr(machine, "_emulated", set())
+    misses._warn_of_torch.cache_clear()
+    monkeypatch.setattr(misses, "_emulated", set())
 
 
 @pytest.mark.parametrize("release", ["2.10.1", "2.99.0.dev20270101+cpu", "3.0.0"])
@@ -44,11 +44,11 @@ def test_releases_between_the_oldest_and_the_newest_are_not_warned_of(release: s
 )
 def test_emulated_products_on_a_gpu_are_warned_of_once(recipe: recipes.Recipe, arch: tuple[int, int], told: str) -> None:
     with pytest.warns(OpfuseWarning, match=told):
-        machine.warn_of_machine(recipe, "cuda", arch)
-    machine.warn_of_machine(recipe, "cuda", arch)
-    machine.warn_of_machine(recipe, "cpu", (0, 0))
+        misses.warn_of_machine(recipe, "cuda", arch)
+    misses.warn_of_machine(recipe, "cuda", arch)
+    misses.warn_of_machine(recipe, "cpu", (0, 0))
 
 
 def test_native_products_and_plain_calls_are_not_warned_of() -> None:
-    machine.warn_of_machine(recipes.Float8CurrentScaling(), "cuda", (9, 0))
-    machine.warn_of_machine(None, "cuda", (8, 0))
+    misses.warn_of_machine(recipes.Float8CurrentScaling(), "cuda", (9, 0))
+    misses.warn_of_machine(None, "cuda", (8, 0))

@@ -13,8 +13,7 @@ from opfuse import ops, recipes
 from opfuse.compiler.registry import RuleSet, use_rules
 from opfuse.compiler.rules import fusion
 from opfuse.runtime.replay.dispatch import interpreted
-from opfuse.runtime.replay.layout_key import layout_key, tensors_and_planes
-from opfuse.runtime.replay.replayable import Recorded
+from opfuse.runtime.replay.replayable import Recorded, layout_key, tensors_and_planes
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import differences, gradient, randn, to
 from tests.programs import forwards, plans_of

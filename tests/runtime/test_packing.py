@@ -18,14 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from opfuse import ops
 from opfuse.kernels.engine import joining
 from opfuse.runtime.compile.saved_call import SavedTensor, SavedTensorPacker
-from opfuse.runtime.replay.backward import BackwardPass
-from opfuse.runtime.replay.dispatch import ReplayedSegment
+from opfuse.runtime.replay.dispatch import BackwardPass, ReplayedSegment
 from opfuse.runtime.replay.instructions import LaunchStep, OpStep
-from opfuse.runtime.replay.layout_key import tensors_and_planes
 from opfuse.runtime.replay.packing import Packing
 from opfuse.runtime.replay.program import SMALL, Program
 from opfuse.runtime.replay.recorder import Recorder
-from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Recorded, Replayable
+from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Recorded, Replayable, tensors_and_planes
 from tests.program.fake import KERNELS, VARIANT, fake_device, launch
 from tests.programs import forwards, plans_of
 

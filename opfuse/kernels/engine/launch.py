@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.errors import OpfuseWarning, PlanMissError, describe
+from opfuse.errors import OpfuseWarning, PlanMissError, UnsupportedError, describe
 from opfuse.events import HostCallBegan, HostCallEnded, KernelLaunched, emit, listeners, silenced, subscribed
 from opfuse.kernels.engine.ahead import compile_together, in_turn, wait_for
 from opfuse.kernels.engine.bindings import cupy, driver, runtime, stream_at
@@ -209,3 +209,19 @@ class _Parameters(threading.local):
 
 
 _parameters = _Parameters()
+
+
+# -- capture ---------------------------------------------------------------------------------------------------------------------
+# A CUDA graph would replay what the host read or made while it was captured.
+
+
+def is_capturing() -> bool:
+    """Whether what is queued now becomes a part of a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def check_capture(where: str, *, got: str, cure: str) -> None:
+    """UnsupportedError while a CUDA graph is captured."""
+    if is_capturing():
+        wanted = "what a CUDA graph repeats with other values"
+        raise UnsupportedError(describe(f"{where} during graph capture", wanted=wanted, got=got, cure=cure))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from opfuse.core.channels import cure_of_extras
-from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.core.operation import BasicOperation, FusibleOperation, cure_of_extras
 from opfuse.core.signature import is_foreign
 from opfuse.core.state import StatefulModule
 from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe, number_of
@@ -48,20 +47,11 @@ def check_call(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch
     """
     check_count(pipeline, extras)
     check_tensors(pipeline.label, *extras, what="extra input")
-    _check_strided(pipeline.label, x, *extras)
-    _check_foreign(f"{pipeline.label} input", x, _LOCAL)
-    for i, extra in enumerate(extras):
-        _check_foreign(f"{pipeline.label} extra input {i}", extra, _LOCAL)
+    for i, tensor in enumerate((x, *extras)):
+        _check_dense(pipeline.label, tensor)
+        _check_foreign(f"{pipeline.label} {f'extra input {i - 1}' if i else 'input'}", tensor, _LOCAL)
     for op in pipeline.ops:
-        _check_parametrized(op)
-        for name, parameter in zip(op.parameter_names, op.parameter_values()):
-            if parameter is not None and is_foreign(parameter):  # a label takes longer to write than all else
-                _check_foreign(f"{op.label} {name}", parameter, _GATHERED)
-            elif parameter is not None and parameter.is_neg():
-                cure = f"assign it anew: {name}.data = {name}.data.resolve_neg()"
-                raise _negative(f"{op.label} {name}", "a parameter to read", cure)
-        if _is_own(op):
-            _check_parameters(op)
+        _check_parameters(op)
         _warn_of_plain(op)
         if isinstance(op.owner, StatefulModule):  # a module of torch that lends its parameters has no states
             op.owner.notice_filled()
@@ -93,14 +83,13 @@ def _negative(where: str, wanted: str, cure: str) -> UnsupportedError:
     return UnsupportedError(describe(where, wanted=f"{wanted} as it lies in memory", got=got, cure=cure))
 
 
-def _check_strided(label: str, *tensors: torch.Tensor) -> None:
-    """UnsupportedError for the first sparse or nested tensor."""
-    for tensor in tensors:
-        if tensor.is_nested:
-            cure = "pass torch.nested.to_padded_tensor(x, 0.0), or the rows of all parts as one tensor"
-            raise UnsupportedError(describe(label, wanted="strided tensors", got="a nested tensor", cure=cure))
-        if tensor.layout != torch.strided:
-            raise UnsupportedError(describe(label, wanted="strided tensors", got=tensor.layout, cure="pass x.to_dense()"))
+def _check_dense(label: str, tensor: torch.Tensor) -> None:
+    """UnsupportedError for a sparse or nested tensor."""
+    if tensor.is_nested:
+        cure = "pass torch.nested.to_padded_tensor(x, 0.0), or the rows of all parts as one tensor"
+        raise UnsupportedError(describe(label, wanted="strided tensors", got="a nested tensor", cure=cure))
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(describe(label, wanted="strided tensors", got=tensor.layout, cure="pass x.to_dense()"))
 
 
 _LOCAL = "pass x.to_local() where it is whole on each rank, else x.full_tensor()"
@@ -116,16 +105,26 @@ def _check_foreign(where: str, tensor: torch.Tensor, cure: str) -> None:
         raise UnsupportedError(describe(where, wanted="a plain or a quantized tensor", got=got, cure=cure))
 
 
-def _check_parametrized(op: BasicOperation) -> None:
-    """PipelineError where a parameter is no longer a parameter of its op: weight_norm, pruning, any parametrization.
+def _check_parameters(op: BasicOperation) -> None:
+    """What an op's parameters must be: its own, in memory that kernels read and, for an op of opfuse, of its dtype and shape.
 
-    UnsupportedError where it is a view into a flat parameter, as ``FullyShardedDataParallel`` makes them.
+    PipelineError where one is no longer a parameter of its op: weight_norm, pruning, any parametrization. UnsupportedError where
+    it is a view into a flat parameter, as ``FullyShardedDataParallel`` makes them, dispatches its own operations or has torch's
+    negative bit. DtypeError in a dtype that ops do not compute in, as ``model.to(torch.complex64)`` leaves it. ShapeError for one
+    that was replaced by one of another shape: it would broadcast, or normalise other dimensions.
     """
     owner = op.__dict__["owner"]
-    moved = [name for name, slot in op.parameter_slots() if name.rpartition(".")[2] not in slot]
-    flat = [name for name in moved if name in vars(owner) and f"{name}_orig" not in owner._parameters]
-    held = {name: slot.get(name.rpartition(".")[2]) for name, slot in op.parameter_slots()}
-    flat += [name for name, p in held.items() if p is not None and is_flat_parameter(base_of(p))]
+    moved: list[str] = []
+    flat: list[str] = []
+    for name, slot in op.parameter_slots():
+        own = name.rpartition(".")[2]
+        parameter = slot.get(own)
+        if own not in slot:
+            moved.append(name)
+            if name in vars(owner) and f"{name}_orig" not in owner._parameters:
+                flat.append(name)
+        elif parameter is not None and is_flat_parameter(base_of(parameter)):
+            flat.append(name)
     if flat:
         cure = "shard the Sequential, or a module around it, with torch.distributed.fsdp.fully_shard"
         got = f"{', '.join(flat)} as a plain tensor, as FullyShardedDataParallel leaves it"
@@ -134,26 +133,25 @@ def _check_parametrized(op: BasicOperation) -> None:
         got = f"{', '.join(moved) or 'one of them'} computed by a parametrization, weight norm or pruning"
         cure = "remove it (torch.nn.utils.parametrize.remove_parametrizations), or use the plain torch.nn module"
         raise PipelineError(describe(f"{op.label} parameters", wanted="parameters of its own", got=got, cure=cure))
+    for name, parameter in zip(op.parameter_names, op.parameter_values()):
+        if parameter is None:
+            continue
+        if is_foreign(parameter):  # a label takes longer to write than all else
+            _check_foreign(f"{op.label} {name}", parameter, _GATHERED)
+        if parameter.is_neg():
+            cure = f"assign it anew: {name}.data = {name}.data.resolve_neg()"
+            raise _negative(f"{op.label} {name}", "a parameter to read", cure)
+        if _is_own(op):
+            op.checked_dtype(name, parameter.dtype)
+            shape, wanted = tuple(parameter.shape), op.parameter_shape(name)
+            if wanted is not None and shape != tuple(wanted):
+                cure = "make an op of that size; an op keeps the sizes that it was made with"
+                raise ShapeError(describe(f"{op.label} {name}", wanted=f"shape {tuple(wanted)}", got=shape, cure=cure))
 
 
 def _is_own(op: BasicOperation) -> bool:
     """Whether the op is one of opfuse, which knows what it can take; an op of a user's own decides for itself."""
     return type(op).__module__.startswith("opfuse.")
-
-
-def _check_parameters(op: BasicOperation) -> None:
-    """DtypeError for a parameter in a dtype that ops do not compute in, as ``model.to(torch.complex64)`` leaves it.
-
-    ShapeError for one that was replaced by one of another shape: it would broadcast, or normalise other dimensions.
-    """
-    for name, parameter in zip(op.parameter_names, op.parameter_values()):
-        if parameter is None:
-            continue
-        op.checked_dtype(name, parameter.dtype)
-        wanted = op.parameter_shape(name)
-        if wanted is not None and tuple(parameter.shape) != tuple(wanted):
-            got, cure = tuple(parameter.shape), "make an op of that size; an op keeps the sizes that it was made with"
-            raise ShapeError(describe(f"{op.label} {name}", wanted=f"shape {tuple(wanted)}", got=got, cure=cure))
 
 
 _VALUES = "give it memory, module.to_empty(device=...), and values, reset_parameters() of each op or load_state_dict()"
@@ -165,27 +163,30 @@ def _check_devices(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[t
 
     Integers, such as split sizes, may stay on the CPU.
     """
-    named: list[tuple[Any, str, torch.Tensor]] = [(pipeline, f"extra input {i}", extra) for i, extra in enumerate(extras)]
-    counts = {id(extra) for extra in extras if not extra.is_floating_point() and extra.device.type == "cpu"}
     own = list(takewhile(_is_own, pipeline.ops))
+    for i, extra in enumerate(extras if len(own) == len(pipeline.ops) else ()):
+        if extra.device != x.device and (extra.is_floating_point() or extra.device.type != "cpu"):
+            raise _elsewhere(f"{pipeline.label} extra input {i}", extra, x)
     for op in own:
-        named += [(op, name, p) for name, p in zip(op.parameter_names, op.parameter_values()) if p is not None]
-    for owner, name, tensor in named if len(own) == len(pipeline.ops) else named[len(extras) :]:
-        if tensor.device != x.device and id(tensor) not in counts:
-            cure = _VALUES if tensor.is_meta else "move the module or the tensor with .to(device)"
-            where, wanted = f"{owner.label} {name}", f"the input's device {x.device}"
-            raise PipelineError(describe(where, wanted=wanted, got=str(tensor.device), cure=cure))
+        for name, parameter in zip(op.parameter_names, op.parameter_values()):
+            if parameter is not None and parameter.device != x.device:
+                raise _elsewhere(f"{op.label} {name}", parameter, x)
+
+
+def _elsewhere(where: str, tensor: torch.Tensor, x: torch.Tensor) -> PipelineError:
+    cure = _VALUES if tensor.is_meta else "move the module or the tensor with .to(device)"
+    return PipelineError(describe(where, wanted=f"the input's device {x.device}", got=str(tensor.device), cure=cure))
 
 
 def _warn_of_plain(op: BasicOperation) -> None:
     """One OpfuseWarning for each op whose weight was made quantized and is plain: calls cast it, and a gather sends values."""
-    plain = [name for name in op.stored if not isinstance(op.parameter(name), QuantizedTensor)]
-    if plain and op not in _warned_plain:
-        _warned_plain.add(op)
-        got = "a plain one: another was assigned, or its rows were sharded where its format cannot be cut, or shares scales"
-        cure = "none needed: it trains in high precision; or have each rank hold whole blocks of rows"
-        where, wanted = f"{op.label} {plain[0]}", "a weight that lives quantized, as it was made"
-        warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=2)
+    for name in op.stored:
+        if op not in _warned_plain and not isinstance(op.parameter(name), QuantizedTensor):
+            _warned_plain.add(op)
+            got = "a plain one: another was assigned, or its rows were sharded where its format cannot be cut, or shares scales"
+            cure = "none needed: it trains in high precision; or have each rank hold whole blocks of rows"
+            where, wanted = f"{op.label} {name}", "a weight that lives quantized, as it was made"
+            warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=2)
 
 
 def _warn_of_hooks(members: Iterable[FusibleOperation]) -> None:
@@ -193,16 +194,21 @@ def _warn_of_hooks(members: Iterable[FusibleOperation]) -> None:
 
     Likewise for a basic op of a fused op with a ``forward`` of its own.
     """
-    parts: Iterator[FusibleOperation] = (op for member in members for op in dict.fromkeys((member, *member.basic_ops)))
+    parts: dict[FusibleOperation, None] = {}
+    for member in members:
+        parts.update(dict.fromkeys((member, *member.basic_ops)))
     for op in parts:
-        if op not in _warned and not op.joins:
-            _warned.add(op)
+        if op in _warned:
+            continue
+        if not op.joins:
+            where, got = f"{op.label} in a fused op", "a forward of its own, which never runs"
+            wanted = "none but protocol methods"
             cure = "override op_forward and op_backward, or put the op into the Sequential by itself"
-            got = "a forward of its own, which never runs"
-            message = describe(f"{op.label} in a fused op", wanted="none but protocol methods", got=got, cure=cure)
-            warnings.warn(message, OpfuseWarning, stacklevel=2)
-        if op not in _warned and any(getattr(op, hooks, None) for hooks in HOOKS):
-            _warned.add(op)
+        elif any(map(vars(op).get, HOOKS)):
+            where, got = f"{op.label} hooks", "hooks that never run"
+            wanted = "none on an op of a pipeline"
             cure = "register them on the Sequential, or on an nn.Module around the op"
-            message = describe(f"{op.label} hooks", wanted="none on an op of a pipeline", got="hooks that never run", cure=cure)
-            warnings.warn(message, OpfuseWarning, stacklevel=2)
+        else:
+            continue
+        _warned.add(op)
+        warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=2)

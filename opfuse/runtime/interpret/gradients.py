@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from opfuse.compiler.graph import Node
-from opfuse.compiler.patterns import Term
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Context, Value, in_memory, plain
-from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import check_tensor
-from opfuse.errors import FusionError, PipelineError, describe
-from opfuse.tensors.storage import QuantizedStorage
+from opfuse.errors import PipelineError, describe
 
 
 class Left(NamedTuple):
@@ -128,34 +125,3 @@ def check_input_gradient(context: Context | None, grad: Value | None) -> None:
     if shape is not None and grad.shape != shape:
         where = f"{context.op.label} gradient of the input"
         raise PipelineError(describe(where, wanted=f"shape {tuple(shape)}", got=tuple(grad.shape), cure=cure))
-
-
-def check_result(where: str, result: object) -> None:
-    """FusionError for an implementation that returned no tensor."""
-    if not isinstance(result, (torch.Tensor, QuantizedStorage)):
-        cure = "return the tensor that it computed, alone"
-        raise FusionError(describe(where, wanted="a tensor", got=type(result).__name__, cure=cure))
-
-
-def argument(term: Term) -> str:
-    """How an implementation writes the context of a node that stands at this place of its pattern."""
-    return f"each of {term.name}" if term.high != 1 else term.name
-
-
-def check_saved(name: str, contexts: Iterable[tuple[str, Context]]) -> None:
-    """FusionError for a forward-only fusion that did not save what its ops' own backward passes read.
-
-    contexts: how the implementation writes each, and the context. One without a node, as that of an explicit Quantize, has no
-    backward pass.
-    """
-    for written, context in contexts:
-        saves = context.op.promised if context.requires_grad and isinstance(context.op, BasicOperation) else None
-        if saves is None:
-            continue
-        context.op.remember(context)
-        if not context.complete():
-            values = ", ".join(f"{each}=..." for each in saves)
-            cure = f"call {written}.save({values}), None for what no gradient reads, or give the fusion a backward of its own"
-            where = f"{name}: saved state of {context.op.label}"
-            got = tuple(each if value is not None else f"{each}=None" for each, value in context._saved.items())
-            raise FusionError(describe(where, wanted=f"exactly {saves}", got=got, cure=cure))

@@ -11,6 +11,7 @@ import torch
 
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, Node
+from opfuse.compiler.patterns import Term
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.compiler.rematerialize import RematerializedOperand
 from opfuse.compiler.rules import Fusion
@@ -24,11 +25,12 @@ from opfuse.core.quantizers import recording_gradients
 from opfuse.errors import FusionError, PipelineError, describe
 from opfuse.events import TensorSaved, emit, listeners
 from opfuse.recipes.counting import PassAround
-from opfuse.runtime.interpret.gradients import Gradients, argument, check_input_gradient, check_result, check_saved
+from opfuse.runtime.interpret.gradients import Gradients, check_input_gradient
 from opfuse.runtime.interpret.observed import GroupEvents
 from opfuse.runtime.replay.partial import RepeatedCast, context_fingerprints, repeat
 from opfuse.runtime.weights.cast_cache import PrecomputedCast
 from opfuse.runtime.weights.packed import PlaceInBlock, from_blocks, to_blocks
+from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.dispatch import active_modes
 
 Kwargs = Sequence[Mapping[str, Any]]
@@ -84,7 +86,7 @@ class Interpreter:
                 self.events.forward(self._forward_group, group, values)
         if self.plan.rematerialized:
             self._save_scales()
-        return [values[value] for value in self.segment.outputs]
+        return [*map(values.__getitem__, self.segment.outputs)]
 
     def _forward_group(self, group: Group, values: dict[int, Value]) -> None:
         first = self.plan.graph.nodes[group.nodes[0]]
@@ -137,7 +139,7 @@ class Interpreter:
             return
         cast = self._cast_of(node)
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
-        values[node.outputs[0]] = self._caster(node.index, cast)(source, *[values[value] for value in node.inputs[1:]])
+        values[node.outputs[0]] = self._caster(node.index, cast)(source, *map(values.__getitem__, node.inputs[1:]))
 
     def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
         """What does a cast of a node."""
@@ -200,11 +202,11 @@ class Interpreter:
         first, last = nodes[group.nodes[0]], nodes[group.nodes[-1]]
         x = values[first.inputs[0]]
         made = {i: self._context(nodes[i], values) for i in group.nodes}
-        output = _implementation(rule.forward)(x if first.takes_quantized else plain(x), **_bind(rule, group, made))
-        check_result(f"{rule.name} forward", output)
+        output = cast(Callable[..., Any], rule.forward)(x if first.takes_quantized else plain(x), **_bind(rule, group, made))
+        _check_result(f"{rule.name} forward", output)
         if rule.backward is None:
-            terms = [(term, index) for term, place in zip(rule.pattern, group.binding) for index in place]
-            check_saved(rule.name, ((argument(term), made[index]) for term, index in terms))
+            named = [(_argument(term), made[i]) for term, place in zip(rule.pattern, group.binding) for i in place]
+            _check_saved(rule.name, named)
         for i in group.nodes[:-1]:
             self._store(nodes[i], nodes[i].outputs[1:], made[i].extra_outputs, values)
         self._store(last, last.outputs, (output, *made[last.index].extra_outputs), values)
@@ -225,9 +227,9 @@ class Interpreter:
         for i, extras in zip(group.ops, extra_outputs):
             if i in nodes:
                 self._store(nodes[i], nodes[i].outputs[1:], extras, values)
-        check_result(f"{group.name} fuser_forward", output)
+        _check_result(f"{group.name} fuser_forward", output)
         if not group.opaque.overrides("fuser_backward"):
-            check_saved(group.name, ((f"basic_op_ctxs[{i}]", context) for i, context in enumerate(contexts)))
+            _check_saved(group.name, ((f"basic_op_ctxs[{i}]", context) for i, context in enumerate(contexts)))
         values[chain[-1].outputs[0]] = in_memory(output)
         self._check_outputs(group, nodes.values(), values)
 
@@ -271,7 +273,9 @@ class Interpreter:
                 for name, value in context.saved_state().items():
                     if value is not None:
                         emit(TensorSaved(self.plan, index, name, value))
-        saved = [tensor for context in self.contexts.values() for tensor in context.release()]
+        saved: list[torch.Tensor] = []
+        for context in self.contexts.values():
+            saved += context.release()
         if self.blocks:
             saved, self.places = to_blocks(saved, self.blocks)
         self.dirty, self.kwargs, self.precomputed, self.blocks = [], (), {}, []
@@ -372,9 +376,10 @@ class Interpreter:
         # A joint rule also sees the ops that want no gradient, but only the casts that act on gradients.
         made = {i: grads.contexts[i] for place in group.binding for i in place if not nodes[i].is_cast}
         made |= {i: self._cast_context(nodes[i], grads) for i in group.nodes if nodes[i].is_cast}
-        dx = _implementation(rule.backward)(dy if last.takes_quantized else plain_or_none(dy), **_bind(rule, group, made))
+        dy = dy if last.takes_quantized else plain_or_none(dy)
+        dx = cast(Callable[..., Any], rule.backward)(dy, **_bind(rule, group, made))
         if nodes[group.nodes[0]].inputs[0] in self.plan.graph.grads:
-            check_result(f"{rule.name} backward", dx)
+            _check_result(f"{rule.name} backward", dx)
         self._finish([nodes[i] for i in group.nodes], dx, grads)
 
     def _backward_opaque(self, group: Group, grads: Gradients) -> None:
@@ -392,7 +397,7 @@ class Interpreter:
         )
         dx, params, extras = checked_lists(group.opaque, "fuser_backward", found, len(contexts))
         if dx is not None:
-            check_result(f"{group.name} fuser_backward", dx)
+            _check_result(f"{group.name} fuser_backward", dx)
         for context, grad_params, grad_extras in zip(contexts, params, extras):
             context.set_grads(params=grad_params, extras=grad_extras)
         self._finish(chain, dx, grads)
@@ -413,10 +418,37 @@ def _bind(rule: Fusion, group: Group, contexts: Mapping[int, Context]) -> dict[s
     """The arguments of an implementation: the contexts that there are in its pass, by the names of the pattern."""
     bound: dict[str, Any] = {}
     for term, place in zip(rule.pattern, group.binding):
-        found = tuple(contexts[i] for i in place if i in contexts)
+        found = tuple([contexts[i] for i in place if i in contexts])
         bound[term.name] = found if term.high != 1 else (found[0] if found else None)
     return bound
 
 
-def _implementation(function: Callable[..., Any] | None) -> Callable[..., Any]:
-    return cast(Callable[..., Any], function)
+def _check_result(where: str, result: object) -> None:
+    """FusionError for an implementation that returned no tensor."""
+    if not isinstance(result, (torch.Tensor, QuantizedStorage)):
+        cure = "return the tensor that it computed, alone"
+        raise FusionError(describe(where, wanted="a tensor", got=type(result).__name__, cure=cure))
+
+
+def _argument(term: Term) -> str:
+    """How an implementation writes the context of a node that stands at this place of its pattern."""
+    return f"each of {term.name}" if term.high != 1 else term.name
+
+
+def _check_saved(name: str, contexts: Iterable[tuple[str, Context]]) -> None:
+    """FusionError for a forward-only fusion that did not save what its ops' own backward passes read.
+
+    contexts: how the implementation writes each, and the context. One without a node, as that of an explicit Quantize, has no
+    backward pass.
+    """
+    for written, context in contexts:
+        saves = context.op.promised if context.requires_grad and isinstance(context.op, BasicOperation) else None
+        if saves is None:
+            continue
+        context.op.remember(context)
+        if not context.complete():
+            values = ", ".join(f"{each}=..." for each in saves)
+            cure = f"call {written}.save({values}), None for what no gradient reads, or give the fusion a backward of its own"
+            where = f"{name}: saved state of {context.op.label}"
+            got = tuple(each if value is not None else f"{each}=None" for each, value in context._saved.items())
+            raise FusionError(describe(where, wanted=f"exactly {saves}", got=got, cure=cure))

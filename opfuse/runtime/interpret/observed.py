@@ -16,10 +16,10 @@ from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
 from opfuse.core.operation import BasicOperation
 from opfuse.events import GroupRan, PlanUsed, emit, silenced, subscribed
+from opfuse.kernels.engine.launch import check_capture
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.interpret.gradients import Gradients
 from opfuse.runtime.plans.misses import trial_plans
-from opfuse.tensors.capture import check_capture
 
 RunsGroup = Callable[[Group, Any], None]
 """Runs a group over the values, or the gradients, of its pass."""

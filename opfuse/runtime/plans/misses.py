@@ -1,17 +1,28 @@
-"""What a call does that finds no plan: makes one, for itself or for later calls too, or raises; warns of misses that repeat."""
+"""What a call does that finds no plan: makes one, for itself or for later calls too, or raises.
+
+It warns of misses that repeat and, once a process, of what a plan finds on this machine: a release of torch that nobody tried,
+products that no hardware runs.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.errors import PlanMissError, describe
+from opfuse.errors import OpfuseWarning, PlanMissError, describe
+from opfuse.kernels.engine.launch import is_capturing
 from opfuse.keys import Miss
+from opfuse.recipes.availability import Arch, support
+from opfuse.recipes.rates import BF16, RATES, RECORD
+from opfuse.recipes.recipe import Recipe
+from opfuse.torch_private.names import TRIED
 
 
 class PlanPolicy(NamedTuple):
@@ -58,7 +69,7 @@ def trial_plans(*, alone: bool = False) -> Iterator[None]:
 
 def check_miss(where: str, why: Callable[[], str]) -> None:
     """PlanMissError where a plan may not be made now: inside ``on_miss("error")``, and while a CUDA graph is captured."""
-    if plan_policy().on_miss == "error" or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if plan_policy().on_miss == "error" or is_capturing():
         cure = "run the call once before graph capture or on_miss('error')"
         raise PlanMissError(describe(f"plan of {where}", wanted="a plan made before", got=why(), cure=cure))
 
@@ -98,6 +109,8 @@ class ThrashingDetector:
 
     def _pattern(self) -> tuple[str, str] | None:
         """The path of the leaf that changes, and what happens."""
+        if len(self._last) < AGAIN:
+            return None
         again = [miss for miss in list(self._last)[-AGAIN:] if miss.again]
         paths = Counter(difference.path for miss in self._last for difference in miss.differences)
         if len(again) == AGAIN:
@@ -108,3 +121,48 @@ class ThrashingDetector:
             path, last = alone.pop(), self._last[-1].differences[0]
             return path, f"{SAME} misses in a row that differ in {path} alone, the last time {last}"
         return None
+
+
+# -- what a plan finds on this machine -------------------------------------------------------------------------------------------
+
+
+def warn_of_machine(recipe: Recipe | None, device: str, arch: Arch) -> None:
+    """Warn, once each, of an untried torch and of a recipe whose products are emulated on a CUDA device."""
+    _warn_of_torch(torch.__version__)
+    if recipe is not None and device == "cuda":
+        _warn_of_emulation(recipe, arch)
+
+
+@cache
+def _warn_of_torch(installed: str) -> None:
+    release = _release(installed)
+    if not _release(TRIED[0]) <= release <= _release(TRIED[-1]):
+        wanted, cure = f"a release from {TRIED[0]} to {TRIED[-1]}, which were tried", "run `opfuse doctor --only torch`"
+        text = describe("torch", wanted=wanted, got=installed, cure=f"{cure}, which names what has changed")
+        warnings.warn(text, OpfuseWarning, stacklevel=4)
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)
+
+
+_emulated: set[tuple[str, Arch]] = set()
+
+
+def _warn_of_emulation(recipe: Recipe, arch: Arch) -> None:
+    if (key := (recipe.kind, arch)) in _emulated:
+        return
+    _emulated.add(key)
+    found = support(recipe, arch)
+    if found.status == "emulated":
+        got = f"emulated products on compute capability {arch[0]}.{arch[1]}: {found.reason}"
+        text = describe(f"recipe {recipe.kind}", wanted="products that this GPU runs natively", got=got, cure=_cost(recipe.kind))
+        warnings.warn(text, OpfuseWarning, stacklevel=5)
+
+
+def _cost(kind: str) -> str:
+    """What emulation costs, and where a user learns what else there is."""
+    rate = RATES.get(kind)
+    slow = "" if rate is None or rate >= BF16 else f", at {BF16 / rate:.2f} times the time of bf16 on an H200 ({RECORD})"
+    return f"go on with the exact numbers{slow}, or choose a native recipe from `opfuse doctor`"

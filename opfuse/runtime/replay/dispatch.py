@@ -1,4 +1,4 @@
-"""The choice of what runs a segment: the interpreter, or a program that it has recorded.
+"""The choice of what runs a segment, forward and backward: the interpreter, or a program that it has recorded.
 
 Only what the library itself computes is recorded: a user's op, rule or quantizer may do what no recorder sees. A pass
 that has one is repeated in parts (``partial.py``), the other one as a whole.
@@ -6,43 +6,49 @@ that has one is repeated in parts (``partial.py``), the other one as a whole.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, Node
-from opfuse.compiler.plan import Plan, Segment, UserCode
+from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.cast import Cast
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.environment import variable
 from opfuse.events import INTERPRETED, GroupRan, listeners
-from opfuse.kernels.engine.launch import compiled_ahead
+from opfuse.kernels.engine.launch import compiled_ahead, is_capturing
 from opfuse.recipes.counting import PassAround
 from opfuse.runtime.interpret.interpreter import GradOutputs, Interpreter, Kwargs, Result
 from opfuse.runtime.interpret.observed import GroupEvents
-from opfuse.runtime.replay.backward import BackwardPass
-from opfuse.runtime.replay.layout_key import firsts, layout_key, tensors_and_planes
+from opfuse.runtime.replay.packing import Packing
 from opfuse.runtime.replay.partial import precomputed_casts
 from opfuse.runtime.replay.recorder import Recorder
-from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Ran, Replayable
+from opfuse.runtime.replay.replayable import (
+    BACKWARD_LOOKS,
+    REFUSED,
+    Ran,
+    Recorded,
+    Replayable,
+    firsts,
+    layout_key,
+    tensors_and_planes,
+)
 from opfuse.runtime.replay.user_code import user_code
 from opfuse.runtime.replay.warmup import rehearsed
 from opfuse.runtime.weights.cast_cache import CachedCasts, PrecomputedCast, cached_casts
 from opfuse.runtime.weights.packed import PlaceInBlock
-from opfuse.tensors.capture import is_capturing
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import matrix_shape
 from opfuse.torch_private.autograd import saving_hooks
 from opfuse.torch_private.dispatch import active_modes
 
-_log = logging.getLogger("opfuse.programs")
 _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
 
 
@@ -69,7 +75,7 @@ def runner_of(
             return Interpreter(plan, segment, ops, kwargs, cached.casts, events=GroupEvents(plan, ops, heard))
         if not INTERPRETED.isdisjoint(heard):
             tensors = None
-    code = plan.user_code.get(segment.nodes.start) or _user_code(plan, segment, ops)
+    code = plan.user_code.get(segment.nodes.start) or user_code(plan, segment, ops)
     before = precomputed_casts(plan, segment, ops, code.before, tensors) if code.before and tensors is not None else ()
     precomputed = (*before, *cached.casts) if before else cached.casts
     if tensors is None or not _enabled.get() or active_modes():
@@ -110,14 +116,6 @@ def _key(
     if cached.casts:
         layout = *layout, cached.layout
     return (*layout, *_sizes(plan, segment, ops, tensors)) if plan.reads_sizes else layout
-
-
-def _user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
-    """What of the user's own runs in the segment, which is logged once."""
-    found = plan.user_code[segment.nodes.start] = user_code(plan, segment, ops)
-    for side, why in found.why.items():
-        _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
-    return found
 
 
 def _sizes(
@@ -184,6 +182,99 @@ def _are_saved_one_by_one() -> bool:
     """
     hooks = saving_hooks(True)
     return hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "takes_blocks", False)
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """The backward passes of a segment, for all calls that repeat one forward pass.
+
+    interpreter: has the contexts of that pass, as they were when it was recorded. replayable: by what comes in. packs: whether it
+    has yet to be decided which saved tensors go in blocks. packing: how they do, if some do. packed: by what comes in blocks.
+    """
+
+    interpreter: Interpreter
+    replayable: Replayable
+    packs: bool = False
+    packing: Packing | None = None
+    packed: Replayable | None = None
+
+    @property
+    def replayables(self) -> Sequence[Replayable]:
+        """All that is repeated."""
+        return (self.replayable,) if self.packed is None else (self.replayable, self.packed)
+
+    def __call__(self, grads: GradOutputs, saved: list[torch.Tensor], forward: tuple[Replayable, Any]) -> Result:
+        """The gradients of the interpreter for those of the outputs; both arguments are emptied.
+
+        forward: where the forward pass is kept, and under which key, to have it save tensors in blocks.
+        """
+        unknown = None
+        if self.packing is not None and self.packed is not None:
+            key = self._key(grads, saved)
+            found = self.packed.get(key)
+            if isinstance(found, Recorded):
+                return self._run(self.packed, key, grads, saved)
+            saved[:], unknown = [*self.packing.unpacked(saved)], key if found is None else None
+        key = self._key(grads, saved)
+        if (self.packs or unknown is not None) and isinstance(found := self.replayable.get(key), Recorded):
+            count = sum(grad is not None for grad in grads.values())
+            if unknown is None:
+                self._decide(found, count, len(saved), forward)
+            else:
+                self._enter_blocks(found, count, unknown)
+        return self._run(self.replayable, key, grads, saved)
+
+    def _key(self, grads: GradOutputs, saved: list[torch.Tensor]) -> tuple[Any, ...] | None:
+        """What a program depends on; None if none may run."""
+        if not self.replayable.limit or active_modes():
+            return None
+        layout = layout_key([*grads.values(), *saved])
+        return None if layout is None else (*grads, *layout)
+
+    def _run(self, replayable: Replayable, key: Any, grads: GradOutputs, saved: list[torch.Tensor]) -> Result:
+        def interpret(recorder: Recorder | None) -> Ran:
+            return Ran(self.interpreter.gradients(grads, _one_by_one(saved)), packs=self.packs or self.packing is not None)
+
+        def release() -> None:
+            saved.clear()
+            grads.clear()
+
+        result: Result = replayable(key, tensors_and_planes([*grads.values(), *saved]), interpret, release)[0]
+        return result
+
+    def _decide(self, backward: Recorded, grads: int, count: int, forward: tuple[Replayable, Any]) -> None:
+        """Have later calls save in blocks what ``backward`` reads by address.
+
+        grads: how many gradients come before the ``count`` saved tensors.
+        """
+        replayable, key = forward
+        recorded = replayable.get(key)
+        if not isinstance(recorded, Recorded) or recorded.rest is not self:
+            return
+        self.packs = False
+        made, read = recorded.program.recording, backward.program.recording
+        packing = None if made is None or read is None else Packing.of(made, read, grads=grads, count=count)
+        if packing is None or made is None:
+            backward.program.settle()
+        else:
+            packed = Replayable(replayable.device, replayable.where, BACKWARD_LOOKS)
+            rest = BackwardPass(self.interpreter, self.replayable, packing=packing, packed=packed)
+            replayable.add(key, replace(recorded, program=packing.forward(made), rest=rest, behind=rest.replayables))
+        recorded.program.settle()
+
+    def _enter_blocks(self, backward: Recorded, grads: int, key: Any) -> None:
+        """Have the next call of which this is the key run ``backward`` over blocks, if it reads what is in them by address."""
+        if self.packing is not None and self.packed is not None:
+            program = self.packing.backward(backward.program.recording, grads)
+            self.packed.add(key, REFUSED if program is None else replace(backward, program=program))
+            backward.program.settle()
+
+
+def _one_by_one(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors in order, each released when it is taken."""
+    tensors.reverse()
+    while tensors:
+        yield tensors.pop()
 
 
 class ReplayedSegment:

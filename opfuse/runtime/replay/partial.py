@@ -23,9 +23,8 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, fingerprint_of, identity
 from opfuse.core.operation import BasicOperation
 from opfuse.runtime.interpret.gradients import Gradients
-from opfuse.runtime.replay.layout_key import layout_key, tensors_and_planes
 from opfuse.runtime.replay.recorder import Recorder
-from opfuse.runtime.replay.replayable import LOOKS, Ran, Replayable
+from opfuse.runtime.replay.replayable import LOOKS, Ran, Replayable, layout_key, tensors_and_planes
 from opfuse.runtime.replay.user_code import is_library_cast
 from opfuse.runtime.weights.cast_cache import PrecomputedCast
 from opfuse.tensors.storage import QuantizedStorage

@@ -6,6 +6,7 @@ at each call, so it runs at each call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
@@ -20,7 +21,9 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import beyond_gradients
 from opfuse.core.watched import rewritten
 from opfuse.numerics.pointwise import Pointwise
-from opfuse.tensors.quantizers.provenance import is_library_code, is_library_quantizer, reduces
+from opfuse.tensors.quantizers.base import is_library_code, is_library_quantizer, reduces
+
+_log = logging.getLogger("opfuse.programs")
 
 BEFORE_FORWARD = "before forward"
 """A forward pass whose only own code is casts of parameters and of the segment's inputs, which run before the segment."""
@@ -40,23 +43,33 @@ class _Reason(NamedTuple):
 
 
 def user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
-    """For each pass why a program cannot repeat all of it, and the casts to run before the segment; other passes are left out."""
-    parts = list(_user_code(plan, segment, ops))
-    casts = [part.cast for part in parts if part.side == FORWARD]
+    """What of the user's own runs in the segment, which its plan keeps and the log tells: for each pass why a program cannot
+    repeat all of it, and the casts to run before the segment; other passes are left out.
+    """
+    reasons = list(_reasons(plan, segment, ops))
+    found = _parts(plan, segment, reasons) if reasons else UserCode({}, frozenset(), (), ())
+    for side, why in found.why.items():
+        _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
+    plan.user_code[segment.nodes.start] = found
+    return found
+
+
+def _parts(plan: Plan, segment: Segment, reasons: Sequence[_Reason]) -> UserCode:
+    """The passes of the segment, cut around the user's own code."""
+    casts = [reason.cast for reason in reasons if reason.side == FORWARD]
     before = tuple(node for node in casts if node is not None and _comes_in(plan, segment, node))
     if len(before) < len(casts):
         before = ()
-    why = {BEFORE_FORWARD if before and part.side == FORWARD else part.side: part.why for part in reversed(parts)}
-    theirs = {i for part in parts if part.side == BACKWARD for i in part.nodes}
+    why = {BEFORE_FORWARD if before and each.side == FORWARD else each.side: each.why for each in reversed(reasons)}
+    theirs = {i for reason in reasons if reason.side == BACKWARD for i in reason.nodes}
     casting = {i: plan.casts[i] for i in segment.nodes if plan.graph.nodes[i].is_cast}
     # A cast in groups leaves the gradient itself in the context of its reader, which may be in another stretch.
     theirs |= {i for i, cast in casting.items() if isinstance(cast, GroupedCast) or not is_library_cast(cast)}
-    users = frozenset(part.side for part in parts if part.is_users)
-    stretches = _stretches(plan, segment.backward, theirs if BACKWARD in why else ()) if why else ()
-    return UserCode(why, users, before, tuple(stretches))
+    users = frozenset(reason.side for reason in reasons if reason.is_users)
+    return UserCode(why, users, before, tuple(_stretches(plan, segment.backward, theirs if BACKWARD in why else ())))
 
 
-def _user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[_Reason]:
+def _reasons(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Iterator[_Reason]:
     passes, nodes = (FORWARD, BACKWARD), [plan.graph.nodes[i] for i in segment.nodes]
     for side, groups in zip(passes, (segment.forward, segment.backward)):
         for group in groups:
@@ -112,7 +125,7 @@ def is_library_cast(cast: Cast) -> bool:
 
 _ASKED_BY_CASTS = frozenset(
     ("compute_dtype", "checked_dtype", "in_features", "quantizer_role", "__getattr__", "__getattribute__", "owner")
-    + ("parameter", "parameter_names", "parameter_values", "parameter_slots", "parameter_places", "_find_slots", "borrows")
+    + ("parameter", "parameter_names", "parameter_values", "parameter_slots", "parameter_places", "borrows")
 )
 
 
@@ -123,17 +136,24 @@ def is_library_op(op: BasicOperation) -> bool:
 
 def _replaced(op: BasicOperation) -> set[str]:
     """Names of the op's code that is not the library's: in its classes, written into a class later, or set on the op itself."""
-    theirs = {name for kind in type(op).__mro__ if not _is_known(kind) for name, value in vars(kind).items() if _is_code(value)}
-    now = {name: getattr(type(op), name, None) for name in rewritten(type(op))}
-    later = {name for name, value in now.items() if _is_code(value) and not is_library_code(value)}
-    on_itself = {name for name, value in vars(op).items() if callable(value) and hasattr(type(op), name)}
-    return theirs | later | on_itself
+    theirs: set[str] = set()
+    for kind in type(op).__mro__:
+        if not _is_known(kind):
+            theirs.update([name for name, value in vars(kind).items() if _is_code(value)])
+    for name in rewritten(type(op)):
+        value = getattr(type(op), name, None)
+        if _is_code(value) and not is_library_code(value):
+            theirs.add(name)
+    for name, value in vars(op).items():
+        if callable(value) and hasattr(type(op), name):
+            theirs.add(name)
+    return theirs
 
 
 def _is_fixed(math: Any) -> bool:
     """Whether the functions of an elementwise op read nothing but their arguments, so that all runs do the same."""
     made_of = (math.value, math.grad, math.operand_grad) if isinstance(math, Pointwise) else ()
-    return all(function is None or _is_closed(function) for function in made_of)
+    return all(map(_is_closed, filter(None, made_of)))
 
 
 def _is_closed(function: Any) -> bool:

@@ -30,7 +30,7 @@ from opfuse.runtime.replay.recorder import PLAIN
 from opfuse.runtime.replay.user_code import is_library_op
 from opfuse.runtime.weights.cached_cast import CachedCast, CachedLayout, Unchanged, interned, settle
 from opfuse.runtime.weights.packed import unpack
-from opfuse.tensors.quantizers.provenance import draws, is_library_quantizer
+from opfuse.tensors.quantizers.base import draws, is_library_quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.devices import raw_stream
 from opfuse.torch_private.dispatch import active_modes

@@ -1,11 +1,11 @@
-"""What every quantizer does: check the input, cast the directions asked for, rewrite an existing storage."""
+"""What every quantizer does: check the input, cast the directions asked for, rewrite an existing storage; whose code it is."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -167,8 +167,8 @@ class Quantizer(ABC):
 
     def wanting(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Self:
         """A copy that makes other directions; None keeps what this one makes."""
-        wanted = {"rowwise": rowwise, "columnwise": columnwise}
-        return replace(self, **{usage: value for usage, value in wanted.items() if value is not None})
+        rowwise = self.rowwise if rowwise is None else rowwise
+        return replace(self, rowwise=rowwise, columnwise=self.columnwise if columnwise is None else columnwise)
 
     @property
     def planes_agree(self) -> bool:
@@ -394,3 +394,48 @@ def require(value: object, known: Collection[object], where: str) -> None:
     if value not in known:
         wanted = "one of " + ", ".join(map(str, known))
         raise QuantizerError(describe(where, wanted=wanted, got=value, cure="pass one of these"))
+
+
+# -- whose code a quantizer runs, and whether it makes the same bytes again ------------------------------------------------------
+
+
+def is_library_code(what: Any) -> bool:
+    """Whether a class or a function is the library's."""
+    return str(getattr(what, "__module__", "")).startswith("opfuse.")
+
+
+def parts_of(quantizer: Any) -> Iterator[Any]:
+    """The quantizer and, of one that is made of others, these."""
+    if is_dataclass(quantizer):
+        yield quantizer
+        for setting in fields(quantizer):
+            yield from parts_of(getattr(quantizer, setting.name))
+
+
+def is_library_quantizer(quantizer: Any) -> bool:
+    """Whether all code of the quantizer is the library's; not if it reduces amaxes, which depends on the ranks at each call."""
+    for part in parts_of(quantizer):
+        if getattr(part, "with_amax_reduction", False) or getattr(part, "runs_code_of_others", False):
+            return False
+        if not is_library_code(type(part)):
+            return False
+    return True
+
+
+def casts_itself(quantizer: Any) -> bool:
+    """Whether the library's own code casts, which a kernel may then do; for a quantizer made of others, of all of them."""
+    for part in parts_of(quantizer):
+        quantize = getattr(type(part), "quantize", None)
+        if quantize is not None and (not is_library_code(quantize) or getattr(part, "runs_code_of_others", False)):
+            return False
+    return True
+
+
+def reduces(quantizer: Any) -> bool:
+    """Whether a cast takes the largest amax of several ranks."""
+    return any(getattr(part, "with_amax_reduction", False) for part in parts_of(quantizer))
+
+
+def draws(quantizer: Any) -> bool:
+    """Whether a cast draws random numbers, so that no two are equal."""
+    return any(getattr(part, "stochastic_rounding", False) for part in parts_of(quantizer))

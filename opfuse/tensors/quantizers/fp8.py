@@ -13,8 +13,7 @@ from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Measur
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.checks import require_number
 from opfuse.numerics.layouts import Layout
-from opfuse.tensors.quantizers.base import Float8CastingQuantizer, RuledQuantizer, require
-from opfuse.tensors.quantizers.provenance import casts_itself
+from opfuse.tensors.quantizers.base import Float8CastingQuantizer, RuledQuantizer, casts_itself, require
 from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 
 

@@ -107,11 +107,8 @@ def _read(recording: RecordedForward) -> TracedChain:
     first, *others = [node for node in recording.nodes if node.op == "placeholder"]
     known = expressions(recording.nodes, {first: X, **{node: ("argument", index) for index, node in enumerate(others)}})
     result: Any = recording.nodes[-1].args[0]
-    steps, value, parts = (
-        list[ChainStep](),
-        known[result],
-        set[int](),
-    )  # by the id() of an expression, as equal ones may be two values
+    steps, value = list[ChainStep](), known[result]
+    parts = set[int]()  # expressions by their id(), as equal ones may be two values
     while value != X:
         step, inner, inside = _last_step(value)
         steps.append(step)

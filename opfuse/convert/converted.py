@@ -225,6 +225,9 @@ class Converted:
         if self.in_graph is None:
             self.in_graph = InGraph(self, [self], self.run)
 
+    code = None
+    """That of its class, as graphs know it, and not an attribute of the module."""
+
     def resembles(self, other: Converted) -> bool:
         """Whether a graph that was made for ``other``, of the same class, can serve this one."""
         return type(self.module) is type(other.module)
@@ -366,7 +369,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
                 return own(*args, **kwargs)
             if own is not None:  # as it is where it is bound to a module that is not converted
                 own.warn_of_copy()
-            return type(caller).forward(caller, *args, **kwargs)
+            return kind.forward(caller, *args, **kwargs)
 
         del forward.__wrapped__
         vars(forward)["__signature__"] = inspect.signature(kind.forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -10,14 +11,14 @@ from typing import Any
 import torch
 
 from opfuse.compiler.plan import Plan
-from opfuse.core.context import Value, plain
+from opfuse.core.context import Value, plain, versions
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import check_backward, check_batched
 from opfuse.core.watched import ParameterPlaces
-from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.errors import UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.compile.backward_tape import BackwardTape, SavedTensors
+from opfuse.runtime.compile.backward_tape import BackwardTape, SavedTensors, check_unwritten, written_since
 from opfuse.runtime.interpret.checkpoint_replay import check_once
 from opfuse.runtime.interpret.interpreter import Interpreter, Kwargs
 from opfuse.runtime.replay.dispatch import ReplayedSegment, runner_of
@@ -26,6 +27,7 @@ from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.autograd import saving_hooks
+from opfuse.torch_private.checkpoints import saves_in_checkpoint
 from opfuse.torch_private.tensors import base_of, share_memory
 
 AnyRunner = Interpreter | ReplayedSegment
@@ -38,9 +40,11 @@ class _SegmentFunction(torch.autograd.Function):
     def forward(ctx: Any, runner: AnyRunner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = _published(runner.forward(tensors[:count]), tensors)
         ctx.values = list(runner.segment.outputs)
+        dirty: list[torch.Tensor] = []
         for value, tensor in runner.dirty:
             if any(tensor is each for each in tensors):
                 ctx.mark_dirty(tensor)
+                dirty.append(tensor)
                 if not any(tensor is output for output in outputs):
                     outputs.append(tensor)
                     ctx.values.append(value)
@@ -50,7 +54,8 @@ class _SegmentFunction(torch.autograd.Function):
         saved = runner.released()
         if runner.places and saving_hooks(True) is not None:  # a checkpoint's compare with a call that may find nothing kept
             saved = [*from_blocks(iter(saved), runner.places)]
-        ctx.save_for_backward(*saved)
+        ctx.counted = bool(saved) and saves_in_checkpoint()
+        ctx.save_for_backward(*saved, *([_writes_of(saved, dirty)] if ctx.counted else ()))
         ctx.set_materialize_grads(False)
         results = tuple(_distinct(outputs)) if len(outputs) > 1 else tuple(outputs)
         if constant := runner.segment.constant:
@@ -90,25 +95,40 @@ def _check_view(runner: AnyRunner, written: torch.Tensor, *, alone: bool) -> Non
 
 def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
     """The saved tensors, one by one. Unless the graph is retained, nothing else holds a tensor once it was yielded."""
-    saved: Sequence[torch.Tensor] = _saved_tensors(ctx)
+    saved = _saved_tensors(ctx)
     ctx.maybe_clear_saved_tensors()
     if ctx.runner.places:
         saved = to_blocks_again(saved, ctx.runner.places)
     return _popped([*reversed(saved)])
 
 
-def _saved_tensors(ctx: Any) -> tuple[torch.Tensor, ...]:
+def _saved_tensors(ctx: Any) -> Sequence[torch.Tensor]:
     try:
-        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        saved: Sequence[torch.Tensor] = ctx.saved_tensors
     except RuntimeError as error:
         if "inplace" not in str(error):  # a saved tensor was written, or one that it is a view of
             raise
-        nodes = ctx.runner.segment.nodes
-        where = f"backward of {ctx.runner.plan.name}, nodes {nodes[0]}..{nodes[-1]}"
-        cure = "change inputs and parameters after the backward pass, or pass a clone"
-        wanted = "saved tensors as the forward pass left them"
-        raise SavedTensorError(describe(where, wanted=wanted, got="one changed in place since", cure=cure)) from error
+        raise written_since(_place(ctx.runner)) from error
+    if ctx.counted:
+        *saved, writes = saved
+        check_unwritten(saved, writes.tolist(), _place(ctx.runner))
     return saved
+
+
+def _place(runner: AnyRunner) -> str:
+    nodes = runner.segment.nodes
+    return f"backward of {runner.plan.name}, nodes {nodes[0]}..{nodes[-1]}"
+
+
+def _writes_of(saved: Sequence[torch.Tensor], dirty: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How often each tensor of ``saved`` was written, as a tensor on the host that is saved beside them in a checkpoint.
+
+    A checkpoint saves what its function saves when it runs again, and torch does not see a write after that. So the counts are of
+    the run whose tensors they are compared with. Autograd itself counts one more write of ``dirty`` tensors. No operation makes
+    the result, so that no mode keeps it from the first run.
+    """
+    counts = [count + sum(share_memory(each, tensor) for tensor in dirty) for each, count in zip(saved, versions(*saved))]
+    return torch.frombuffer(array("q", counts), dtype=torch.int64)
 
 
 def _check_inference(plan: Plan, *given: Sequence[torch.Tensor | None]) -> None:

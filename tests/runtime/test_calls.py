@@ -119,8 +119,8 @@ def calls_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch, *, keeps: bo
 def test_calls_of_a_step_do_not_grow_with_the_experts_whose_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their planes lie in one block for each direction: one to look at, to compare the address of, and to save.
 
-    A frame moves an argument whose address the allocator changed, so two equal steps differ by some calls; one call an expert would
-    be 112 more."""
+    A frame moves an argument whose address the allocator changed, so two equal steps differ by some calls; one call an expert
+    would be 112 more."""
     few, many = (calls_of_experts(experts, monkeypatch) for experts in (16, 128))
     assert abs(many - few) < (128 - 16) / 2
     assert many <= 780

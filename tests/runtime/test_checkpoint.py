@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.errors import UnsupportedError
+from opfuse.errors import SavedTensorError, UnsupportedError
 from opfuse.runtime.interpret import checkpoint_replay as recompute
 from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.torch_private import checkpoints as known
@@ -314,6 +314,67 @@ def test_torch_checkpoints_in_high_precision_run_beside_recipes(reentrant: bool)
             y.sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda x: x[..., :8].mul_(2)], ids=["all", "through a view"])
+@pytest.mark.parametrize("kind", ["none", "fp8_current"])
+def test_a_write_to_what_the_recomputation_saved_is_refused(kind: str, write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Torch compares no versions of what a checkpoint saves. Without a checkpoint autograd refuses the same backward pass."""
+    model = block()
+
+    def function(x: torch.Tensor, writes: bool) -> torch.Tensor:
+        h = x * 2
+        y = model(h)
+        if writes:
+            write(h)
+        return y.sin() * y
+
+    for number in range(6):  # interpreted, recorded, replayed
+        for writes in (False, True):
+            x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+            with opfuse.autocast(enabled=kind != "none", recipe=RECIPES[kind]):
+                y = opfuse.checkpoint(function, x, writes)
+            with pytest.raises(SavedTensorError, match="changed in place") if writes else nullcontext():
+                y.float().sum().backward()
+            assert (x.grad is None) == writes, number
+
+
+class ExpInPlace(ops.BasicOperation):
+    """Adds the exponential of its extra input, which it overwrites with that and saves."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+        (ctx,), ((extra,),) = basic_op_ctxs, basic_op_extra_inputs
+        ctx.dirty.append(extra.exp_())
+        ctx.save_for_backward(extra)
+        return input_ + extra, [()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        (exp,) = basic_op_ctxs[0].saved_tensors
+        return grad_output, [()], [(grad_output * exp,)]
+
+
+@pytest.mark.parametrize("op", [functools.partial(ops.AddExtraInput, in_place=True), ExpInPlace])
+def test_writes_before_and_by_a_pipeline_in_a_checkpoint_are_none_after_it(op: Callable[[], ops.BasicOperation]) -> None:
+    """A pipeline may save what it overwrites itself; what is written before it, or is not saved, counts for nothing."""
+    torch.manual_seed(0)
+    model = ops.Sequential(ops.Linear(16, 16), op(), ops.GELU(), ops.Linear(16, 16))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h, residual = x * 2, x * 3
+        h.add_(1)
+        residual[0].mul_(2)
+        return model(h, residual).mul_(2) * 1
+
+    def gradients(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 32).view(2, 16).requires_grad_()
+        model.zero_grad()
+        run(x).sum().backward()
+        return [x.grad, *(p.grad.clone() for p in model.parameters())]
+
+    for _ in range(6):
+        assert equal(gradients(lambda x: opfuse.checkpoint(function, x)), gradients(function))
 
 
 def test_what_is_ambient_is_over_when_a_checkpoint_runs_again() -> None:

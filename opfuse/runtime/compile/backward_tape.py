@@ -16,6 +16,8 @@ from opfuse.core.context import versions
 from opfuse.errors import SavedTensorError, describe
 from opfuse.torch_private.tensors import share_memory
 
+_COMPILED = "backward of a compiled pipeline"
+
 MaybeGradients = Sequence[torch.Tensor | None]
 StepBackward = Callable[[list[torch.Tensor | None], bool], MaybeGradients]
 """From the gradients of what a step made, a list that it may empty, to those of what it read; True if it will be asked again."""
@@ -101,8 +103,8 @@ class BackwardTape:
         """
         steps = self._steps
         if steps is None:
-            where, cure = "backward of a compiled pipeline", "pass retain_graph=True to the first"
-            raise SavedTensorError(describe(where, wanted="one backward pass", got="a second one", cure=cure))
+            cure = "pass retain_graph=True to the first"
+            raise SavedTensorError(describe(_COMPILED, wanted="one backward pass", got="a second one", cure=cure))
         for each in self._watched:
             each.unpack(keep)
         if not keep:
@@ -148,9 +150,14 @@ class SavedTensors:
         return tensors
 
 
-def check_unwritten(tensors: Sequence[torch.Tensor], before: Sequence[int]) -> None:
+def check_unwritten(tensors: Sequence[torch.Tensor], before: Sequence[int], where: str = _COMPILED) -> None:
     """SavedTensorError unless the version counts of ``tensors`` are those of ``before``."""
     if tensors and versions(*tensors) != before:
-        where, wanted = "backward of a compiled pipeline", "saved tensors as the forward pass left them"
-        cure, got = "change parameters after the backward pass", "one changed in place since"
-        raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
+        raise written_since(where)
+
+
+def written_since(where: str) -> SavedTensorError:
+    """The error for a saved tensor that was written before the backward pass."""
+    wanted, got = "saved tensors as the forward pass left them", "one changed in place since"
+    cure = "change inputs and parameters after the backward pass, or pass a clone"
+    return SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))

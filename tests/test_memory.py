@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import opfuse
 from benchmarks import memory
 from benchmarks.memory import MIB, PIPELINES, Sizes
 from docs import performance
+from opfuse import recipes
 
 SIZES = Sizes(96, 160, 288)
 """Fills neither blocks of 128 nor tiles of scales."""
@@ -94,3 +97,25 @@ def test_the_table_marks_what_is_not_the_formula(
     assert "NOT" not in right
     assert all(stack.name in right for stack in stacks)
     assert wrong.count("NOT THE FORMULA") == COUNT
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """The most bytes that a step allocates at a time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()], ids=str)
+def test_steps_that_are_recorded_take_no_more_memory_than_the_first(recipe: recipes.Recipe | None) -> None:
+    """The second step records forward passes and the third backward passes; from the fourth on both are repeated."""
+    model, x = PIPELINES["A"].fused(SIZES).bfloat16(), torch.randn(SIZES.tokens, SIZES.hidden).bfloat16()
+
+    def step() -> None:
+        with memory.active(recipe):
+            model(x).sum().backward()
+
+    first, *recorded, repeated = [peak_of(step) for _ in range(4)]
+    assert max(recorded) <= 1.02 * first
+    assert repeated <= first

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -24,6 +25,20 @@ from opfuse.tensors import QuantizedTensor
 replayable.INTERPRETED_FIRST = False
 _make = Program.__init__
 _add = replayable.Replayable.add
+_begin, _number = Recorder.__init__, Recorder.number
+_held = WeakKeyDictionary[Recorder, tuple[list[torch.Tensor], dict[int, torch.Tensor]]]()
+"""What came into a recorded run, and the tensors of which a number was asked for: a recorder holds none."""
+
+
+def _begun(recorder: Recorder, given: Sequence[torch.Tensor]) -> None:
+    _held[recorder] = [*given], {}
+    _begin(recorder, given)
+
+
+def _numbered(recorder: Recorder, tensor: torch.Tensor) -> int:
+    number = _number(recorder, tensor)
+    _held[recorder][1][number] = tensor
+    return number
 
 
 def _repeats(program: Program) -> bool:
@@ -36,12 +51,13 @@ def _made_and_checked(program: Program, recorder: Recorder, results: Sequence[in
     _make(program, recorder, results)
     if not _repeats(program):
         return
-    wanted = [recorder.tensors[number].detach().clone() for number in results]
-    device = recorder.given[0].device.type if recorder.given else "cpu"
+    given, tensors = _held[recorder]
+    wanted = [tensors[number].detach().clone() for number in results]
+    device = given[0].device.type if given else "cpu"
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        got = program(list(recorder.given))
+        got = program([*given])
     for number, one, other in zip(results, got, wanted, strict=True):
-        same = (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, recorder.tensors[number].stride())
+        same = (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, tensors[number].stride())
         assert same, f"tensor {number} looks another way"
         assert torch.equal(_bits(one), _bits(other)), f"tensor {number} has other bits"
 
@@ -55,6 +71,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.detach().contiguous().flatten().view(torch.uint8)
 
 
+Recorder.__init__, Recorder.number = _begun, _numbered  # type: ignore[method-assign]
 Program.__init__ = _made_and_checked  # type: ignore[method-assign]
 replayable.Replayable.add = _added  # type: ignore[method-assign]
 

@@ -100,7 +100,7 @@ def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
         patched.setattr("opfuse.runtime.replay.codegen.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
         for module in (line, packing):
             patched.setattr(module, "plain_room", _plain_room)
-        patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
+        patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.size)
         patched.setattr("opfuse.runtime.replay.program.raw_stream", lambda device: 0)
         yield
 

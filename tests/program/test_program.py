@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from opfuse.events import KernelLaunched
 from opfuse.kernels.engine import launch as launching
@@ -22,8 +23,10 @@ from opfuse.runtime.replay.launch_args import MANY, Frame, Reader, Readers
 from opfuse.runtime.replay.memory_plan import ALIGNMENT, aligned, slab_of
 from opfuse.runtime.replay.program import SMALL, Program, Recording, _needed
 from opfuse.runtime.replay.recorder import Recorder, Unrecordable, pointers
+from opfuse.torch_private.dispatch import without_modes
 from tests.program.fake import LAYOUT as PARAMETER
 from tests.program.fake import VARIANT, fake_device, floats
+from tests.program.fake import launch as launch_kernel
 
 pytestmark = pytest.mark.cpu
 
@@ -150,24 +153,44 @@ def test_two_inputs_in_one_memory_are_refused_but_one_may_come_twice():
     assert torch.equal(program([y, y])[0], y * y)
 
 
-def test_no_memory_for_both_ends_the_recording_and_not_the_run(monkeypatch):
-    recorder = Recorder([torch.zeros(2)])
-    calls = []
+def test_a_recorded_run_holds_nothing_and_its_memory_is_used_again():
+    """As much memory as any other run takes, in which an address is that of one tensor after the other."""
+    places, stores = [], []
 
-    def full(*args, **kwargs):
-        calls.append(len(recorder.tensors))
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("full")
-        return "made"
+    def run(x: Tensor) -> list[Tensor]:
+        y = x
+        for factor in range(2, 12):
+            z = y * factor
+            y = z[1:].clone()
+            places.append(z.data_ptr())
+            stores.append(StorageWeakRef(z.untyped_storage()))
+        return [y, y.view(2, -1)]
 
-    assert recorder._run(full, (), {}) == "made"
-    assert calls == [1, 0]  # the tensors of the recording were set free in between
-    assert "no memory" in recorder.refusal
+    x = torch.randn(4106)
+    program = program_of(run, x)
+    assert all(store.expired() for store in stores)
+    assert len(set(places)) < len(places)
+    other = torch.randn(4106)
+    assert all(map(torch.equal, program([other]), run(other)))
+
+
+@pytest.mark.parametrize("read", [lambda x: x + 1, lambda x: x[1:] + 1, lambda x: launch_kernel("double", x, torch.empty(1000))])
+def test_what_lies_where_a_tensor_of_the_run_lay_is_not_that_tensor(read):
+    def run(x: Tensor) -> list[Tensor]:
+        place, foreign = (x * 2).data_ptr(), []
+        with without_modes():
+            while not foreign or foreign[-1].data_ptr() != place:
+                foreign.append(torch.ones(1000))
+                assert len(foreign) < 1000
+        return [read(foreign[-1])]
+
+    assert "came from elsewhere" in refusal_of(run, torch.randn(1000))
 
 
 def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
     state = {"scale": torch.tensor([2.0])}
-    recorder = Recorder([torch.ones(2)])
+    x = torch.ones(2)
+    recorder = Recorder([x])
 
     def live() -> list[Tensor]:
         state["calls"] = state.get("calls", 0) + 1
@@ -175,7 +198,7 @@ def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
 
     with recorder.recording():
         launching.host_call(live)
-        result = recorder.given[0] * state["scale"]
+        result = x * state["scale"]
     program = Program(recorder, [recorder.number(result)])
     state["scale"] = torch.tensor([5.0])
     assert program([torch.ones(2)])[0].tolist() == [5.0, 5.0]
@@ -183,7 +206,8 @@ def test_a_function_of_the_host_is_called_at_its_place_in_every_run():
 
 
 def test_a_function_of_the_host_that_fails_is_no_step_and_ends():
-    recorder = Recorder([torch.ones(2)])
+    x = torch.ones(2)
+    recorder = Recorder([x])
 
     def fail() -> list[Tensor]:
         torch.ones(3)  # a tensor from elsewhere, which the recorder must not see
@@ -192,7 +216,7 @@ def test_a_function_of_the_host_that_fails_is_no_step_and_ends():
     with recorder.recording():
         with pytest.raises(ValueError, match="no numbers"):
             launching.host_call(fail)
-        recorder.given[0] + 1
+        x + 1
     assert recorder.refusal == ""
     assert len(recorder.steps) == 1
 
@@ -217,9 +241,9 @@ class Live:
 
 @pytest.mark.parametrize(("names", "wanted"), [("ab", 11.0), ("abc", 26.0)])
 def test_functions_of_the_host_that_can_be_called_as_one_are(names, wanted):
-    recorder, lives = Recorder([torch.ones(2)]), [Live(name, value) for value, name in enumerate(names, 2)]
+    x, lives = torch.ones(2), [Live(name, value) for value, name in enumerate(names, 2)]
+    recorder = Recorder([x])
     with recorder.recording():
-        x = recorder.given[0]
         for live in lives:
             launching.host_call(live)
             x = 2 * x + live.tensors[0]
@@ -466,7 +490,7 @@ def test_large_memory_lies_outside_of_the_slab(monkeypatch):
         with monkeypatch.context() as patched:  # a launch that is never made: its kernel is not loaded
             patched.setattr(launching, "loaded", lambda *_: launching.Loaded(None, 0))
             patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=None))
-            patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.untyped_storage().nbytes())
+            patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.size)
             program = Program(recorder, [])
         assert (recorder.number(room) in program.slab.offsets) == inside
         assert ("slab" in program.text) == inside

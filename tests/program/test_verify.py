@@ -17,9 +17,10 @@ import tests.verify_programs
 from opfuse.runtime.replay.program import Program
 from opfuse.runtime.replay.recorder import Recorder
 
-recorder = Recorder([torch.ones(3)])
+x = torch.ones(3)
+recorder = Recorder([x])
 with torch.no_grad(), recorder.recording():
-    result = 2 * recorder.given[0]
+    result = 2 * x
 number = recorder.number(result)
 Program(recorder, [number])
 result += 1

@@ -203,8 +203,8 @@ def test_a_pass_that_reads_what_is_packed_as_tensors_is_refused_the_block():
         step(recorded, torch.randn(40), torch.randn(40))
     packing = recorded.backward.packing
     assert packing is not None
-    recorder = Recorder([torch.randn(40), *forward(torch.randn(40))[1]])
-    grad, doubled, *others = recorder.given
+    grad, doubled, *others = given = [torch.randn(40), *forward(torch.randn(40))[1]]
+    recorder = Recorder(given)
     with torch.no_grad(), recorder.recording():
         result = backward(grad, [doubled, *others]) + 0 * doubled
     assert packing.backward(Program(recorder, [recorder.number(result)]).recording, 1) is None
@@ -344,9 +344,10 @@ def test_random_passes_have_their_values_however_they_are_packed(seed, small, mo
     monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
     monkeypatch.setattr("opfuse.runtime.replay.program.SMALL", small)
     drawn = Drawn(seed)
-    recorder = Recorder([torch.randn(40)])
+    x = torch.randn(40)
+    recorder = Recorder([x])
     with torch.no_grad(), recorder.recording():
-        y, saved = drawn.forward(recorder.given[0])
+        y, saved = drawn.forward(x)
     recorded = ForwardPass(recorder, [y, *saved], drawn)
     for _ in range(7):
         x, grad = torch.rand(40) - 0.5, torch.rand(40) - 0.5

@@ -18,7 +18,7 @@ from opfuse.runtime.replay.host_bytes import bytes_of
 from opfuse.runtime.replay.instructions import CallStep, Joining, LaunchStep, OpStep, ProductStep, Step, TensorOffset
 from opfuse.runtime.replay.launch_args import Frame, Reader, Readers
 from opfuse.runtime.replay.memory_plan import first_free, numbers_of, shared_rooms, slab_of, with_rooms
-from opfuse.runtime.replay.recorder import Recorder
+from opfuse.runtime.replay.recorder import RecordedTensor, Recorder
 from opfuse.torch_private.devices import raw_stream
 
 _aten: Any = torch.ops.aten
@@ -51,8 +51,7 @@ class Recording:
         joined = _without_same_views(recorder, _joined(recorder.steps), results)
         steps = _needed([substep for step in joined for substep in _by_address(recorder, step)], results)
         device = next((step.device for step in steps if isinstance(step, (LaunchStep, ProductStep))), None)
-        parameters = frozenset(i for i, t in enumerate(recorder.given) if isinstance(t, torch.nn.Parameter))
-        made = cls(tuple(steps), tuple(range(len(recorder.given))), tuple(results), device, {}, parameters)
+        made = cls(tuple(steps), tuple(recorder.given), tuple(results), device, {}, recorder.parameters)
         if device is None:  # ops of torch alone: no launch to join, and nobody reads an address
             return made
         steps = joined_launches(steps, recorder.homes)
@@ -231,9 +230,9 @@ def host_bytes(programs: Iterable[Program]) -> int:
     return sum(each.instance_bytes for each in every) + sum({id(each.code): each.code.nbytes for each in every}.values())
 
 
-def _size_on(tensor: torch.Tensor, device: int | None) -> int | None:
+def _size_on(tensor: RecordedTensor | None, device: int) -> int | None:
     """Bytes of a tensor's memory, if that is on the device."""
-    return tensor.untyped_storage().nbytes() if tensor.is_cuda and tensor.get_device() == device else None
+    return tensor.size if tensor is not None and (tensor.device.type, tensor.device.index) == ("cuda", device) else None
 
 
 # -- what a program makes of a recording ----------------------------------------------------------------------------------------
@@ -286,8 +285,14 @@ def _by_address(recorder: Recorder, step: Step) -> list[Step]:
         return [step]
     given, out = step.by_name(), step.results[0]
     left, right = given["self"].number, given["mat2"].number
-    a, b, c = (recorder.tensors[number] for number in (left, right, out))
-    if not a.is_cuda or given["bias"] is not None or not (a.is_contiguous() and b.t().is_contiguous() and c.is_contiguous()):
+    known = [tensor for number in (left, right, out) if (tensor := recorder.tensors[number]) is not None]
+    device = known[0].device
+    a, b, c = (tensor.on_meta() for tensor in known)
+    if (
+        device.type != "cuda"
+        or given["bias"] is not None
+        or not (a.is_contiguous() and b.t().is_contiguous() and c.is_contiguous())
+    ):
         return [step]
     (left_scaling, *_), (right_scaling, *_) = given["recipe_a"], given["recipe_b"]
     form = ProductForm(
@@ -300,7 +305,7 @@ def _by_address(recorder: Recorder, step: Step) -> list[Step]:
         left_scaling=left_scaling,
         right_scaling=right_scaling,
         fast=bool(given["use_fast_accum"]),
-        device=a.get_device(),
+        device=device.index,
     )
     tried = Product(form)
     if not tried.found:
@@ -310,7 +315,7 @@ def _by_address(recorder: Recorder, step: Step) -> list[Step]:
     product = ProductStep(form, {name: recorder.place(number) for name, number in numbers.items()}, tried.workspace)
     if step.op is _aten._scaled_mm_v2.out:
         return [product]
-    room = {"dtype": c.dtype, "device": c.device}
+    room = {"dtype": c.dtype, "device": device}
     return [OpStep(_aten.empty.memory_format, (list(c.shape),), room, step.results, single=True), product]
 
 

@@ -3,7 +3,8 @@
 What a run does follows from its caller's key and from the layouts of the tensors that come in: shapes, strides, dtypes,
 alignment. So all runs of one layout do the same. A recorder is a torch dispatch mode, which sees each op below autograd and
 autocast; it listens to each kernel that is launched. A tensor is recognised by the memory that it shows, an address in a kernel's
-parameter by the storage that it points into. All tensors of a run stay alive while it is recorded, so no memory is used twice.
+parameter by the storage that it points into. The recorder holds no tensor, so a recorded run takes the memory of any other: it
+knows a storage by a weak reference, and an address whose storage is gone is that of whatever is made there next.
 
 If something cannot be repeated, the recording ends, and the run goes on: a value that the host reads, a shape that depends on
 values, a tensor that came from outside without a number. ``refusal`` says which.
@@ -12,13 +13,15 @@ values, a tensor that came from outside without a number. ``refusal`` says which
 from __future__ import annotations
 
 import struct
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from opfuse.events import HostCallBegan, HostCallEnded, KernelLaunched, ValuesRead, subscribed
 from opfuse.runtime.replay.instructions import WORD, AddressSlot, CallStep, LaunchStep, OpStep, Ref, Step, TensorOffset
@@ -32,45 +35,69 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 _UNKNOWN_SHAPE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Torch's tags of ops whose results depend on values: a tensor's size, or a number for the host."""
 
-ViewKey = tuple[Any, ...]
-"""What a tensor shows: storage, offset in it, shape, strides, dtype."""
+
+class RecordedTensor(NamedTuple):
+    """What a program has to know of a tensor.
+
+    home: the number of the first tensor with elements that was seen in its storage. offset: in bytes from where that one begins.
+    size: bytes of the storage.
+    """
+
+    home: int
+    offset: int
+    size: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor that lies as this one does, without memory."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 class Unrecordable(Exception):
     """A run cannot be repeated by a program; the text says why. Never leaves the library."""
 
 
-class _StorageSpan(NamedTuple):
-    """A storage: its end, and the first tensor that was seen in it, with its address."""
+@dataclass(eq=False)
+class _StorageSpan:
+    """A storage, and where it ends.
 
+    number, address: of the first tensor with elements that was seen in it; one without, as of a group without rows, has no
+    address. views: numbers of all that were seen, by how they show it.
+    """
+
+    storage: StorageWeakRef
     end: int
-    number: int
-    address: int
+    number: int = -1
+    address: int = 0
+    views: dict[Any, int] = field(default_factory=dict)
 
 
 class Recorder(TorchDispatchMode):
     """The steps of one run, in order. Records what the thread does inside ``with recorder.recording():``.
 
     given: the tensors that come in, numbered from 0; one that is given twice is given twice in every run. A tensor subclass is
-    passed on as it is, and the tensors that it wraps must be given as well. refusal: why the run cannot be repeated, or empty.
+    passed on as it is, and the tensors that it wraps must be given as well. parameters: numbers of those that are given.
+    refusal: why the run cannot be repeated, or empty.
     """
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.given = tuple(given)
+        self.given = range(len(given))
+        self.parameters = frozenset(i for i, tensor in enumerate(given) if isinstance(tensor, torch.nn.Parameter))
         self.refusal = ""
         self.steps: list[Step] = []
-        self.tensors: list[torch.Tensor] = []
-        self._alive: list[torch.Tensor] = []
+        self.tensors: list[RecordedTensor | None] = []  # None: of a subclass
         self._paused = 0
-        self._wrappers: dict[int, int] = {}
-        self._views: dict[ViewKey, int] = {}
-        self._memory: dict[int, _StorageSpan] = {}
+        self._wrappers: dict[int, tuple[torch.Tensor, int]] = {}  # they hold no memory of their own
+        self._spans: dict[int, _StorageSpan] = {}
         self._starts: list[int] = []
         with self._refusing():
-            for tensor in self.given:
-                known = self._memory.get(tensor.untyped_storage().data_ptr()) if type(tensor) in PLAIN else None
-                if known is not None and _view_key(tensor) not in self._views:
+            for tensor in given:
+                known = self._span(tensor.untyped_storage()) if type(tensor) in PLAIN else None
+                if known is not None and known.number >= 0 and _view_of(tensor) not in known.views:
                     raise Unrecordable("two tensors that come in share memory")
                 self._new(tensor)
 
@@ -100,7 +127,7 @@ class Recorder(TorchDispatchMode):
     def refuse(self, reason: str) -> None:
         """End the recording, since the run cannot be repeated."""
         self.refusal = self.refusal or reason
-        for records in (self.steps, self.tensors, self._alive, self._views, self._memory, self._starts, self._wrappers):
+        for records in (self.steps, self.tensors, self._spans, self._starts, self._wrappers):
             records.clear()
 
     @classmethod
@@ -117,51 +144,82 @@ class Recorder(TorchDispatchMode):
         """The number of a known tensor; for another view of known memory, a new number and a step that makes the view."""
         if type(tensor) not in PLAIN:
             if id(tensor) in self._wrappers:
-                return self._wrappers[id(tensor)]
+                return self._wrappers[id(tensor)][1]
             raise Unrecordable(f"a {type(tensor).__name__} that came from elsewhere")
-        found = self._views.get(_view_key(tensor))
+        found = self._known(tensor)
         return self._view(tensor) if found is None else found
 
     def place(self, number: int) -> TensorOffset:
         """Where a tensor begins."""
-        return self._at(self.tensors[number].data_ptr())
+        tensor = self.tensors[number]
+        if tensor is None or not tensor.shape.numel():
+            raise Unrecordable("the address of a tensor without memory")
+        return TensorOffset(tensor.home, tensor.offset)
 
     def homes(self, numbers: Iterable[int]) -> set[int] | None:
         """The memory of these tensors, each by the number of the first tensor seen there; None if one is no plain tensor."""
-        tensors = [self.tensors[number] for number in numbers]
-        if not all(type(tensor) in PLAIN for tensor in tensors):
-            return None
-        return {self._at(tensor.data_ptr()).number for tensor in tensors if tensor.numel()}
+        homes = set[int]()
+        for number in numbers:
+            tensor = self.tensors[number]
+            if tensor is None:
+                return None
+            if tensor.shape.numel():
+                homes.add(tensor.home)
+        return homes
 
-    def are_same(self, *numbers: int) -> bool:
-        """Whether these plain tensors show the same memory in the same way."""
-        tensors = [self.tensors[number] for number in numbers]
-        return all(type(tensor) in PLAIN for tensor in tensors) and len({_view_key(tensor) for tensor in tensors}) == 1
+    def are_same(self, one: int, other: int) -> bool:
+        """Whether two plain tensors show the same memory in the same way."""
+        return self.tensors[one] is not None and self.tensors[one] == self.tensors[other]
 
     def _new(self, tensor: torch.Tensor) -> int:
         number = len(self.tensors)
-        self.tensors.append(tensor)
         if type(tensor) not in PLAIN:
-            self._wrappers[id(tensor)] = number
+            self.tensors.append(None)
+            self._wrappers[id(tensor)] = tensor, number
             return number
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        if not start and tensor.numel():
+        storage, address = tensor.untyped_storage(), tensor.data_ptr()
+        if not storage.data_ptr() and tensor.numel():
             raise Unrecordable("a tensor without memory")
-        if start not in self._memory and tensor.numel():  # one without elements, as of a group without rows, has no address
-            insort(self._starts, start)
-            self._memory[start] = _StorageSpan(start + storage.nbytes(), number, tensor.data_ptr())
-        self._views[_view_key(tensor)] = number
+        span = self._span(storage) or self._enter(storage)
+        span.views[_view_of(tensor)] = number
+        if span.number < 0 and tensor.numel():
+            span.number, span.address = number, address
+        home, offset = (span.number, address - span.address) if tensor.numel() else (number, 0)
+        shown = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.tensors.append(RecordedTensor(home, offset, storage.nbytes(), *shown))
         return number
 
+    def _span(self, storage: torch.UntypedStorage) -> _StorageSpan | None:
+        """What is known of a storage."""
+        span = self._spans.get(_start(storage))
+        return None if span is None or span.storage.expired() else span
+
+    def _enter(self, storage: torch.UntypedStorage) -> _StorageSpan:
+        """A new storage, in place of all that are gone and lay where it lies."""
+        start = _start(storage)
+        end = start + storage.nbytes()
+        if start > 0:
+            first, last = bisect_left(self._starts, start), bisect_left(self._starts, max(end, start + 1))
+            for gone in self._starts[first:last]:
+                del self._spans[gone]
+            self._starts[first:last] = [start]
+        span = self._spans[start] = _StorageSpan(StorageWeakRef(storage), end)
+        return span
+
+    def _known(self, tensor: torch.Tensor) -> int | None:
+        """The number of a plain tensor that was seen."""
+        span = self._span(tensor.untyped_storage())
+        return None if span is None else span.views.get(_view_of(tensor))
+
     def _view(self, tensor: torch.Tensor) -> int:
-        memory = self._memory.get(tensor.untyped_storage().data_ptr())
-        if memory is None:
+        span = self._span(tensor.untyped_storage())
+        if span is None or span.number < 0:
             raise Unrecordable(f"a tensor {tuple(tensor.shape)} of {tensor.dtype} that came from elsewhere")
-        if self.tensors[memory.number].dtype != tensor.dtype:
+        first = self.tensors[span.number]
+        if first is None or first.dtype != tensor.dtype:
             raise Unrecordable(f"a view of {tensor.dtype} that no op made")
-        self._check_place(memory.number)
-        args = Ref(memory.number), list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        self._check_place(span.number)
+        args = Ref(span.number), list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
         number = self._new(tensor)
         self.steps.append(OpStep(_aten.as_strided.default, args, {}, (number,), single=True))
         return number
@@ -173,10 +231,10 @@ class Recorder(TorchDispatchMode):
 
     def _at(self, address: int) -> TensorOffset:
         before = bisect_right(self._starts, address) - 1
-        memory = self._memory[self._starts[before]] if before >= 0 else None
-        if memory is None or address >= memory.end:
+        span = self._spans[self._starts[before]] if before >= 0 else None
+        if span is None or span.number < 0 or address >= span.end or span.storage.expired():
             raise Unrecordable("the address of a tensor that came from elsewhere")
-        return TensorOffset(memory.number, address - memory.address)
+        return TensorOffset(span.number, address - span.address)
 
     # -- what is seen ------------------------------------------------------------------------------------------------
 
@@ -193,8 +251,8 @@ class Recorder(TorchDispatchMode):
                 raise Unrecordable(f"values decide the result of {func}")
             filled = self._filled(args), self._filled(kwargs)
             if func is _aten.as_strided.default and (len(args) > 3 or "storage_offset" in kwargs):
-                self._check_place(self._memory[args[0].untyped_storage().data_ptr()].number)
-        result = self._run(func, args, kwargs)
+                self._check_place(self._spans[_start(args[0].untyped_storage())].number)
+        result = func(*args, **kwargs)
         if not self.refusal:
             with self._refusing():
                 self._record_op(func, filled, result)
@@ -209,17 +267,8 @@ class Recorder(TorchDispatchMode):
             return kind(map(self._filled, value))
         return {name: self._filled(part) for name, part in value.items()} if kind is dict else value
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of the op. If memory runs out, the recording is given up with the tensors it keeps, and the op rerun."""
-        try:
-            return func(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            self.refuse("there is no memory to keep all tensors of the run")
-        return func(*args, **kwargs)
-
     def _record_op(self, func: Any, filled: tuple[Any, Any], result: Any) -> None:
         if func is _aten.detach.default or self._is_the_same(func, result):  # the same memory, under the same number
-            self._alive.append(result)
             return
         single = isinstance(result, torch.Tensor)
         tensors = (
@@ -228,12 +277,14 @@ class Recorder(TorchDispatchMode):
         if not all(type(tensor) in PLAIN for tensor in tensors):
             raise Unrecordable(f"{func} returns more than tensors")
         written = schema_of(func).is_mutable
-        numbers = [self._views[key] if written and (key := _view_key(t)) in self._views else self._new(t) for t in tensors]
+        known = [self._known(tensor) if written else None for tensor in tensors]
+        numbers = [self._new(tensor) if number is None else number for tensor, number in zip(tensors, known)]
         self.steps.append(OpStep(func, *filled, tuple(numbers), single))
 
     def _is_the_same(self, func: Any, result: Any) -> bool:
         """Whether a view has the layout of a tensor that the run has already made, as a transposed vector does."""
-        return bool(func.is_view) and type(result) in PLAIN and self._views.get(_view_key(result), -1) >= len(self.given)
+        known = self._known(result) if func.is_view and type(result) in PLAIN else None
+        return known is not None and known >= len(self.given)
 
     def launched(self, launch: KernelLaunched) -> None:
         """Note a kernel that is about to be queued."""
@@ -259,7 +310,8 @@ class Recorder(TorchDispatchMode):
         self._paused -= 1
         if not self.refusal and call.tensors is not None:
             with self._refusing():
-                numbers = tuple(self._views[key] if (key := _view_key(t)) in self._views else self._new(t) for t in call.tensors)
+                known = [(tensor, self._known(tensor)) for tensor in call.tensors]
+                numbers = tuple(self._new(tensor) if number is None else number for tensor, number in known)
                 self.steps.append(CallStep(call.function, numbers))
 
 
@@ -269,10 +321,14 @@ def _decided_by_values(op: Any) -> bool:
     return not _UNKNOWN_SHAPE.isdisjoint(op.tags)
 
 
-def _view_key(tensor: torch.Tensor) -> ViewKey:
-    storage = tensor.untyped_storage()
-    where = storage.data_ptr() or -number_of(storage)  # storages without bytes have no address, and are not one for that
-    return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+def _start(storage: torch.UntypedStorage) -> int:
+    """Where a storage begins. One without bytes has no address: it is known by its number, below zero."""
+    return storage.data_ptr() or -number_of(storage)
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor shows its storage."""
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 @cache

@@ -190,10 +190,10 @@ class Replayable(dict[Any, Any]):
             ran = interpret(None)
         else:
             recorder = Recorder(given)
+            given.clear()
             with recorder.recording():
                 ran = interpret(recorder)
             self.add(key, self._recorded(recorder, ran))
-            given.clear()
         return ran.values, ran.rest
 
     def _recorded(self, recorder: Recorder, ran: Ran) -> Recorded | str:

@@ -26,8 +26,7 @@ from opfuse.runtime.weights.packed import from_blocks, to_blocks_again
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
-from opfuse.torch_private.autograd import saving_hooks
-from opfuse.torch_private.checkpoints import saves_in_checkpoint
+from opfuse.torch_private.autograd import are_of_checkpoint, saving_hooks
 from opfuse.torch_private.tensors import base_of, share_memory
 
 AnyRunner = Interpreter | ReplayedSegment
@@ -51,10 +50,10 @@ class _SegmentFunction(torch.autograd.Function):
                 _check_view(runner, tensor, alone=tensor is tensors[0] and len(outputs) == 1)
         ctx.runner = runner
         ctx.count = count
-        saved = runner.released()
-        if runner.places and saving_hooks(True) is not None:  # a checkpoint's compare with a call that may find nothing kept
+        saved, hooks = runner.released(), saving_hooks(True)
+        if runner.places and hooks is not None:  # a checkpoint's compare with a call that may find nothing kept
             saved = [*from_blocks(iter(saved), runner.places)]
-        ctx.counted = bool(saved) and saves_in_checkpoint()
+        ctx.counted = hooks is not None and bool(saved) and are_of_checkpoint(hooks)
         ctx.save_for_backward(*saved, *([_writes_of(saved, dirty)] if ctx.counted else ()))
         ctx.set_materialize_grads(False)
         results = tuple(_distinct(outputs)) if len(outputs) > 1 else tuple(outputs)

@@ -68,6 +68,11 @@ saving_hooks: Callable[[bool], Any] = private(
 """The innermost hooks of ``torch.autograd.graph.saved_tensors_hooks``, or None. The argument: also while torch traces."""
 
 
+def are_of_checkpoint(hooks: Any) -> bool:
+    """Whether hooks of saved tensors are those of a non-reentrant checkpoint, in its first run or when it recomputes."""
+    return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 class _SampleFunction(torch.autograd.Function):
     """Calls a function in its forward."""
 

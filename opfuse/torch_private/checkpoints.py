@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import FunctionCtx
 
 from opfuse.errors import UnsupportedError, describe
-from opfuse.torch_private.autograd import backward_pass, saving_hooks
+from opfuse.torch_private.autograd import backward_pass
 from opfuse.torch_private.compiler import COMPILED_MODULES, runs_compiled_backward
 from opfuse.torch_private.names import TRIED, convention
 from opfuse.torch_private.stack import frame_of_caller, frames, frames_of_threads
@@ -62,12 +62,6 @@ class _OwnerPlaces(NamedTuple):
 
 _GLOBALS = vars(torch.utils.checkpoint)
 """The globals of functions of ``torch.utils.checkpoint``, by which their frames are known."""
-
-
-def saves_in_checkpoint() -> bool:
-    """Whether what autograd saves now is saved by a non-reentrant checkpoint, in its first run or when it recomputes."""
-    hooks = saving_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
 
 
 _NamedValues = dict[tuple[str, ...], Any]

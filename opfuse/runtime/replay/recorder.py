@@ -39,8 +39,8 @@ _UNKNOWN_SHAPE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outpu
 class RecordedTensor(NamedTuple):
     """What a program has to know of a tensor.
 
-    home: the number of the first tensor with elements that was seen in its storage. offset: in bytes from where that one begins.
-    size: bytes of the storage.
+    home: the number of the first tensor with elements that was seen in its storage. offset: in bytes from where that one begins,
+    of a tensor with elements. size: bytes of the storage.
     """
 
     home: int
@@ -184,9 +184,8 @@ class Recorder(TorchDispatchMode):
         span.views[_view_of(tensor)] = number
         if span.number < 0 and tensor.numel():
             span.number, span.address = number, address
-        home, offset = (span.number, address - span.address) if tensor.numel() else (number, 0)
         shown = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.tensors.append(RecordedTensor(home, offset, storage.nbytes(), *shown))
+        self.tensors.append(RecordedTensor(span.number, address - span.address, storage.nbytes(), *shown))
         return number
 
     def _span(self, storage: torch.UntypedStorage) -> _StorageSpan | None:
@@ -200,8 +199,6 @@ class Recorder(TorchDispatchMode):
         end = start + storage.nbytes()
         if start > 0:
             first, last = bisect_left(self._starts, start), bisect_left(self._starts, max(end, start + 1))
-            for gone in self._starts[first:last]:
-                del self._spans[gone]
             self._starts[first:last] = [start]
         span = self._spans[start] = _StorageSpan(StorageWeakRef(storage), end)
         return span

@@ -154,8 +154,9 @@ since its tiles take the registers of 512 threads, so that a multiprocessor runs
 HOST = """\
 For small models the CPU decides. *infer* is a forward pass under `torch.no_grad()`; *host* is the CPU time to queue a call,
 *wall* what a user waits, *replayed* the same step as a CUDA graph. Relative times are to eager bf16. The machine of this record
-has no nvmath, by which products cost the host half of what torch's op does; the record before, with it, had 2.1 to 2.4 times
-eager for inference at hidden size 256, and 1.7 for training. How much of the difference is nvmath's was not measured.
+has no nvmath, by which products cost the host half of what torch's op does. On an H100 on 2026-11-27, without it and then with
+it, A 256 x 256 took 3.2, 3.7 and 3.4, then 1.9, 2.2 and 2.0 times eager for inference under delayed, current and block scaling,
+and 2.2, 2.4 and 2.3, then 1.3, 1.4 and 1.3 for training: with it, all limits are met (`benchmarks/results/h100.json`).
 
 """
 
@@ -192,8 +193,10 @@ MEMORY = """\
 *saved* is what autograd keeps for the backward pass, in parentheses what the formats require; *peak* is that of one forward
 and backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In
 the peak of one pipeline, what its largest layer holds for a while counts as much as what is saved; over several layers, what
-they save decides. Peaks of MXFP8 and NVFP4, which are emulated here, are up to 2.4 times those of the record before, and miss
-their limits; why was not found yet.
+they save decides. The peaks are those of a second step, which records what later steps repeat. When this record was measured,
+a recording held all tensors of its run, so MXFP8 and NVFP4, which are emulated here, miss their limits. It holds none any more:
+on an H100 on 2026-11-27 (`benchmarks/results/h100.json`) all limits are met, A under MXFP8 and `high_precision` with 1240 MiB
+in place of 2153.
 
 """
 

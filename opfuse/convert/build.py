@@ -16,7 +16,7 @@ from opfuse.convert.leaves import GATED, NORM_DTYPES, UNGATED, LeafModule, leaf_
 from opfuse.convert.pipeline import PipelineRun, unfit
 from opfuse.convert.policy import Policies
 from opfuse.convert.record import LEADING, required_arguments
-from opfuse.convert.weights import Weight
+from opfuse.convert.weights import MOST_APART, Weight
 from opfuse.core.operation import BasicOperation
 from opfuse.ops.pointwise import AddExtraInput
 from opfuse.ops.structure import Identity
@@ -106,7 +106,8 @@ class Build:
                 raise NotRecorded(f"{' and '.join(paths)}, of which one is no product", "two products of one input")
             weights = [self._checked(weight, path) for weight, path in zip(members, paths) if weight is not None]
             if not weights[0].agrees(weights[1]) or weights[0].out_features != weights[1].out_features:
-                raise NotRecorded(f"{' and '.join(paths)}, which differ", "two products of one size, dtype and bias or none")
+                wanted = f"two products of one size, dtype, bias or none, and largest values at most {MOST_APART:g} times apart"
+                raise NotRecorded(f"{' and '.join(paths)}, which differ", wanted)
             self._product(paths, weights)
         self._op(GATED[name](), f"{'+'.join(paths) or 'halves'}.{name}")
 

@@ -169,18 +169,18 @@ class Converted:
 
     def is_changed(self) -> bool:
         """Whether the module is not what it was when it was converted, of which a warning tells."""
-        change = self.guard.change()
+        change = self.guard.change() or self.run.change()
         if change is not None:
-            self._warn(change, level=6)
+            self.warn(change, level=6)
         return change is not None
 
     def warn_of_copy(self) -> None:
         """Say that a shallow copy of the module, which may have other parameters, runs the forward of its class."""
         cure = "call opfuse.fuse_ on a copy.deepcopy, or use DistributedDataParallel in place of DataParallel"
         got = "a shallow copy of it, which computes in high precision"
-        self._warn(describe(self.label, wanted="calls of the module that fuse_ converted", got=got, cure=cure), level=5)
+        self.warn(describe(self.label, wanted="calls of the module that fuse_ converted", got=got, cure=cure), level=5)
 
-    def _warn(self, text: str, level: int) -> None:
+    def warn(self, text: str, level: int) -> None:
         """Warn once of what keeps calls from the pipeline. level: of the stack, where the call is."""
         if not self.warned:
             self.warned = True
@@ -329,8 +329,8 @@ class InGraph:
 
     def _check(self) -> None:
         """ConversionError in a graph that was made for what the modules were when they were converted."""
-        for member in self.members:
-            if (change := member.guard.change()) is not None:
+        for change in (self.run.change(), *[member.guard.change() for member in self.members]):
+            if change is not None:
                 raise ConversionError(change)
 
     def _run(self, given: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from opfuse.convert.weights import MadeParameters, Weight, product_of, stand_ins
+from opfuse.convert.weights import MOST_APART, MadeParameters, Weight, product_of, stand_ins
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import Described, OpfuseError
+from opfuse.errors import Described, OpfuseError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.recipes import Recipe, current_recipe
 from opfuse.runtime.fuser import OperationFuser
@@ -64,6 +64,14 @@ class PipelineRun:
             *[module._parameters[name] for module, name, _ in sources],
             *[p for op in self.ops for p in op.parameter_values()],
         ]
+
+    def change(self) -> Described | None:
+        """What keeps weights from sharing a scale, which they could when their product was made; None: nothing."""
+        if all(made.may_share_a_scale for made in self.made):
+            return None
+        wanted = f"weights of one product whose largest values are at most {MOST_APART:g} times apart"
+        cure = "call opfuse.fuse_ again, which gives each a product of its own; until then modules run one by one"
+        return describe(self.path, wanted=wanted, got="others, since a state dict was loaded", cure=cure)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.

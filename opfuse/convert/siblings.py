@@ -87,6 +87,13 @@ class Shared:
             self.waiting.pop(x, None)
         return columns
 
+    def is_changed(self) -> bool:
+        """Whether the weights may share a scale no more, of which a warning tells."""
+        change = self.run.change()
+        if change is not None:
+            self.members[0].warn(change, level=7)
+        return change is not None
+
     def _writes(self, x: torch.Tensor) -> int | None:
         """How often ``x`` was written, where adapters may write to it; None if torch does not count."""
         if not self.wrapped:
@@ -174,8 +181,8 @@ class Sibling(Converted):
         if self.index:
             columns = self.shared.take(self.index, x)
         else:
-            alone = self._trains_apart(x) or any(other.is_changed() for other in self.shared.members if other is not self)
-            columns = None if alone else self.shared.first(x)
+            changed = self.shared.is_changed() or any(other.is_changed() for other in self.shared.members if other is not self)
+            columns = None if changed or self._trains_apart(x) else self.shared.first(x)
         if columns is None:
             return super().compute(x, arguments)
         if self.index:
@@ -409,9 +416,9 @@ def _alone(child: nn.Module, converted: Mapping[nn.Module, Converted]) -> Weight
 
 
 def _agree(group: Sequence[str], alone: Mapping[str, Weight], converted: Mapping[nn.Module, Converted]) -> bool:
-    """Whether one product under one recipe can do for the first and the last of a group."""
-    one, other = alone[group[0]], alone[group[-1]]
-    return one.agrees(other) and converted[one.module].recipe == converted[other.module].recipe
+    """Whether one product under one recipe can do for the last of a group and all before it."""
+    *others, last = [alone[name] for name in group]
+    return all(last.agrees(other) and converted[last.module].recipe == converted[other.module].recipe for other in others)
 
 
 def _joined(

@@ -20,6 +20,9 @@ from opfuse.core.state import NAMESPACE, quoted, unquoted
 METHODS = ("delayed_scaling", "_apply", "_save_to_state_dict", "_load_from_state_dict")
 """The attributes of a module that :class:`States` stands for."""
 
+LOADS = [0]
+"""How often a converted module has loaded a state dict, after which its parameters may be of any size."""
+
 
 class States:
     """Moves, saves and loads the states of a converted module's ops.
@@ -74,6 +77,7 @@ class States:
             for key in [key for key in state_dict if key.startswith(start)]:
                 taken.setdefault(name, {})[unquoted(_named(op) + key.removeprefix(start))] = state_dict.pop(key)
         type(self.module)._load_from_state_dict(self.module, state_dict, prefix, *args)
+        LOADS[0] += 1
         for name, saved in taken.items():
             self.ops[name].load_states(saved, self.device, where=f"{prefix}{NAMESPACE}.{name}")
             self.ops[name].quantizer_states.tracked = True

@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from opfuse.convert.states import LOADS
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import is_foreign
 from opfuse.core.spec import spec_of
 from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
@@ -52,12 +54,39 @@ class Weight:
         """Whether it adds a bias."""
         return self.module._parameters.get("bias") is not None
 
+    @cached_property
+    def largest(self) -> float:
+        """The largest magnitude in its matrix."""
+        return _largest(self.module._parameters["weight"])
+
     def agrees(self, other: Weight) -> bool:
         """Whether one product can do for both."""
         mine, others = self.module._parameters["weight"], other.module._parameters["weight"]
         if mine is None or others is None or (mine.dtype, mine.device) != (others.dtype, others.device):
             return False
-        return (self.in_features, self.has_bias) == (other.in_features, other.has_bias)
+        alike = (self.in_features, self.has_bias) == (other.in_features, other.has_bias)
+        return alike and _may_share_a_scale((self.largest, other.largest))
+
+
+MOST_APART = 2.0**10
+"""How many times larger the largest value of a weight may be than that of another one in a product.
+
+One scale may stand for the whole product, or for a block with rows of both. Of the 18 powers of two that E4M3 has, the smaller
+weight then loses ten.
+"""
+
+
+def _may_share_a_scale(largest: Iterable[float]) -> bool:
+    """Whether matrices with these largest magnitudes may. Zeros are zeros under any scale, and NaN is none."""
+    sizes = [size for size in largest if 0 < size < torch.inf]
+    return not sizes or max(sizes) <= MOST_APART * min(sizes)
+
+
+def _largest(matrix: torch.Tensor | None) -> float:
+    """The largest magnitude in a matrix; 0 where there are no values to look at."""
+    if matrix is None or matrix.is_meta or not matrix.numel() or is_foreign(matrix):
+        return 0.0
+    return float(torch.linalg.vector_norm(matrix.detach(), torch.inf))
 
 
 Source = tuple[nn.Module, str, bool]
@@ -68,17 +97,30 @@ class MadeParameters(nn.Module):
     """Owns parameters of an op that are made anew for each call; between calls it holds stand-ins without their memory.
 
     sources: the parameters that each is made of, one after another in its rows. blanks: the stand-ins. reached: of this call,
-    whether a gradient reaches the rows of each; empty as long as it reaches all.
+    whether a gradient reaches the rows of each; empty as long as it reaches all. near, loads: whether the parts may share a
+    scale, and how many state dicts had been loaded when they were looked at.
     """
 
     sources: Mapping[str, Sequence[Source]]
     blanks: dict[str, torch.Tensor]
     reached: list[bool]
+    near: bool
+    loads: int
 
     def __init__(self, sources: Mapping[str, Sequence[Source]]) -> None:
         super().__init__()
-        self.__dict__.update(sources=sources, blanks={}, reached=[])
+        self.__dict__.update(sources=sources, blanks={}, reached=[], near=True, loads=LOADS[0])
         self.drop()
+
+    @property
+    def may_share_a_scale(self) -> bool:
+        """Whether the parts of a matrix may. They may when their product is made, and are looked at again when state dicts were
+        loaded; the steps of an optimizer are small.
+        """
+        if self.loads != LOADS[0]:
+            parts = [module._parameters[own] for module, own, _ in self.sources.get("weight", ())]
+            self.__dict__.update(near=len(parts) < 2 or _may_share_a_scale(map(_largest, parts)), loads=LOADS[0])
+        return self.near
 
     def fill(self) -> None:
         """Make them, as autograd records it."""

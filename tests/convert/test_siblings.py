@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from opfuse import ops
 from opfuse.convert.converted import converted
-from opfuse.errors import OpfuseWarning
-from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
+from opfuse.errors import ConversionError, OpfuseWarning
+from opfuse.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from tests.convert.blocks import Attention
 from tests.convert.test_fuse import EXACT, FP8, called, converted_exactly
 from tests.plans import plans_used
@@ -452,3 +452,79 @@ def test_threads_that_call_one_model_take_their_own_columns():
     with ThreadPoolExecutor(4) as pool:
         results = [*pool.map(lambda i: model(inputs[i % 2]), range(64))]
     assert all(torch.equal(result, wanted[i % 2]) for i, result in enumerate(results))
+
+
+class Gated(nn.Module):
+    """The gated unit of a Llama."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def shrunk(model, name, factor):
+    """The model with a matrix so many times smaller; what reads its results undoes that."""
+    with torch.no_grad():
+        model.get_submodule(name).weight.mul_(factor)
+        model.get_submodule(name).bias.mul_(factor)
+        if name == "up":
+            model.down.weight.div_(factor)
+    return model
+
+
+@pytest.mark.parametrize("recipe", [FP8, Float8BlockScaling(), MXFP8BlockScaling()], ids=lambda recipe: recipe.kind)
+@pytest.mark.parametrize(("factor", "together"), [(2.0**-9, True), (2.0**-11, False), (1e-6, False), (0.0, True)])
+def test_weights_whose_values_are_far_apart_are_not_joined(factor, together, recipe):
+    """The small ones would be lost under a scale of both. Blocks of 128 rows have rows of both here."""
+    if factor:
+        model, x = shrunk(Gated(), "up", factor), torch.randn(128, 64)
+        wanted = model(x)
+        report = opfuse.fuse_(model, recipe)
+        assert list(report.counts) == (["Linear×2 → SwiGLU → Linear"] if together else ["Linear"])
+        assert (model(x) - wanted).norm() < 0.09 * wanted.norm()
+    attention = shrunk(Attention(), "k", factor)
+    assert joined(opfuse.fuse_(attention, recipe)) == ({"k": "in q", "v": "in q"} if together else {"v": "in q"})
+
+
+def test_no_two_of_a_product_are_far_apart():
+    """Though each is near to the first one. Without values, as on meta, and with NaN, nothing is known of them."""
+    model = shrunk(shrunk(Attention(), "k", 2.0**-6), "v", 2.0**6)
+    assert joined(opfuse.fuse_(model, FP8)) == {"k": "in q"}
+    assert joined(opfuse.fuse_(Attention().to("meta"), FP8)) == {"k": "in q", "v": "in q"}
+    assert joined(opfuse.fuse_(shrunk(Attention(), "k", float("nan")), FP8)) == {"k": "in q", "v": "in q"}
+
+
+@pytest.mark.parametrize(("make", "name"), [(Attention, "k"), (Gated, "up")])
+def test_a_state_dict_may_bring_weights_that_are_far_apart(make, name):
+    """Loaded after the conversion: the next call says so, and runs the modules one by one."""
+    torch.manual_seed(0)
+    model, other = make(), shrunk(make(), name, 1e-6)
+    opfuse.fuse_(model, FP8)
+    alone = copy.deepcopy(other)
+    opfuse.fuse_(alone, FP8)  # in which nothing is joined with it
+    x = torch.randn(2, 64, model.get_submodule(name).in_features)
+    for _ in range(3):
+        model(x).sum().backward()
+    model.load_state_dict(model.state_dict())  # as near as they were
+    model(x)
+    model.load_state_dict(other.state_dict())
+    with pytest.warns(OpfuseWarning, match="at most 1024 times apart, got others, since a state dict was loaded"):
+        found = model(x)
+    wanted = other(x)
+    assert (found - wanted).norm() < 0.09 * wanted.norm()
+    assert torch.equal(found, model(x))
+    if make is Gated:
+        assert torch.equal(found, alone(x))
+
+
+def test_a_graph_over_weights_that_are_far_apart_by_now_is_refused():
+    model, x = Gated(), torch.randn(128, 64)
+    opfuse.fuse_(model, FP8)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x)
+    model.load_state_dict(shrunk(Gated(), "up", 1e-6).state_dict())
+    with pytest.raises(ConversionError, match="at most 1024 times apart"):
+        compiled(x)

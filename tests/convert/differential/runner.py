@@ -184,7 +184,7 @@ def backward(result: Any) -> None:
 
 
 REFUSED = {
-    False: ("is a view and is being modified inplace", "has been modified by an inplace operation"),
+    False: ("is a view and is being", "is a view and its base or another", "has been modified by an inplace operation"),
     True: ("recomputation by a checkpoint", "another one, and a function around the module's forward"),
 }
 """Errors of one run alone, by whether it is the converted one (docs/fuse.md). In plain torch refuses a write to a result that is

@@ -14,7 +14,7 @@ from opfuse.convert.build import build, build_alone, build_norm
 from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import INSTALLED, OWN, Converted, converted
 from opfuse.convert.experts import Routed, build_experts, experts_of
-from opfuse.convert.leaves import obstacle, weight_of, why_refused
+from opfuse.convert.leaves import asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report, Status
@@ -72,7 +72,8 @@ def fuse_(
     _restore(before)
     try:
         walk = _Walk(Policies(model, recipe, policy, filter_fn))
-        walk.visit(model, "")
+        with asked_once():
+            walk.visit(model, "")
         if walk.forwards:
             walk.convert_norms()
         walk.policies.check_used(name for name, _ in model.named_modules())

@@ -59,6 +59,7 @@ _NAMES = {
     "load": "opfuse.config",
     "fuse_": "opfuse.convert",
     "unfuse_": "opfuse.convert",
+    "report": "opfuse.convert",
     "export_weights": "opfuse.interchange.layouts",
     "import_weights": "opfuse.interchange.layouts",
     "load_policy": "opfuse.config",

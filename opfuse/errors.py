@@ -148,6 +148,7 @@ class Described(str):
     problem: str
     wanted: str
     got: str
+    cure: str
 
 
 def describe(where: str, *, wanted: object, got: object, cure: str) -> Described:
@@ -158,7 +159,7 @@ def describe(where: str, *, wanted: object, got: object, cure: str) -> Described
     """
     problem = f"{where}: wants {wanted}, got {got}"
     made = Described(f"{_ended(problem)} Cure: {_ended(cure.rstrip('.'))}")
-    made.problem, made.wanted, made.got = problem, str(wanted), str(got)
+    made.problem, made.wanted, made.got, made.cure = problem, str(wanted), str(got), cure
     return made
 
 

@@ -19,7 +19,7 @@ the new forward, also in a graph        ``converted.py``, and its copies; ``stat
 ======================================  ============================================================================
 """
 
-from opfuse.convert.fuse import fuse_, unfuse_
+from opfuse.convert.fuse import fuse_, report, unfuse_
 from opfuse.convert.report import Conversion, Report
 
-__all__ = ["Conversion", "Report", "fuse_", "unfuse_"]
+__all__ = ["Conversion", "Report", "fuse_", "report", "unfuse_"]

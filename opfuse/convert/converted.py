@@ -25,12 +25,13 @@ from torch import nn
 from opfuse.convert.code import code_of
 from opfuse.convert.guards import ModuleGuard, Proven
 from opfuse.convert.pipeline import PipelineRun
+from opfuse.convert.report import Conversion, Report
 from opfuse.convert.states import METHODS, States
 from opfuse.convert.weights import replica, stand_ins, taking
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, enrolled, outside, prepared
 from opfuse.core.watched import Tree
-from opfuse.errors import ConversionError, OpfuseWarning, describe
+from opfuse.errors import ConversionError, Described, OpfuseWarning, describe
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe, in_region
 from opfuse.runtime.compile.backward_tape import BackwardTape
@@ -46,8 +47,10 @@ class Converted:
 
     path: that of the module in the model. arguments: names of the arguments that its pipeline reads. run: the pipeline.
     recipe: its own, which holds where no ``autocast`` region is active. guard: what must be as it was. proven: the calls that
-    it is for.
+    it is for. report: that of the conversion.
     """
+
+    report: Report | None = None
 
     def __init__(
         self,
@@ -167,9 +170,26 @@ class Converted:
         modules = self.guard.members.values() or (self.module,)
         return [p for module in modules for p in module._parameters.values()]
 
+    def change(self) -> Described | None:
+        """Why the module's own forward runs since it was converted; None: its pipeline does."""
+        return self.guard.change() or self.run.change()
+
+    @property
+    def entry(self) -> Conversion | None:
+        """Its line of the report; None for a part of another module's pipeline, which has none."""
+        return self.report[self.path] if self.report is not None and self.path in self.report else None
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows of the module: what its class says, and what it runs as."""
+        own: str = type(self.module).extra_repr(self.module)
+        if (entry := self.entry) is None:
+            return own
+        runs = ("its own forward",) if self.change() else (entry.became, entry.recipe)
+        return ", ".join(filter(None, (own, f"opfuse: {', '.join(filter(None, runs))}")))
+
     def is_changed(self) -> bool:
         """Whether the module is not what it was when it was converted, of which a warning tells."""
-        change = self.guard.change() or self.run.change()
+        change = self.change()
         if change is not None:
             self.warn(change, level=6)
         return change is not None
@@ -201,6 +221,7 @@ class Converted:
         """Replace the module's forward, and what copies, moves and saves it."""
         own = {"forward": self.forward, OWN: self, "__getstate__": self.state}
         vars(self.module).update(own, **States(self.module, self.products).methods)
+        vars(self.module).setdefault(SHOWN, self.extra_repr)
 
     @property
     def runs(self) -> tuple[PipelineRun, ...]:
@@ -380,8 +401,15 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 OWN = "opfuse_forward"
 """The attribute of a module that holds its :class:`Converted`, beside the method, which others may bind anew."""
 
-INSTALLED = ("forward", OWN, "__getstate__", *METHODS)
-"""The attributes that a converted module has of opfuse."""
+SHOWN = "extra_repr"
+"""The method that ``print`` asks, which a module may have of its own."""
+
+
+def installed(attributes: Mapping[str, Any]) -> set[str]:
+    """The names of those ``attributes`` of a converted module that are opfuse's."""
+    shown = isinstance(getattr(attributes.get(SHOWN), "__self__", None), Converted)
+    return {"forward", OWN, "__getstate__", *METHODS, *([SHOWN] if shown else ())}
+
 
 _forwards: dict[type[nn.Module], Callable[..., Any]] = {}
 """The forward of each class of converted modules."""
@@ -401,11 +429,11 @@ class CopiedState(Mapping[str, Any]):
         return self.all[name]
 
     def __len__(self) -> int:
-        return sum(1 for name in self.all if name not in INSTALLED)
+        return len(self.all.keys() - installed(self.all))
 
     def __iter__(self) -> Iterator[str]:
         self.forward.warn_of_copy()
-        return (name for name in self.all if name not in INSTALLED)
+        return iter([name for name in self.all if name not in installed(self.all)])
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:
         return deepcopy(self.all, memo)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from opfuse.convert.build import build, build_alone, build_norm
 from opfuse.convert.code import NotRecorded
-from opfuse.convert.converted import INSTALLED, OWN, Converted, converted
+from opfuse.convert.converted import OWN, Converted, converted, installed
 from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.leaves import asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
@@ -83,12 +83,40 @@ def fuse_(
         _install(before)
         raise
     _carry_over(before, walk.forwards)
+    told = Report(tuple(walk.entries.values()))
+    for forward in walk.forwards.values():
+        forward.report = told
     _install(walk.forwards)
     if pack:
         for run in {run: None for forward in walk.forwards.values() for run in forward.runs}:
             for parameters in run.made:
                 parameters.pack()
-    return Report(tuple(walk.entries.values()))
+    return told
+
+
+@checked_arguments(ConversionError)
+def report(model: nn.Module) -> Report:
+    """What :func:`fuse_` made of ``model``, or of the model that it is a part of, as it is now.
+
+    A module that runs its own forward since, because something that it reads was changed, is "kept", with what was changed.
+    ConversionError if no module is converted.
+    """
+    forwards = _converted(model)
+    if not forwards:
+        raise _none_converted("report", model)
+    entries: dict[str, Conversion] = {}
+    for path, module in model.named_modules():
+        forward = forwards.get(module)
+        if forward is None or forward.report is None or not f".{forward.path}".endswith(f".{path}" if path else ""):
+            continue
+        above = forward.path.removesuffix(path)  # where the model is in the one that was converted, with a dot behind it
+        for entry in forward.report:
+            if f"{entry.path}.".startswith(above):
+                entries.setdefault(entry.path.removeprefix(above), entry)
+        if (change := forward.change()) is not None and forward.entry is not None:
+            why = {"wanted": change.wanted, "got": change.got, "cure": change.cure}
+            entries[path] = replace(forward.entry, status="kept", became="", recipe="", weights=0, **why)
+    return Report(tuple(replace(entries[path], path=path) for path, _ in model.named_modules() if path in entries))
 
 
 @checked_arguments(ConversionError)
@@ -99,10 +127,14 @@ def unfuse_(model: AnyModule) -> AnyModule:
     """
     forwards = _converted(model)
     if not forwards:
-        got, cure = f"none in a {type(model).__name__}", "call opfuse.fuse_ first"
-        raise ConversionError(describe("unfuse_", wanted="modules that fuse_ has converted", got=got, cure=cure))
+        raise _none_converted("unfuse_", model)
     _restore(forwards)
     return model
+
+
+def _none_converted(where: str, model: nn.Module) -> ConversionError:
+    got, cure = f"none in a {type(model).__name__}", "call opfuse.fuse_ first"
+    return ConversionError(describe(where, wanted="modules that fuse_ has converted", got=got, cure=cure))
 
 
 def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
@@ -134,7 +166,7 @@ def _carry_over(before: dict[nn.Module, Converted], forwards: dict[nn.Module, Co
 
 def _restore(forwards: dict[nn.Module, Converted]) -> None:
     for module in forwards:
-        for name in INSTALLED:
+        for name in installed(vars(module)):
             vars(module).pop(name, None)
 
 

@@ -22,7 +22,7 @@ from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, M
 from opfuse.recipes.availability import Support, support
 from opfuse.runtime.compile.saved_call import saved_calls
 from opfuse.tensors.quantizers import IdentityQuantizer
-from tests.convert.blocks import GatedMLP, HalvesMLP, Layer, Model, Residual, TransposedMLP
+from tests.convert.blocks import Attention, GatedMLP, HalvesMLP, Layer, Model, Residual, TransposedMLP
 from tests.plans import plans_used
 
 FP8 = Float8CurrentScaling()
@@ -667,3 +667,58 @@ def test_an_explanation_names_the_recipes_of_converted_modules(monkeypatch):
     monkeypatch.undo()
     with opfuse.autocast(recipe=EXACT):
         assert opfuse.explain(model, x).recipe == repr(EXACT)
+
+
+class Shouting(nn.Linear):
+    """Prints what it wants to."""
+
+    def __init__(self):
+        super().__init__(32, 32)
+        self.extra_repr = shout
+
+
+def shout():
+    return "LOUD"
+
+
+def test_print_shows_what_a_module_runs_as():
+    """Until it is changed, and no more after unfuse_; copies show it as well, but for shallow ones, which run plain."""
+    model = nn.Sequential(Attention(), nn.Linear(32, 32), Shouting())
+    before = repr(model)
+    with pytest.raises(ConversionError, match=r"report: wants modules that fuse_ has converted, got none in a Sequential"):
+        opfuse.report(model)
+    given = opfuse.fuse_(model, FP8)
+    shown = repr(model)
+    assert "(q): Linear(in_features=32, out_features=32, bias=True, opfuse: Linear×3, Float8CurrentScaling)" in shown
+    assert "(v): Linear(in_features=32, out_features=32, bias=True, opfuse: in q, Float8CurrentScaling)" in shown
+    assert "(2): Shouting(LOUD)" in shown
+    assert repr(copy.deepcopy(model)) == repr(pickle.loads(pickle.dumps(model))) == shown
+    with pytest.warns(OpfuseWarning, match="a shallow copy"):
+        assert repr(copy.copy(model[1])) == "Linear(in_features=32, out_features=32, bias=True)"
+    assert str(opfuse.report(model)) == str(given)
+    model[0].q.in_features = 31
+    assert "out_features=32, bias=True, opfuse: its own forward)" in repr(model[0].q)
+    assert repr(opfuse.unfuse_(model)) == before.replace("in_features=32", "in_features=31", 1)
+
+
+def test_a_report_at_any_time_is_of_the_model_as_it_is_now():
+    """Whole or a part of it, with what was changed since; a copy has a report of its own."""
+    model = nn.ModuleDict({"first": Layer(), "second": Layer(), "norm": nn.LayerNorm(32)})
+    given = opfuse.fuse_(model, FP8, policy={"second.mlp": None})
+    part = opfuse.report(model["second"])
+    assert [(entry.path, entry.status, entry.got) for entry in part] == [
+        (entry.path.removeprefix("second").removeprefix("."), entry.status, entry.got)
+        for entry in given
+        if entry.path.startswith("second")
+    ]
+    changed = next(entry.path for entry in given if entry.path.startswith("first.") and entry.status == "fused")
+    other = copy.deepcopy(model)
+    model.get_submodule(changed).register_parameter("more", nn.Parameter(torch.zeros(1)))
+    now = opfuse.report(model)
+    assert now[changed].status == "kept"
+    assert "more" in now[changed].got
+    assert "call opfuse.fuse_ again" in now[changed].cure
+    assert [entry for entry in now if entry.path != changed] == [entry for entry in given if entry.path != changed]
+    assert opfuse.report(other)[changed].status == "fused"
+    opfuse.fuse_(model, FP8)
+    assert len(opfuse.report(model).of("fused")) >= len(given.of("fused"))

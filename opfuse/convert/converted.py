@@ -295,7 +295,8 @@ class InGraph:
         self.owner, self.members, self.run = owner, members, run
         self.label = owner.label
         self.modules = [member.module for member in members]
-        self.form = f"{type(owner).__name__} {owner.arguments} {self.modules!r}"
+        parts = [(name, type(part), type(part).extra_repr(part)) for one in self.modules for name, part in one.named_modules()]
+        self.form = f"{type(owner).__name__} {owner.arguments} {parts}"  # without what opfuse says of them, such as paths
         self._find()
 
     def get_ready(self) -> None:

@@ -13,7 +13,7 @@ may the forward run at all              ``code.py``: what it reaches may change 
 what does it do                         ``record.py``: the graph; ``forms.py``: its expressions; ``chain.py``: these as steps
 which op is a module                    ``leaves.py``, by its expression; ``experts.py``, by numbers
 the pipeline                            ``build.py``: from steps to ops; ``weights.py``: their parameters; ``pipeline.py``
-products of one tensor                  ``siblings.py``: from the code of the module around them
+products of one tensor                  ``siblings.py``; ``method_calls.py``: the code of the module around them
 does a call have what was recorded      ``guards.py``
 the new forward, also in a graph        ``converted.py``, and its copies; ``states.py``: its delayed scales in state dicts
 ======================================  ============================================================================

@@ -21,6 +21,7 @@ from opfuse.convert.code import CONSTANTS, FUNCTIONS, bases_of, names_read, reac
 from opfuse.errors import Described, describe
 from opfuse.runtime.compile.custom_op import autocast_dtype
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
+from opfuse.torch_private.tensors import no_torch_function
 
 # -- the call --------------------------------------------------------------------------------------------------------------------
 
@@ -46,6 +47,7 @@ class Proven:
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
         dense = not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested)
+        dense = dense and all(map(_runs_as_torch, (x, *parameters)))
         if not dense or type(x) is not torch.Tensor:
             return dense and self.linear
         cast = autocast_dtype(x)
@@ -65,6 +67,17 @@ class Proven:
     def _adds(self, x: torch.Tensor, dtype: torch.dtype, extra: Any, columns: int) -> bool:
         plain = type(extra) is torch.Tensor and extra is not x
         return plain and extra.dtype == dtype and extra.shape == (*x.shape[:-1], columns)
+
+
+def _runs_as_torch(value: Any) -> bool:
+    """Whether a tensor's class hears of no functions, such as ``linear``, of which it could make something else."""
+    kind = type(value)
+    if kind in _PLAIN or not isinstance(value, torch.Tensor):
+        return True
+    return kind.__torch_function__ is no_torch_function
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def _is_matrix(x: torch.Tensor) -> bool:

@@ -1,22 +1,16 @@
 """Products of one tensor, such as query, key and value: one product computes all, and each module returns its columns.
 
-The code of the module around them shows which may get the same tensor, with nothing but known functions between. When that code
-runs, the first of them computes all, and the others take their columns if they get that very tensor in the same run of the code,
-unwritten, with the same parameters. Any other call, such as one from outside of that code, computes its own.
+The code of the module around them shows which may get the same tensor, with no unknown code between (``method_calls.py``), and
+that none of the others runs without the first. When that code calls them, the first computes all, and the others take their
+columns if they get that very tensor, unwritten, with the same parameters. Any other call, such as one by a function that the code
+calls, computes its own.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import linecache
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
-from contextlib import suppress
-from functools import cache
-from itertools import combinations
-from textwrap import dedent
-from tokenize import TokenError
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from operator import is_
+from threading import get_ident
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -24,28 +18,41 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opfuse.convert.code import codes_of
 from opfuse.convert.converted import Converted, InGraph, casting, changed_when_traced
 from opfuse.convert.leaves import leaf_of, obstacle, weight_of
+from opfuse.convert.method_calls import KnownParts, code_of_method, methods_of
 from opfuse.convert.pipeline import PipelineRun
-from opfuse.convert.record import PARTS, SIZES, TRANSPOSES, VIEWS
 from opfuse.convert.weights import MadeParameters, Weight
+from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.inspect.alike import short
 from opfuse.recipes import mark_region_used
-from opfuse.runtime.compile.custom_op import hindrance, moment
+from opfuse.runtime.compile.custom_op import autocast_like, hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
-from opfuse.torch_private.stack import run_of
-from opfuse.torch_private.tensors import version_of
+from opfuse.torch_private.stack import is_called_by
+
+WRAPPED = "base_layer"
+"""The name of a layer in the adapter that wraps it, and calls it on its own input."""
+
+
+class Waiting(NamedTuple):
+    """Columns that are computed and not yet returned, by module, and what they were computed with: parameters, how often these
+    and the input were written, and the thread.
+    """
+
+    columns: dict[int, torch.Tensor]
+    parameters: Sequence[torch.Tensor | None]
+    writes: Sequence[int]
+    thread: int
 
 
 class Shared:
     """One product for several modules.
 
     kind, code: the class whose method calls them, and the code of that method. wrapped: by adapters, whose code nobody has read.
-    waiting: by the input, the run of that code, how often the input was written, and columns that are computed and not yet
-    returned, by module. members: the modules' forwards, in order. inside, followed: in a graph of torch.compile, whether it
-    follows that code; the moment of the product, and the columns not yet returned.
+    waiting: by the input. members: the modules' forwards, in order. inside,
+    followed: in a graph of torch.compile, whether it follows that code; the moment of the product, and the columns not yet
+    returned.
     """
 
     def __init__(self, run: PipelineRun, columns: Sequence[int], kind: type[nn.Module], code: CodeType, wrapped: bool) -> None:
@@ -53,7 +60,7 @@ class Shared:
         self.columns = tuple(columns)
         self.kind, self.wrapped = kind, wrapped
         self.code: CodeType | None = code
-        self.waiting: MutableMapping[torch.Tensor, tuple[int, int, dict[int, torch.Tensor]]] = WeakTensorKeyDictionary()
+        self.waiting: MutableMapping[torch.Tensor, Waiting] = WeakTensorKeyDictionary()
         self.members: list[Sibling] = []
         self.in_graph: InGraph | None = None
         self.inside = False
@@ -65,25 +72,32 @@ class Shared:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         name, text = state["code"] or ("", b"")
-        code = _code_of(state["kind"], name)  # in another process it may be another one
+        code = code_of_method(state["kind"], name)  # in another process it may be another one
         vars(self).update(state, code=code if code and code.co_code == text else None, waiting=WeakTensorKeyDictionary())
+
+    def forget(self) -> None:
+        """Drop what is left of a run of the code that ended between the calls: the next one begins."""
+        for x in [x for x, columns in self.waiting.items() if columns.thread == get_ident()]:
+            self.waiting.pop(x, None)
 
     def first(self, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of the first module; those of the others wait until they are taken, or ``x`` is gone. None: it is alone."""
-        run, writes = self.running(), self._writes(x)
-        if run is None or writes is None:
+        writes = self._writes(x)
+        if writes is None or not self.is_called():
             return None
         one, *others = _Columns.apply(self.run(x, ()), self.columns, self.run.made[0])  # type: ignore[no-untyped-call]
-        self.waiting[x] = run, writes, dict(enumerate(others, 1))
+        self.waiting[x] = Waiting(dict(enumerate(others, 1)), self.run.parameters(), writes, get_ident())
         return one  # type: ignore[no-any-return]
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The columns of another module; None if they were not computed for this tensor in this run."""
-        run, writes, waiting = self.waiting.get(x, (None, 0, {}))
-        if run is None or run != self.running() or writes != self._writes(x):
+        """The columns of another module; None if they were not computed for this tensor, as it and all parameters are."""
+        found = self.waiting.get(x)
+        if found is None or found.thread != get_ident() or found.writes != self._writes(x) or not self.is_called():
             return None
-        columns = waiting.pop(index, None)
-        if not waiting:
+        if not all(map(is_, found.parameters, self.run.parameters())):
+            return None
+        columns = found.columns.pop(index, None)
+        if not found.columns:
             self.waiting.pop(x, None)
         return columns
 
@@ -94,20 +108,20 @@ class Shared:
             self.members[0].warn(change, level=7)
         return change is not None
 
-    def _writes(self, x: torch.Tensor) -> int | None:
-        """How often ``x`` was written, where adapters may write to it; None if torch does not count."""
-        if not self.wrapped:
-            return 0
-        return None if x.is_inference() else version_of(x)
+    def _writes(self, x: torch.Tensor) -> list[int] | None:
+        """How often the input and the parameters were written; None where adapters may write and torch does not count."""
+        read = [x, *self.run.parameters()]
+        uncounted = self.wrapped and any(each is not None and each.is_inference() for each in read)
+        return None if uncounted else versions(*read)
 
-    def running(self, *, followed: bool = False) -> int | None:
-        """The run of the code at the place, as the ``id()`` of its frame; followed: of dynamo's own frame, which follows it.
+    def is_called(self, *, followed: bool = False) -> bool:
+        """Whether the code at the place calls them, and no hooks, which may write to their input where nothing counts it.
 
-        None if they are called from elsewhere, or with hooks, which may write to their input where nothing counts it.
+        followed: as dynamo follows it.
         """
         if self.code is None or has_global_hooks() or any(has_hooks(member.module) for member in self.members):
-            return None
-        return run_of(self.code, followed=followed)
+            return False
+        return is_called_by(self.code, WRAPPED, followed=followed)
 
 
 class _Columns(torch.autograd.Function):
@@ -127,7 +141,8 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor, None, None]:
         ctx.reached[:] = [grad is not None for grad in grads]
         parts = [ctx.blank.expand(shape) if grad is None else grad for shape, grad in zip(ctx.shapes, grads)]
-        return torch.cat(parts, dim=-1), None, None
+        with autocast_like(ctx.blank, None):  # which may be on around the backward pass, with another dtype
+            return torch.cat(parts, dim=-1), None, None
 
 
 class Sibling(Converted):
@@ -152,7 +167,7 @@ class Sibling(Converted):
         """Make what dynamo reads; the first also makes the call for all."""
         super().get_ready()
         shared = self.shared
-        shared.inside = shared.running(followed=True) is not None
+        shared.inside = shared.is_called(followed=True)
         if not self.index and shared.in_graph is None:
             shared.in_graph = InGraph(self, shared.members, shared.run)
 
@@ -176,6 +191,11 @@ class Sibling(Converted):
         if self.index < len(followed[1]):
             shared.followed = followed
         return followed[1][self.index - 1]
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        if not self.index:
+            self.shared.forget()
+        return super()._run(args, kwargs)
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         if self.index:
@@ -201,11 +221,11 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
     if len(alone) < 2:
         return
     kind: Any = type(module)
-    pure = {method.code.co_name for method in _methods(kind) if not method.span}
-    called = {name for method in _methods(kind) for name in method.called}
+    called = {name for method in methods_of(kind) for name in method.called}
     leaves = {name for name, child in module.named_children() if name in called and obstacle(child) is None and leaf_of(child)}
+    numbers = {name for name, value in vars(module).items() if type(value) in (int, float)}
     grouped = set[str]()
-    for method in _methods(kind, frozenset({*alone, *leaves, *pure})):
+    for method in methods_of(kind, KnownParts(frozenset(alone), frozenset(leaves), frozenset(numbers))):
         names = [call.name for call in method.calls if call.name in alone and call.name not in grouped]
         groups = list[tuple[str, ...]]()
         for name in dict.fromkeys(names):
@@ -224,192 +244,9 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
                 yield _joined(members, weights, kind, method.code, wrapped)
 
 
-# -- the code around the calls ---------------------------------------------------------------------------------------------------
-
-PURE = VIEWS | TRANSPOSES | PARTS | SIZES | {"isinstance", "len", "get"}
-"""Functions and methods that write to nothing, which may be called between those of a place."""
-
-LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
-REPEATED = (*LOOPS, ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-"""What runs its body several times, or later than where it stands."""
-
-BLOCKS = (ast.With, ast.AsyncWith, ast.Yield, ast.YieldFrom, ast.Await)
-"""What may change modes, or let other code run, where it begins and where it ends."""
-
-Origins = frozenset[Any]
-"""What a local variable may hold: arguments by name, assigned values by their nodes."""
-
-
-class _MemberCall(NamedTuple):
-    """``self.name(x)``. origins: of x. span: how often other code could run before. arms: the branch of each condition around."""
-
-    name: str
-    origins: Origins
-    span: int
-    arms: Mapping[ast.AST, str]
-
-    def meets(self, other: _MemberCall) -> bool:
-        """Whether both may get one tensor in one run of the code, with nothing between that may write to it."""
-        together = self.span == other.span and self.origins & other.origins
-        return bool(together) and all(other.arms.get(node, arm) == arm for node, arm in self.arms.items())
-
-
-class _MethodCode(ast.NodeVisitor):
-    """Reads a method in the order in which it runs. calls: of submodules with one local variable. called: attributes of
-    self. reads: attributes of anything.
-
-    known: the attributes of self that may be called, as they run no other code. span: how often other code could run so far.
-    """
-
-    def __init__(self, code: CodeType, tree: ast.FunctionDef | ast.AsyncFunctionDef, known: Set[str]) -> None:
-        self.code, self.known = code, known
-        self.span = 0
-        self.calls: list[_MemberCall] = []
-        self.called: list[str] = []
-        self.reads: list[str] = []
-        self.arms: dict[ast.AST, str] = {}
-        self.variables: dict[str, Origins] = {}
-        self.values = defaultdict[str, list[ast.AST]](list)
-        self.results: list[list[ast.expr]] = []
-        for statement in tree.body:
-            self.visit(statement)
-
-    def joins(self, names: Sequence[str]) -> bool:
-        """Whether it calls these submodules with what may be one tensor, each once, and nothing unknown between."""
-        calls = [call for call in self.calls if call.name in names]
-        once = [call.name for call in calls] == [name for name in self.reads if name in names] == [*names]
-        return once and all(one.meets(other) for one, other in combinations(calls, 2)) and self._return_together(names)
-
-    def _return_together(self, names: Sequence[str]) -> bool:
-        """Whether no two parts of what it returns have a member each, on which two backward passes could come."""
-        parts = [[self._members_in(part, names, frozenset()) for part in result] for result in self.results]
-        return all(one & other for result in parts for one, other in combinations(filter(None, result), 2))
-
-    def _members_in(self, node: ast.AST, names: Sequence[str], passed: frozenset[str]) -> set[str]:
-        """The members that a value is computed with, however often its variables are assigned."""
-        if isinstance(node, ast.Attribute) and node.attr in names:
-            return {node.attr}
-        inside: list[ast.AST] = [*ast.iter_child_nodes(node)]
-        if isinstance(node, ast.Name) and node.id not in passed:
-            passed |= {node.id}
-            inside = self.values[node.id]
-        return {member for child in inside for member in self._members_in(child, names, passed)}
-
-    # -- what runs -----------------------------------------------------------------------------------------------------------
-
-    def generic_visit(self, node: ast.AST) -> None:
-        """Children run in the order of their fields. Calls in what repeats are in no group."""
-        disturbs = isinstance(node, (*REPEATED, *BLOCKS))
-        calls = len(self.calls)
-        self.span += disturbs
-        super().generic_visit(node)
-        self.span += disturbs
-        if isinstance(node, REPEATED):
-            del self.calls[calls:]
-
-    def visit_Call(self, node: ast.Call) -> None:
-        super().generic_visit(node)
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=variable)], keywords=[]):
-                self.calls.append(_MemberCall(name, self._origins_of(variable), self.span, dict(self.arms)))
-        match node.func:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                self.called.append(name)
-                self.span += name not in self.known
-            case function:
-                self.span += getattr(function, "attr", getattr(function, "id", "")) not in PURE
-
-    def visit_Attribute(self, node: ast.Attribute | ast.Subscript) -> None:
-        super().generic_visit(node)
-        self.reads.append(getattr(node, "attr", ""))
-        self.span += not isinstance(node.ctx, ast.Load)
-
-    visit_Subscript = visit_Attribute
-
-    def visit_Return(self, node: ast.Return) -> None:
-        super().generic_visit(node)
-        if isinstance(node.value, ast.Tuple):
-            self.results.append(node.value.elts)
-
-    def visit_If(self, node: ast.If | ast.IfExp) -> None:
-        self.visit(node.test)
-        before, outcomes = self.variables, list[dict[str, Origins]]()
-        for arm in ("body", "orelse"):
-            self.variables, self.arms[node] = dict(before), arm
-            branch = getattr(node, arm)
-            for child in branch if isinstance(branch, list) else [branch]:
-                self.visit(child)
-            outcomes.append(self.variables)
-        del self.arms[node]
-        names = {name for outcome in outcomes for name in outcome}
-        unassigned = {name: frozenset({name}) for name in names}
-        self.variables = {name: frozenset().union(*[(unassigned | outcome)[name] for outcome in outcomes]) for name in names}
-
-    visit_IfExp = visit_If
-
-    # -- what variables hold -------------------------------------------------------------------------------------------------
-
-    def visit_Assign(self, node: Any) -> None:
-        """Also of one target, with an annotation, in an expression, and in place, which may write to a tensor."""
-        if node.value is not None:
-            self.visit(node.value)
-        for target in getattr(node, "targets", [getattr(node, "target", None)]):
-            self.visit(target)
-            self._bind(target, node.value)
-            if isinstance(node, ast.AugAssign) and isinstance(target, ast.Name):
-                self.variables[target.id] = frozenset({node})
-        self.span += isinstance(node, ast.AugAssign)
-
-    visit_AnnAssign = visit_AugAssign = visit_NamedExpr = visit_Assign
-
-    def _bind(self, target: Any, value: ast.AST | None) -> None:
-        if isinstance(target, ast.Name) and value is not None:
-            self.values[target.id].append(value)
-            self.variables[target.id] = self._origins(value)
-        parts = getattr(target, "elts", ())
-        pairs = isinstance(value, ast.Tuple) and len(value.elts) == len(parts)
-        for at, part in enumerate(parts):
-            self._bind(part, value.elts[at] if pairs else value)  # type: ignore[union-attr]
-
-    def _origins_of(self, variable: str) -> Origins:
-        return self.variables.get(variable, frozenset({variable}))
-
-    def _origins(self, value: ast.AST) -> Origins:
-        match value:
-            case ast.Name(id=name):
-                return self._origins_of(name)
-            case ast.IfExp(body=body, orelse=orelse):
-                return self._origins(body) | self._origins(orelse)
-        return frozenset({value})
-
-
-@cache
-def _methods(kind: Any, known: frozenset[str] = frozenset()) -> tuple[_MethodCode, ...]:
-    """The methods of a class that its forward names."""
-    methods = list[_MethodCode]()
-    for code in codes_of(kind):
-        if code is _code_of(kind, code.co_name):  # else of a base, or a part of another one
-            with suppress(IndexError, SyntaxError, TokenError):  # code without a source, or a part of a line
-                tree = ast.parse(dedent(_source(code))).body[0]
-                if isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    methods.append(_MethodCode(code, tree, known))
-    return tuple(methods)
-
-
-def _source(code: CodeType) -> str:
-    """The lines of a function, if there are any. ``inspect.getsource`` would look at every module for the file, in 7 ms."""
-    return "".join(inspect.getblock(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]))
-
-
-def _code_of(kind: type[nn.Module], name: str) -> CodeType | None:
-    """The code of a method of a class; None if it has none."""
-    method: Any = getattr(kind, name, None)
-    return getattr(inspect.unwrap(method), "__code__", None)
-
-
 def _alone(child: nn.Module, converted: Mapping[nn.Module, Converted]) -> Weight | None:
     """The product that a submodule is, or that it begins with: adapters call the layer that they wrap, on their input."""
-    for module in (child, child._modules.get("base_layer")):
+    for module in (child, child._modules.get(WRAPPED)):
         if module is not None and type(converted.get(module)) is Converted and (weight := weight_of(module)) is not None:
             return None if has_hooks(child) else weight
     return None

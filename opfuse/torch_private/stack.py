@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 from torch import nn
 
 _CALL = nn.Module._call_impl.__code__
+_CALLS = (_CALL, nn.Module._wrapped_call_impl.__code__)
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 def frame_of_caller() -> FrameType:
@@ -25,15 +29,24 @@ def frames(frame: FrameType | None = None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def run_of(code: CodeType, *, followed: bool) -> int | None:
-    """Which run of ``code`` the caller is inside of, as the ``id()`` of its frame; None if it is inside of none.
+def is_called_by(code: CodeType, wrapped: str, *, followed: bool) -> bool:
+    """Whether ``code`` itself calls the module whose forward is running here, and nothing that it calls.
 
-    followed: also where dynamo follows the code, by the ``f_code`` of its own objects for frames.
+    wrapped: passes over the forward of a module that has the called one as a submodule of this name. followed: as dynamo follows
+    the call, by the ``f_code`` of its own objects for frames.
     """
     for frame in frames(sys._getframe(1)):
-        if frame.f_code is code or (followed and getattr(frame.f_locals.get("self"), "f_code", None) is code):
-            return id(frame)
-    return None
+        own = frame.f_locals.get("self") if followed else None
+        running: CodeType | None = getattr(own, "f_code", None) if followed else frame.f_code
+        if running is code:
+            return True
+        if running is None or running in _CALLS or running.co_filename.startswith(_PACKAGE):
+            continue
+        owner = getattr(own, "symbolic_locals", frame.f_locals).get("self")
+        owner = getattr(owner, "value", owner) if followed else owner
+        if not isinstance(owner, nn.Module) or wrapped not in owner._modules:
+            return False
+    return False
 
 
 def frames_of_threads() -> dict[int, FrameType]:

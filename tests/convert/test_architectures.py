@@ -165,7 +165,7 @@ MORE = [
     Architecture("Granite", "ForCausalLM", GROUPED, GATED),
     Architecture("DistilBert", "ForMaskedLM", DISTILBERT, {"Linear×3": 1}),
     Architecture("Electra", "ForMaskedLM", SIZES, {"Linear×3": 1, "Linear → GELUErf": 1}),
-    Architecture("T5", "ForConditionalGeneration", T5, {"Linear×3": 3, "Linear": 7}),
+    Architecture("T5", "ForConditionalGeneration", T5, {"Linear×2": 3, "Linear": 6}),
     Architecture("DeepseekV3", "ForCausalLM", {**SIZES, **SPARSE, **LATENT, "first_k_dense_replace": 1}, {}, {EXPERTS: 1}),
 ]
 

@@ -12,7 +12,7 @@ import builtins
 import dis
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from enum import Enum
 from functools import cache, lru_cache, partial
 from types import (
@@ -329,8 +329,3 @@ def code_of(kinds: Iterable[Any]) -> int:
 def _text(kind: type[nn.Module]) -> str:
     parts = [(code.co_code, code.co_names, [c for c in code.co_consts if isinstance(c, CONSTANTS)]) for code in codes_of(kind)]
     return repr(sorted(map(repr, parts)))
-
-
-def bases_of(kind: type[nn.Module]) -> Sequence[type]:
-    """The class and its bases below ``nn.Module``."""
-    return kind.__mro__[: kind.__mro__.index(nn.Module)]

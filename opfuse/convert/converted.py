@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial, wraps
@@ -107,7 +107,7 @@ class Converted:
     @property
     def products(self) -> dict[str, BasicOperation]:
         """Its ops that cast, by name."""
-        return casting([self.run])
+        return self.run.casting()
 
     # What a checkpoint compares, to find the first run of a call that it repeats.
 
@@ -454,11 +454,6 @@ def _call_outside(forward: InGraph, *args: Any) -> Any:
     """The function that compiled code calls outside of its graph."""
     check_partial(forward.label)
     return forward(*args)
-
-
-def casting(runs: Iterable[PipelineRun]) -> dict[str, BasicOperation]:
-    """The ops of ``runs`` that cast, by name."""
-    return {name: op for run in runs for name, op in zip(run.names, run.ops) if op.quantizer_slots()}
 
 
 def converted(module: nn.Module) -> Converted | None:

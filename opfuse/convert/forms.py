@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -298,20 +298,15 @@ ACTIVATIONS: Mapping[NormalForm, str] = {
 # -- norms -----------------------------------------------------------------------------------------------------------------------
 
 
-class RMSNormForm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight) if zero-centered. weight: the name of the parameter."""
+def rms_norm_form(form: Any, weight: str, columns: int) -> tuple[float, bool] | None:
+    """The eps of x / sqrt(mean(x^2) + eps) * weight, and whether it multiplies with 1 + weight; None for another expression.
 
-    weight: str
-    eps: float
-    zero_centered: bool
-
-
-def rms_norm_form(form: Any, weight: str, columns: int) -> RMSNormForm | None:
-    """Which RMS norm an expression is."""
+    weight: the name of the parameter.
+    """
     for eps in dict.fromkeys((*_numbers(form), 0.0)):
         for centered in (False, True):
             if form in _rms_norms(weight, columns, eps, centered):
-                return RMSNormForm(weight, eps, centered)
+                return eps, centered
     return None
 
 

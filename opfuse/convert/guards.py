@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from opfuse.convert.code import CONSTANTS, FUNCTIONS, bases_of, names_read, reach_of
+from opfuse.convert.code import CONSTANTS, FUNCTIONS, names_read, reach_of
+from opfuse.convert.pipeline import is_matrix
 from opfuse.errors import Described, describe
 from opfuse.runtime.compile.custom_op import autocast_dtype
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
@@ -56,7 +56,7 @@ class Proven:
             return False
         if cast is not None and torch.float64 in (x.dtype, *[p.dtype for p in parameters if p is not None]):
             return False  # which torch.autocast leaves alone
-        suits = not self.views or all(_is_matrix(each) for each in (x, *extras) if isinstance(each, torch.Tensor))
+        suits = not self.views or all(is_matrix(each) for each in (x, *extras) if isinstance(each, torch.Tensor))
         if self.linear or not suits or (not self.in_graph and torch.compiler.is_compiling()):
             return self.linear and suits
         if x.dim() not in self.ranks or 0 in x.shape or (cast is not None and not self.in_autocast) or _is_tagged(x):
@@ -78,12 +78,6 @@ def _runs_as_torch(value: Any) -> bool:
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-
-
-def _is_matrix(x: torch.Tensor) -> bool:
-    """Whether ``x.view(-1, x.shape[-1])`` exists: its leading dimensions lie behind each other."""
-    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()) if size != 1]
-    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(sizes))
 
 
 def _is_tagged(x: torch.Tensor) -> bool:
@@ -136,7 +130,7 @@ class Settings(NamedTuple):
 def settings_of(module: nn.Module) -> Settings:
     """The settings of a module as it is now."""
     own, kind = vars(module), cast(Any, type(module))
-    of_classes = {name for base in bases_of(kind) for name in vars(base)}
+    of_classes = {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)}
     names = [name for name in sorted({*names_read(kind), *SIZES}) if name in own or name in of_classes]
     attributes = tuple((name, _seen(own[name], kind) if name in own else _default(kind, name)) for name in names)
     return Settings(attributes, _present(own["_parameters"]), tuple(own["_modules"].items()), kind.forward)

@@ -185,7 +185,7 @@ def _rms_norm(module: nn.Module) -> LeafModule | None:
     form = found and rms_norm_form(found.expression, name, weight.numel())
     if form is None:
         return None
-    fields = tuple(weight.shape), form.eps, form.zero_centered
+    fields = tuple(weight.shape), *form
     if name == "weight":
         return LeafModule(borrowing(RMSNorm, fields, module, "weight"), dtypes=NORM_DTYPES)
     made = MadeParameters({"weight": ((module, name, False),)})

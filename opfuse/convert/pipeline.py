@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from threading import RLock
 from typing import Any
 
@@ -57,6 +58,10 @@ class PipelineRun:
         if made is not None:
             self.made.append(made)
 
+    def casting(self) -> dict[str, BasicOperation]:
+        """The ops that cast, by name."""
+        return {name: op for name, op in zip(self.names, self.ops) if op.quantizer_slots()}
+
     def parameters(self) -> list[torch.Tensor | None]:
         """The parameters of the model that its ops read."""
         sources = [source for made in self.made for own in made.sources.values() for source in own]
@@ -102,6 +107,8 @@ class PipelineRun:
 
     def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result for ``x``, to which copies of the last row are added for the call if the recipe needs them."""
+        if type(x) is torch.Tensor and not is_matrix(x) and isinstance(self.ops[0], BasicLinear):
+            x = x.contiguous()  # of which torch's ``linear`` keeps a copy, too: the original may be written to from now on
         spare = self.spare_of(x)
         if not spare:
             whole: torch.Tensor = fuser(x, *extras, instead=stand_ins())
@@ -126,6 +133,12 @@ class PipelineRun:
 def _rows(x: torch.Tensor) -> int:
     """None of a scalar or of rows without values, which the product refuses as they came."""
     return x.numel() // (x.shape[-1] or 1) if x.dim() else 0
+
+
+def is_matrix(x: torch.Tensor) -> bool:
+    """Whether ``x.view(-1, x.shape[-1])`` exists: its leading dimensions lie behind each other."""
+    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()) if size != 1]
+    return all(stride == size * inner for (_, stride), (size, inner) in pairwise(sizes))
 
 
 def padded(x: torch.Tensor, spare: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opfuse.convert.converted import Converted, InGraph, casting, changed_when_traced
+from opfuse.convert.converted import Converted, InGraph, changed_when_traced
 from opfuse.convert.leaves import leaf_of, obstacle, weight_of
 from opfuse.convert.method_calls import KnownParts, code_of_method, methods_of
 from opfuse.convert.pipeline import PipelineRun
@@ -160,7 +160,7 @@ class Sibling(Converted):
         """Its own product, for calls alone; the first also has the product of all."""
         products = super().products
         if not self.index:
-            (products["shared"],) = casting([self.shared.run]).values()
+            (products["shared"],) = self.shared.run.casting().values()
         return products
 
     def get_ready(self) -> None:

@@ -129,7 +129,7 @@ class MadeParameters(nn.Module):
         self.__dict__["reached"] = reached = list[bool]()
         for name, sources in self.sources.items():
             noted = isinstance(ledger, BackwardTape)
-            slots[name] = _noted(ledger, sources) if noted else _made([_read(each) for each in sources], reached)  # type: ignore[arg-type]
+            slots[name] = _noted(ledger, sources) if noted else joined([_read(each) for each in sources], reached)  # type: ignore[arg-type]
 
     def watch(self, result: torch.Tensor) -> None:
         """Have the backward pass of ``result`` check frozen parameters in one memory for writes, as no gradient reaches them."""
@@ -161,17 +161,13 @@ class MadeParameters(nn.Module):
                     value.data = part
 
 
-def _made(parts: Sequence[torch.Tensor], reached: list[bool] | None = None) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else joined(parts, reached)
-
-
 def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
     """What is made of parameters; ``ledger`` notes how their gradients follow from its gradient."""
     values: list[Any] = [module._parameters[name] for module, name, _ in sources]
     turned = [transposed for _, _, transposed in sources]
     with torch.no_grad():
         parts = [value.t() if turn else value for value, turn in zip(values, turned)]
-        whole = _made(parts).detach()
+        whole = joined(parts).detach()
     sizes = [len(part) for part in parts]
     if torch.is_grad_enabled() and share_memory(whole, values[0]):
         ledger.watch(values)  # whose counters the whole does not have
@@ -218,18 +214,19 @@ def joined(parts: Sequence[torch.Tensor], reached: list[bool] | None = None) -> 
 
     reached: a list that the backward pass reads, once it has come to it: which parts a gradient reaches; empty: all.
     """
+    if len(parts) == 1:
+        return parts[0]
     return _Joined.apply([] if reached is None else reached, *parts)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _lie_together(parts: Sequence[torch.Tensor]) -> bool:
     return all(
-        one.is_contiguous() and other.is_contiguous() and one.data_ptr() + one.nbytes == other.data_ptr() and _same(one, other)
+        one.is_contiguous()
+        and other.is_contiguous()
+        and one.data_ptr() + one.nbytes == other.data_ptr()
+        and share_memory(one, other)
         for one, other in pairwise(parts)
     )
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -722,3 +722,22 @@ def test_a_report_at_any_time_is_of_the_model_as_it_is_now():
     assert opfuse.report(other)[changed].status == "fused"
     opfuse.fuse_(model, FP8)
     assert len(opfuse.report(model).of("fused")) >= len(given.of("fused"))
+
+
+def test_an_input_that_torch_copies_may_be_written_to_before_the_backward_pass():
+    """Rows that cannot be viewed as a matrix: ``linear`` keeps a copy of them. Of others both keep the tensor itself."""
+    plain = torch.nn.Linear(32, 32)
+    model = copy.deepcopy(plain)
+    opfuse.fuse_(model, EXACT)
+    for each in (plain, model):
+        x = torch.ones(4, 2, 32).transpose(0, 1)
+        y = each(x)
+        x.mul_(2)
+        y.sum().backward()
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    for each in (plain, model):
+        x = torch.ones(4, 2, 32)
+        y = each(x)
+        x.mul_(2)
+        with pytest.raises(Exception, match=r"modified by an inplace operation|changed in place since"):
+            y.sum().backward()

@@ -69,7 +69,7 @@ class KnownParts(NamedTuple):
 
 class MethodCalls(ast.NodeVisitor):
     """Reads a method in the order in which it runs. calls: of submodules with one local variable. called: attributes of
-    self. reads: attributes of anything.
+    self. reads: attributes of anything. results: the parts of tuples that it returns. gives_tensor: whether it returns a tensor.
 
     kind: the class. span: how often unknown code could run so far. tensors: what holds tensors of torch's own class, none of them
     an input of the method unless ``given`` says so. plain: what holds values of Python's own classes.
@@ -87,6 +87,7 @@ class MethodCalls(ast.NodeVisitor):
         self.variables: dict[str, Origins] = {}
         self.values = defaultdict[str, list[ast.AST]](list)
         self.results: list[list[ast.expr]] = []
+        self.gives_tensor = True
         self.tensors: set[ast.AST | str] = {*given}
         self.plain = set[ast.AST | str]()
         for statement in getattr(tree, "body", ()):
@@ -188,7 +189,7 @@ class MethodCalls(ast.NodeVisitor):
     def _module(self, node: ast.AST) -> ModuleType | None:
         """The module of Python that an expression such as ``torch.nn`` names."""
         match node:
-            case ast.Name(id=name) if name not in self.code.co_varnames:
+            case ast.Name(id=name) if name not in self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars:
                 found = function_of(self.kind, self.code.co_name).__globals__.get(name)
             case ast.Attribute(value=value, attr=name):
                 found = getattr(self._module(value), name, None)
@@ -216,6 +217,7 @@ class MethodCalls(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         super().generic_visit(node)
+        self.gives_tensor &= node.value is not None and self._is_tensor(node.value)
         if isinstance(node.value, ast.Tuple):
             self.results.append(node.value.elts)
 
@@ -280,8 +282,14 @@ def methods_of(kind: Any, known: KnownParts | None = None) -> tuple[MethodCalls,
     trees = [(code, tree) for code in codes if (tree := _tree_of(code)) is not None]
     if known is None:
         return tuple(MethodCalls(kind, code, tree, KnownParts(), code.co_varnames[1 : code.co_argcount]) for code, tree in trees)
-    methods = frozenset(method.code.co_name for method in methods_of(kind) if not method.span)
-    return tuple(MethodCalls(kind, code, tree, known._replace(methods=methods)) for code, tree in trees)
+    return tuple(MethodCalls(kind, code, tree, known) for code, tree in trees)
+
+
+def calm_methods(module: nn.Module) -> frozenset[str]:
+    """The methods that run no unknown code on tensors, and return one."""
+    kind: Any = type(module)
+    methods = [method for method in methods_of(kind) if not method.span and method.gives_tensor]
+    return frozenset(method.code.co_name for method in methods).difference(vars(module))
 
 
 def function_of(kind: type[nn.Module], name: str) -> Any:

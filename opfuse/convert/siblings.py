@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from opfuse.convert.converted import Converted, InGraph, changed_when_traced
 from opfuse.convert.leaves import leaf_of, obstacle, weight_of
-from opfuse.convert.method_calls import KnownParts, code_of_method, methods_of
+from opfuse.convert.method_calls import KnownParts, calm_methods, code_of_method, methods_of
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.weights import MadeParameters, Weight
 from opfuse.core.context import versions
@@ -225,7 +225,8 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
     leaves = {name for name, child in module.named_children() if name in called and obstacle(child) is None and leaf_of(child)}
     numbers = {name for name, value in vars(module).items() if type(value) in (int, float)}
     grouped = set[str]()
-    for method in methods_of(kind, KnownParts(frozenset(alone), frozenset(leaves), frozenset(numbers))):
+    known = KnownParts(frozenset(alone), frozenset(leaves), frozenset(numbers), calm_methods(module))
+    for method in methods_of(kind, known):
         names = [call.name for call in method.calls if call.name in alone and call.name not in grouped]
         groups = list[tuple[str, ...]]()
         for name in dict.fromkeys(names):

@@ -270,8 +270,9 @@ class Target(Attention):
 class Writer:
     """An object of somebody's own, each of whose methods writes to the tensor that it has."""
 
-    def __init__(self, x=None):
+    def __init__(self, x):
         self.x = x
+        Writer.last = self
 
     def _write(self, *_):
         self.x.data.mul_(2)
@@ -279,6 +280,9 @@ class Writer:
 
     __add__ = __radd__ = __mul__ = __rmul__ = __getitem__ = __eq__ = __len__ = get = _write
     size = property(_write)
+
+    def view(self, *_):
+        return self._write()
 
     def __bool__(self):
         return bool(self._write())
@@ -401,6 +405,33 @@ class Perhaps(Between):
         return q + self.k(x)
 
 
+class Hands(Between):
+    """A method that runs nothing, and returns an object of somebody's own."""
+
+    def of(self, x):
+        return self.writer
+
+    def forward(self, x, other=None):
+        q = self.q(x)
+        if other is not None:
+            self.of(q).view(1)
+        return q + self.k(x)
+
+
+class Replaced(Between):
+    """A method that the module has in place of that of its class."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = lambda y: Writer.last(y) * y
+
+    def heads(self, x):
+        return x.view(x.shape)
+
+    def forward(self, x, other=None):
+        return (self.q(x) if other is None else self.heads(self.q(x))) + self.k(x)
+
+
 def size(x):
     return x.data.mul_(2).shape
 
@@ -414,7 +445,24 @@ class Sizes(Between):
 
 
 NOT_TOGETHER = [Interfering, Doubling, Scaling, Storing, Untracked, Looping, Branching, Rounds, Later, Handing, Target]
-NOT_TOGETHER += [Sums, Indexes, Compares, Measures, Gets, Asks, Decides, Formats, Unpacks, Owns, Acts, Tries, Perhaps, Sizes]
+NOT_TOGETHER += [
+    Sums,
+    Indexes,
+    Compares,
+    Measures,
+    Gets,
+    Asks,
+    Decides,
+    Formats,
+    Unpacks,
+    Owns,
+    Acts,
+    Tries,
+    Perhaps,
+    Sizes,
+    Hands,
+    Replaced,
+]
 
 
 @pytest.mark.parametrize("make", NOT_TOGETHER)

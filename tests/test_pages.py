@@ -97,4 +97,4 @@ def test_every_file_says_what_it_holds() -> None:
     """In the first line of its docstring, a sentence."""
     files = [path for path in (ROOT / "opfuse").rglob("*.py") if path.name != "__init__.py"]
     silent = [path for path in files if not (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").strip()]
-    assert silent == []
+    assert silent == [], "begin these with a docstring that says what they hold"

@@ -19,7 +19,7 @@ from opfuse.compiler.cover import Outcome
 from opfuse.compiler.registry import RuleSet
 from opfuse.compiler.rules import Fusion
 from opfuse.fusions import RULES
-from opfuse.recipes import Recipe
+from opfuse.recipes import RECIPES, Recipe
 from tests.compiler.harness import CASES, UNFUSED, Step, differences, randn, recipe_for, run, to
 from tests.turns import in_turn
 
@@ -175,6 +175,11 @@ def test_every_rule_that_is_written_is_built_in():
     assert {*written} - {*fusions.__all__} == set(), "add these to __all__ of opfuse/fusions/__init__.py"
 
 
+def test_every_kind_of_recipe_is_tried():
+    tried = {recipe.kind for name, override in CASES if (recipe := recipe_for(name, override)) is not None}
+    assert {*RECIPES} - tried == set(), "add these to RECIPES, and to HAS_OVERRIDE, of tests/compiler/harness.py"
+
+
 def test_every_rule_fires_among_the_others():
     never = set()
     for rule in RULES.rules:
@@ -201,11 +206,13 @@ def test_r4_fused_equals_unfused(rule, name, override, dtype):
     outcomes = fused.outcomes(rule.name)
     kinds = place.kinds if recipe is not None and not (override and rule.direction == "backward") else place.kinds_without_recipe
     if reason := REFUSED.get(rule.name, lambda _: ())(recipe):
-        assert {(o.status, o.guard, o.wanted, o.got) for o in outcomes} == {("missed", *reason)}
+        assert {(o.status, o.guard, o.wanted, o.got) for o in outcomes} == {("missed", *reason)}, "mend its line of REFUSED"
     elif not kinds:
         assert [outcome.status for outcome in outcomes] == ["absent"]
     else:
-        assert kinds in [_kinds(outcome) for outcome in outcomes if outcome.status == "fused"]
+        missed = {(o.guard, o.wanted, o.got) for o in outcomes if o.status == "missed"}
+        cure = f"say in REFUSED which guard keeps it from firing, of {missed}" if missed else "mend its line of PLACES"
+        assert kinds in [_kinds(outcome) for outcome in outcomes if outcome.status == "fused"], cure
 
 
 def _kinds(outcome: Outcome) -> tuple[str, ...]:

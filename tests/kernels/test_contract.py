@@ -32,11 +32,11 @@ def loads(monkeypatch):
 
 @pytest.mark.parametrize("source", sorted(path.name for path in SOURCES.glob("*.cu")))
 def test_every_contract_says_grid_blocks_and_definition(source):
-    text = contract.contract_of(source)
-    assert re.match(r"\w+: ", text)
-    assert "\nGrid" in text
-    assert "Defined by" in text
-    assert "block" in text
+    text, cure = contract.contract_of(source), "begin the source with its contract, as docs/kernels.md shows"
+    assert re.match(r"\w+: ", text), cure
+    assert "\nGrid" in text, cure
+    assert "Defined by" in text, cure
+    assert "block" in text, cure
 
 
 def test_a_contract_has_the_headers_that_it_names():

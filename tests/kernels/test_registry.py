@@ -1,10 +1,13 @@
 """The registry takes only kernels that can be tested, and sends tensors where they belong."""
 
+import importlib
 import math
+import pkgutil
 
 import pytest
 import torch
 
+import opfuse.kernels
 from opfuse.errors import KernelError
 from opfuse.formats import E4M3, E5M2
 from opfuse.kernels.casts.tensor import cast_current, cast_recording, tensor_amax
@@ -18,6 +21,9 @@ from opfuse.numerics import casts as definition
 from opfuse.numerics.scalars import encode
 from tests.kernels.cases.chain_casts import OF_GROUPS
 from tests.kernels.catalogue import CASES
+
+for module in pkgutil.walk_packages(opfuse.kernels.__path__, "opfuse.kernels."):  # which no cases may import yet
+    importlib.import_module(module.name)
 
 
 def double(x: torch.Tensor, *, times: int = 1) -> torch.Tensor:
@@ -36,6 +42,9 @@ def own_registry(monkeypatch):
 
 
 def test_every_kernel_has_cases(own_registry):
+    assert {*own_registry} - {kernel.name for kernel in CASES} == set(), (
+        "give these cases, in CASES of a module of tests/kernels/cases"
+    )
     assert dict(own_registry) == {kernel.name: kernel for kernel in CASES}
     assert all(CASES.values())
 

@@ -71,7 +71,8 @@ def test_g1_every_format_runs_on_the_cpu_and_says_emulated(kind):
 @pytest.mark.parametrize("kind", RECIPES)
 def test_h_a_kind_is_native_where_its_formats_have_a_back_end(kind, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    assert [arch for arch in ARCHS if support(kind, arch).status == "native"] == NATIVE.get(kind, [])
+    native = [arch for arch in ARCHS if support(kind, arch).status == "native"]
+    assert native == NATIVE.get(kind, []), f"say in NATIVE of this file where {kind} is native"
     unrecorded = [arch for arch in NATIVE.get(kind, []) if arch != (9, 0)]
     assert all("certified on first use" in support(kind, arch).reason for arch in unrecorded)
     assert "certified" not in support(kind, (9, 0)).reason

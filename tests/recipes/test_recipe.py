@@ -388,9 +388,11 @@ def test_r9_r10_every_field_changes_identity_repr_and_hash(cls):
     for field in fields(cls):
         if (cls, field.name) in ((DelayedScaling, "backward_override"), (Float8CurrentScaling, "batch_invariant")):
             continue
+        assert field.name in CHANGED, "say in CHANGED of this file another value that the field can have"
         change = CHANGED[field.name]
         value = getattr(base, field.name)
         other = change.get(cls, change.get(getattr(value, "name", value))) if isinstance(change, dict) else change
+        assert other is not None, f"say in CHANGED another {field.name} of {cls.__name__}, and in NEEDS what goes with it"
         changes = {field.name: other}
         base_of = base.replace(**NEEDS.get((cls, field.name), {}))
         other = base_of.replace(**changes)

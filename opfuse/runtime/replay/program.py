@@ -26,7 +26,7 @@ _aten: Any = torch.ops.aten
 SMALL = 1 << 20
 """Bytes of the largest tensor in a program's slab, which is allocated from the first step to the last.
 
-Larger tensors are freed after their last reader (``rooms.py``). torch's allocator divides small from large blocks
+Larger tensors are freed after their last reader (``memory_plan.py``). torch's allocator divides small from large blocks
 at the same size.
 """
 

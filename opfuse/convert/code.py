@@ -70,13 +70,11 @@ BUILTINS = {name for name, value in vars(builtins).items() if isinstance(value, 
 BUILTINS |= {*_NAMES.split()}
 """Functions and classes of Python that change nothing, and read nothing by a name that is a value."""
 
-_NAMES = """
-is_tensor is_grad_enabled is_inference_mode_enabled is_autocast_enabled get_autocast_dtype get_default_dtype arange empty full
-ones tensor zeros
-"""
+_NAMES = "is_tensor is_grad_enabled is_inference_mode_enabled arange empty full ones tensor zeros"
 OF_TORCH = {getattr(torch, name) for name in _NAMES.split()}
 OF_TORCH |= {each for functions in get_overridable_functions().values() for each in functions}
-"""Functions of torch that the recorder sees, or that ask for what the modes of a recording decide."""
+"""Functions of torch that the recorder sees, or that ask for what the modes of a recording decide: none asks for a dtype of
+autocast, of which only one is tried."""
 
 FIELDS = ("__dict__", "__globals__", "__setattr__", "__delattr__")
 """Attributes by which any other is reached."""

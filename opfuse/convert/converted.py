@@ -160,6 +160,8 @@ class Converted:
     def _has_one_mode(self) -> bool:
         """Whether all of the module trains or none of it, and no dropout draws: those of the module draw what they did."""
         trains = self.module.training
+        if trains and torch.is_inference_mode_enabled() and not self.proven.linear:
+            return False  # in which no forward is recorded
         for member in self.guard.members.values():
             if member.training is not trains or (trains and isinstance(member, nn.Dropout) and member.p):
                 return False
@@ -167,7 +169,8 @@ class Converted:
 
     def _parameters(self) -> list[torch.Tensor | None]:
         """The parameters of the modules that the pipeline stands for."""
-        modules = self.guard.members.values() or (self.module,)
+        members = self.guard.members  # dynamo takes the values of any dictionary for true
+        modules = members.values() if len(members) else (self.module,)
         return [p for module in modules for p in module._parameters.values()]
 
     def change(self) -> Described | None:

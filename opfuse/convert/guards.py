@@ -46,8 +46,7 @@ class Proven:
 
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
-        dense = not isinstance(x, torch.Tensor) or (x.layout is torch.strided and not x.is_nested)
-        dense = dense and all(map(_runs_as_torch, (x, *parameters)))
+        dense = all(map(_runs_as_torch, (x, *parameters)))
         if not dense or type(x) is not torch.Tensor:
             return dense and self.linear
         cast = autocast_dtype(x)
@@ -66,15 +65,15 @@ class Proven:
 
     def _adds(self, x: torch.Tensor, dtype: torch.dtype, extra: Any, columns: int) -> bool:
         plain = type(extra) is torch.Tensor and extra is not x
-        return plain and extra.dtype == dtype and extra.shape == (*x.shape[:-1], columns)
+        return plain and extra.dtype == dtype and extra.shape == (*x.shape[:-1], columns) and not _is_tagged(extra)
 
 
 def _runs_as_torch(value: Any) -> bool:
-    """Whether a tensor's class hears of no functions, such as ``linear``, of which it could make something else."""
-    kind = type(value)
-    if kind in _PLAIN or not isinstance(value, torch.Tensor):
+    """Whether a tensor is dense, and its class hears of no functions, of which it could make something else."""
+    if not isinstance(value, torch.Tensor):
         return True
-    return kind.__torch_function__ is no_torch_function
+    hears = type(value) not in _PLAIN and type(value).__torch_function__ is not no_torch_function
+    return not hears and value.layout is torch.strided and not value.is_nested
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -1,7 +1,8 @@
-"""Which submodules a method calls with what may be one tensor, with nothing between that could write to it.
+"""Which submodules a method calls with one variable, with nothing between that could write to the tensor in it.
 
 Read from the source of the method, once it is shown to be what the method was compiled from: a file may have been edited since,
-and code may bear the name of another file.
+and code may bear the name of another file. Only a straight line of code counts: what may be skipped or repeated ends it, as does
+anything that may run code which is neither torch's nor known.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import combinations
-from types import CodeType, ModuleType
+from itertools import combinations, count
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,38 +26,28 @@ from opfuse.convert.code import codes_of
 from opfuse.convert.record import PARTS, SIZES, TRANSPOSES, VIEWS
 
 VIEWING = VIEWS | TRANSPOSES | PARTS
-"""Methods of tensors that write to nothing, which may be called between those of a group."""
+"""Methods of tensors that write to nothing, and give views of their tensor or copies."""
 
-LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp)
-LATER = (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-PARTLY = (ast.Try, getattr(ast, "TryStar", ast.Try), ast.Match, ast.BoolOp)
-UNSURE = (*LOOPS, *LATER, *PARTLY)
-"""What runs its body several times, later than where it stands, or not to the end."""
+CONTAINERS = {"tuple", "list", "dict", "set", "iter", "zip", "reversed", "sorted", "enumerate", "map", "filter"}
+"""Functions whose result holds what they are given."""
 
-DISPLAYS = (ast.Tuple, ast.List, ast.Slice)
-WORDS = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop)
-CALM = (*DISPLAYS, *WORDS, ast.Name, ast.Constant, ast.Expr, ast.Assign, ast.Return, ast.keyword)
-"""What runs no code but that of its parts; anything else may run some method of somebody's own class."""
-
-Origins = frozenset[Any]
-"""What a local variable may hold: arguments by name, assigned values by their nodes."""
+PLAIN, DISPLAY, OTHER = "a value of Python's own classes", "a tuple or a list", "anything"
+Value = int | str
+"""What an expression gives: one of these, or the number of the memory that a tensor of torch's own class may lie in."""
 
 
 class MemberCall(NamedTuple):
-    """``self.name(x)``. origins: of x. span: how often unknown code could run before. arms: the branches that it stands in."""
+    """``self.name(variable)``. memory: of its argument, as far as known. line: of straight code. place: of the call."""
 
     name: str
-    origins: Origins
-    span: int
-    arms: Mapping[ast.AST, str]
-
-    def leads_to(self, other: MemberCall) -> bool:
-        """Whether ``other`` may get the same tensor, has nothing between that may write to it, and never runs without this."""
-        return bool(self.span == other.span and self.origins & other.origins and self.arms.items() <= other.arms.items())
+    variable: str
+    memory: Value
+    line: int
+    place: tuple[int | None, ...]
 
 
 class KnownParts(NamedTuple):
-    """What a method may use between calls of a group, as attributes of self.
+    """What may stand between calls of a group, as attributes of self.
 
     members: submodules that multiply. leaves: others that run no code but torch's. numbers: ints and floats. methods: those of
     the class that run nothing else on tensors.
@@ -68,228 +60,294 @@ class KnownParts(NamedTuple):
 
 
 class MethodCalls(ast.NodeVisitor):
-    """Reads a method in the order in which it runs. calls: of submodules with one local variable. called: attributes of
-    self. reads: attributes of anything. results: the parts of tuples that it returns. gives_tensor: whether it returns a tensor.
+    """What a method calls, in the order in which it runs.
 
-    kind: the class. span: how often unknown code could run so far. tensors: what holds tensors of torch's own class, none of them
-    an input of the method unless ``given`` says so. plain: what holds values of Python's own classes.
+    calls: of members. reads: attributes of anything, those that are called first. uses: attributes of self, by line of straight
+    code. written: memory that leaves may write to, by line. results: expressions that it returns. ends: how often straight code
+    has ended. gives_tensor: whether all that it returns is a tensor.
     """
 
     def __init__(
-        self, kind: type[nn.Module], code: CodeType, tree: ast.stmt, known: KnownParts, given: Sequence[str] = ()
+        self, kind: type[nn.Module], code: CodeType, definition: ast.stmt, known: KnownParts, given: Sequence[str] = ()
     ) -> None:
         self.kind, self.code, self.known = kind, code, known
-        self.span = 0
         self.calls: list[MemberCall] = []
-        self.called: list[str] = []
-        self.reads: list[str] = []
-        self.arms: dict[ast.AST, str] = {}
-        self.variables: dict[str, Origins] = {}
-        self.values = defaultdict[str, list[ast.AST]](list)
-        self.results: list[list[ast.expr]] = []
-        self.gives_tensor = True
-        self.tensors: set[ast.AST | str] = {*given}
-        self.plain = set[ast.AST | str]()
-        for statement in getattr(tree, "body", ()):
-            self.visit(statement)
+        self.uses = defaultdict[int, set[str]](set)
+        self.written = defaultdict[int, set[Value]](set)
+        self.values = defaultdict[str, list[ast.expr]](list)
+        self.results: list[ast.expr] = []
+        self.ends, self.gives_tensor = 0, True
+        self.memories = count()
+        self.variables: dict[str, Value] = {name: next(self.memories) for name in given}
+        nodes = [*ast.walk(definition)]
+        self.called = {each.func.attr for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)}
+        self.reads = [each.attr for each in nodes if isinstance(each, ast.Attribute)]
+        self.binds_self = any(isinstance(each, ast.Name) and each.id == "self" and _is_stored(each) for each in nodes)
+        self._block(definition.body)  # type: ignore[attr-defined]
 
     def joins(self, names: Sequence[str]) -> bool:
-        """Whether it calls these submodules with what may be one tensor, each once, and nothing unknown between."""
+        """Whether it calls these submodules with one variable, each once, and with nothing between that may write to it."""
         calls = [call for call in self.calls if call.name in names]
-        once = [call.name for call in calls] == [name for name in self.reads if name in names] == [*names]
-        return once and all(one.leads_to(other) for one, other in combinations(calls, 2)) and self._return_together(names)
+        once = [call.name for call in calls] == [*names] and all(self.reads.count(name) == 1 for name in names)
+        together = len({(call.line, call.variable, call.memory) for call in calls}) == 1
+        unwritten = not any(call.memory in self.written[call.line] for call in calls)
+        return once and together and unwritten and not self.binds_self and self._return_together(names)
 
-    def _return_together(self, names: Sequence[str]) -> bool:
-        """Whether no two parts of what it returns have a member each, on which two backward passes could come."""
-        parts = [[self._members_in(part, names, frozenset()) for part in result] for result in self.results]
-        return all(one & other for result in parts for one, other in combinations(filter(None, result), 2))
+    def offsets(self, name: str) -> frozenset[int]:
+        """Where the code calls a member that it calls once, as ``f_lasti`` of a frame says it."""
+        (place,) = [call.place for call in self.calls if call.name == name]
+        positions = enumerate(self.code.co_positions())  # without columns if Python was told to have none
+        return frozenset(2 * at for at, found in positions if all(one in {None, other} for one, other in zip(found, place)))
 
-    def _members_in(self, node: ast.AST, names: Sequence[str], passed: frozenset[str]) -> set[str]:
-        """The members that a value is computed with, however often its variables are assigned."""
-        if isinstance(node, ast.Attribute) and node.attr in names:
-            return {node.attr}
-        inside: list[ast.AST] = [*ast.iter_child_nodes(node)]
-        if isinstance(node, ast.Name) and node.id not in passed:
-            passed |= {node.id}
-            inside = self.values[node.id]
-        return {member for child in inside for member in self._members_in(child, names, passed)}
+    def used_with(self, names: Sequence[str]) -> set[str]:
+        """The attributes of self that it uses in the straight code in which it calls these submodules."""
+        return {use for call in self.calls if call.name in names for use in self.uses[call.line]}
 
-    # -- what runs -----------------------------------------------------------------------------------------------------------
+    # -- statements ------------------------------------------------------------------------------------------------------------
 
-    def generic_visit(self, node: ast.AST) -> None:
-        """Children run in the order of their fields. Calls that may not run, or run twice, are in no group."""
-        disturbs, calls = not isinstance(node, CALM), len(self.calls)
-        self.span += disturbs
-        super().generic_visit(node)
-        self.span += disturbs
-        if isinstance(node, UNSURE):
-            del self.calls[calls:]
+    def _block(self, statements: Sequence[ast.stmt]) -> None:
+        for statement in statements:
+            match statement:
+                case ast.Expr(value=value):
+                    self.visit(value)
+                case ast.Return(value=ast.expr() as value):
+                    given = self.visit(value)
+                    self.gives_tensor &= isinstance(given, int)
+                    self.results.append(value)
+                case ast.Assign(targets=[target], value=value) | ast.AnnAssign(target=target, value=ast.expr() as value):
+                    self._assign(target, value)
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                    self._end()
+                case _:
+                    self._note_values(statement)
+                    self._end()
+                    for part in _blocks(statement):
+                        self._block(part)
+                        self._end()
 
-    def visit_Call(self, node: ast.Call) -> None:
-        super().generic_visit(node)
-        tensors = all(map(self._is_tensor, node.args)) and not node.keywords
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        self.values_of(target, value)
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs = [*zip(target.elts, [self.visit(each) for each in value.elts])]
+        else:
+            given = self.visit(value)
+            parts = target.elts if isinstance(target, ast.Tuple) and isinstance(given, int) else [target]
+            pairs = [(part, given) for part in parts]
+        if all(isinstance(one, ast.Name) for one, _ in pairs):
+            self.variables.update((one.id, given) for one, given in pairs)  # type: ignore[attr-defined]
+        else:
+            self._end()
+
+    def values_of(self, target: ast.expr, value: ast.expr) -> None:
+        """Note what variables may hold, for what is returned."""
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for one, other in zip(target.elts, value.elts):
+                self.values_of(one, other)
+            return
+        for name in ast.walk(target):
+            if isinstance(name, ast.Name):
+                self.values[name.id].append(value)
+
+    def _note_values(self, statement: ast.stmt) -> None:
+        """The same, of all that this statement itself assigns."""
+        for node in ast.walk(statement):
+            for target in [*getattr(node, "targets", []), getattr(node, "target", None)]:
+                value = getattr(node, "value", getattr(node, "iter", None))
+                if isinstance(target, ast.expr) and isinstance(value, ast.expr):
+                    self.values_of(target, value)
+
+    def _end(self) -> Value:
+        """Unknown code may run here. Nothing is known of variables afterwards."""
+        self.ends += 1
+        self.variables = {}
+        return OTHER
+
+    # -- expressions -----------------------------------------------------------------------------------------------------------
+
+    # A visit gives what an expression gives. Parts are visited in the order in which they run.
+
+    def generic_visit(self, node: ast.AST) -> Value:
+        return self._end()
+
+    def visit_Constant(self, node: ast.Constant) -> Value:
+        return PLAIN
+
+    def visit_Name(self, node: ast.Name) -> Value:
+        return self.variables.get(node.id, OTHER)
+
+    def visit_Tuple(self, node: ast.Tuple | ast.List) -> Value:
+        return self._display(node.elts)
+
+    visit_List = visit_Tuple
+
+    def visit_Slice(self, node: ast.Slice) -> Value:
+        return self._display([part for part in (node.lower, node.upper, node.step) if part is not None])
+
+    def _display(self, parts: Sequence[ast.expr]) -> Value:
+        given = [self.visit(part) for part in parts]
+        return PLAIN if all(each is PLAIN for each in given) else DISPLAY
+
+    def visit_Starred(self, node: ast.Starred) -> Value:
+        given: Value = self.visit(node.value)
+        return given if given in {PLAIN, DISPLAY} else self._end()
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Value:
+        return PLAIN if self.visit(node.operand) is PLAIN else self._end()
+
+    def visit_BinOp(self, node: ast.BinOp) -> Value:
+        return self._calculated([self.visit(node.left), self.visit(node.right)])
+
+    def visit_Subscript(self, node: ast.Subscript) -> Value:
+        of, at = self.visit(node.value), self.visit(node.slice)
+        return of if at is PLAIN and (of is PLAIN or isinstance(of, int)) else self._end()
+
+    def _calculated(self, sides: Sequence[Value]) -> Value:
+        if all(side is PLAIN for side in sides):
+            return PLAIN
+        known = all(side is PLAIN or isinstance(side, int) for side in sides)
+        return next(self.memories) if known else self._end()
+
+    def visit_Attribute(self, node: ast.Attribute) -> Value:
+        value, name = node.value, node.attr
+        if _is_self(value):
+            self.uses[self.ends].add(name)
+            reads = (self.kind.__getattribute__, self.kind.__getattr__)
+            if hasattr(self.kind, name) or reads != (object.__getattribute__, nn.Module.__getattr__):
+                return self._end()
+            return PLAIN if name in self.known.numbers else OTHER
+        if (module := self._module(value)) is not None:
+            return OTHER if name in vars(module) else self._end()
+        return self._of_tensor(self.visit(value), name, TRANSPOSES)
+
+    def visit_Call(self, node: ast.Call) -> Value:
         match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=variable)], keywords=[]):
-                self.calls.append(MemberCall(name, self._origins_of(variable), self.span, dict(self.arms)))
-        match node.func:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                self.called.append(name)
-                self._made(
-                    node, tensor=name in self.known.members or (tensors and name in self.known.leaves | self.known.methods)
-                )
-            case ast.Attribute(value=value, attr=name):
-                of_torch = self._module(value) is torch and bool(node.args)
-                known = self._is_tensor(node.args[0] if of_torch else value)
-                self._made(node, tensor=known and name in VIEWING, plain=known and name in SIZES)
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[argument], keywords=[]) if _is_self(owner):
+                return self._call_of_self(node, name, argument)
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[first, *rest]) if self._module(owner) is torch:
+                of = self.visit(first)
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=rest) if self._module(owner) is None:
+                of = OTHER if _is_self(owner) else self.visit(owner)
             case _:
-                self.span += 1
+                name, of, rest = "", self.visit(node.func), node.args
+        for argument in (*rest, *[each.value for each in node.keywords]):
+            self.visit(argument)
+        return self._of_tensor(of, name, VIEWING)
 
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        super().generic_visit(node)
-        plain = [self._is_plain(side) for side in (node.left, node.right)]
-        calm = all(one or self._is_tensor(side) for one, side in zip(plain, (node.left, node.right)))
-        self._made(node, tensor=calm and not all(plain), plain=all(plain))
+    def _of_tensor(self, of: Value, name: str, views: Set[str]) -> Value:
+        if isinstance(of, int) and name in SIZES:
+            return PLAIN
+        return of if isinstance(of, int) and name in views else self._end()
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        super().generic_visit(node)
-        self._made(node, plain=self._is_plain(node.operand))
+    def _call_of_self(self, node: ast.Call, name: str, argument: ast.expr) -> Value:
+        given = self.visit(argument)
+        self.uses[self.ends].add(name)
+        if name in self.known.members and isinstance(argument, ast.Name):
+            place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+            self.calls.append(MemberCall(name, argument.id, given, self.ends, place))
+            return next(self.memories)
+        if isinstance(given, int) and name in self.known.leaves:
+            self.written[self.ends].add(given)
+            return given
+        return given if isinstance(given, int) and name in self.known.methods else self._end()
 
-    def visit_Compare(self, node: ast.Compare) -> None:
-        super().generic_visit(node)
-        same = len(node.ops) == 1 and isinstance(node.ops[0], (ast.Is, ast.IsNot))
-        self._made(node, plain=same or all(map(self._is_plain, (node.left, *node.comparators[:1]))))
-        if len(node.ops) > 1:  # of which some may not run
-            self.span += 1
-
-    def visit_Starred(self, node: ast.Starred) -> None:
-        super().generic_visit(node)
-        displayed = all(isinstance(origin, (ast.Tuple, ast.List)) for origin in self._origins(node.value))
-        self._made(node, calm=displayed, plain=self._is_plain(node.value))
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        super().generic_visit(node)
-        self.reads.append(node.attr)
-        match node:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Load()):
-                reads = (self.kind.__getattribute__, self.kind.__getattr__)
-                field = not hasattr(self.kind, name) and reads == (object.__getattribute__, nn.Module.__getattr__)
-                self._made(node, calm=field or name in self.known.methods, plain=field and name in self.known.numbers)
-            case ast.Attribute(value=value, attr=name, ctx=ast.Load()) if self._is_tensor(value):
-                self._made(node, calm=name in VIEWING, tensor=name in TRANSPOSES, plain=name in SIZES)
-            case ast.Attribute(value=value, ctx=ast.Load()):
-                self._made(node, calm=self._module(value) is not None)
-            case _:
-                self.span += 1
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        super().generic_visit(node)
-        plain, calm = self._is_plain(node.value), isinstance(node.ctx, ast.Load) and self._is_plain(node.slice)
-        self._made(node, tensor=calm and self._is_tensor(node.value), plain=calm and plain)
-
-    def _module(self, node: ast.AST) -> ModuleType | None:
+    def _module(self, node: ast.expr) -> ModuleType | None:
         """The module of Python that an expression such as ``torch.nn`` names."""
         match node:
             case ast.Name(id=name) if name not in self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars:
                 found = function_of(self.kind, self.code.co_name).__globals__.get(name)
             case ast.Attribute(value=value, attr=name):
-                found = getattr(self._module(value), name, None)
+                found = vars(self._module(value) or self).get(name)
             case _:
                 found = None
         return found if isinstance(found, ModuleType) else None
 
-    def _made(self, node: ast.AST, *, calm: bool = False, tensor: bool = False, plain: bool = False) -> None:
-        """``node`` runs no unknown code if it is one of these."""
-        calm = calm or tensor or plain
-        self.span += not calm
-        self.tensors |= {node} if tensor else set()
-        self.plain |= {node} if calm and plain else set()
+    # -- results ---------------------------------------------------------------------------------------------------------------
 
-    def _is_tensor(self, node: ast.AST) -> bool:
-        return self.tensors.issuperset(self._origins(node))
+    def _return_together(self, names: Sequence[str]) -> bool:
+        """Whether no two parts of what it returns have a member each, on which two backward passes could come."""
+        parts = [[self._members_in(part, names) for part in self._parts(result)] for result in self.results]
+        return all(one & other for result in parts for one, other in combinations(filter(None, result), 2))
 
-    def _is_plain(self, node: ast.AST) -> bool:
-        return all(self._is_value(one) for one in self._origins(node))
-
-    def _is_value(self, origin: Any) -> bool:
-        parts = ast.iter_child_nodes(origin) if isinstance(origin, DISPLAYS) else ()
-        of_parts = isinstance(origin, (*DISPLAYS, *WORDS)) and all(map(self._is_plain, parts))
-        return origin in self.plain or isinstance(origin, ast.Constant) or of_parts
-
-    def visit_Return(self, node: ast.Return) -> None:
-        super().generic_visit(node)
-        self.gives_tensor &= node.value is not None and self._is_tensor(node.value)
-        if isinstance(node.value, ast.Tuple):
-            self.results.append(node.value.elts)
-
-    def visit_If(self, node: ast.If | ast.IfExp) -> None:
-        self.visit(node.test)
-        self.span += not self._is_plain(node.test)
-        before, outcomes = self.variables, list[dict[str, Origins]]()
-        for arm in ("body", "orelse"):
-            self.variables, self.arms[node] = dict(before), arm
-            branch = getattr(node, arm)
-            for child in branch if isinstance(branch, list) else [branch]:
-                self.visit(child)
-            outcomes.append(self.variables)
-        del self.arms[node]
-        names = {name for outcome in outcomes for name in outcome}
-        unassigned = {name: frozenset({name}) for name in names}
-        self.variables = {name: frozenset().union(*[(unassigned | outcome)[name] for outcome in outcomes]) for name in names}
-
-    visit_IfExp = visit_If
-
-    # -- what variables hold -------------------------------------------------------------------------------------------------
-
-    def visit_Assign(self, node: Any) -> None:
-        """Also of one target, with an annotation, in an expression, and in place, which may write to a tensor."""
-        if node.value is not None:
-            self.visit(node.value)
-        for target in getattr(node, "targets", [getattr(node, "target", None)]):
-            self.visit(target)
-            self.span += hasattr(target, "elts") and not (isinstance(node.value, ast.Tuple) or self._is_tensor(node.value))
-            self._bind(target, node.value)
-            if isinstance(node, ast.AugAssign) and isinstance(target, ast.Name):
-                self.variables[target.id] = frozenset({node})
-        self.span += isinstance(node, ast.AugAssign)
-
-    visit_AnnAssign = visit_AugAssign = visit_NamedExpr = visit_Assign
-
-    def _bind(self, target: Any, value: ast.AST | None) -> None:
-        if isinstance(target, ast.Name) and value is not None:
-            self.values[target.id].append(value)
-            self.variables[target.id] = self._origins(value)
-        parts = getattr(target, "elts", ())
-        pairs = isinstance(value, ast.Tuple) and len(value.elts) == len(parts)
-        for at, part in enumerate(parts):
-            self._bind(part, value.elts[at] if pairs else value)  # type: ignore[union-attr]
-
-    def _origins_of(self, variable: str) -> Origins:
-        return self.variables.get(variable, frozenset({variable}))
-
-    def _origins(self, value: ast.AST) -> Origins:
-        match value:
+    def _parts(self, node: ast.AST, passed: frozenset[str] = frozenset()) -> Iterator[ast.AST]:
+        """What somebody outside may take from a result apart: of a tensor itself, of anything else each expression in it."""
+        match node:
             case ast.Name(id=name):
-                return self._origins_of(name)
-            case ast.IfExp(body=body, orelse=orelse):
-                return self._origins(body) | self._origins(orelse)
-        return frozenset({value})
+                for value in self.values[name] if name not in passed else ():
+                    yield from self._parts(value, passed | {name})
+            case ast.Call(func=ast.Attribute()) | ast.Attribute() | ast.Subscript() | ast.Constant():
+                yield node
+            case ast.Call(func=ast.Name(id=name)) if name not in CONTAINERS:
+                yield node
+            case ast.BinOp(left=left, right=right) if not any(map(_displays, (left, right))):
+                yield node
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    yield from self._parts(child, passed)
+
+    def _members_in(self, node: ast.AST, names: Sequence[str], passed: frozenset[str] = frozenset()) -> set[str]:
+        """The members that a value is computed with, however often its variables are assigned."""
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            return {node.attr}
+        inside: list[Any] = [*ast.iter_child_nodes(node)]
+        if isinstance(node, ast.Name) and node.id not in passed:
+            passed |= {node.id}
+            inside = self.values[node.id]
+        return {member for child in inside for member in self._members_in(child, names, passed)}
 
 
-@cache
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _is_stored(node: ast.Name) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def _displays(node: ast.AST) -> bool:
+    return any(isinstance(each, (ast.Tuple, ast.List)) for each in ast.walk(node))
+
+
+def _blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
+    """The blocks of a compound statement."""
+    parts = [statement, *getattr(statement, "handlers", []), *getattr(statement, "cases", [])]
+    for part in parts:
+        yield from (block for name in ("body", "orelse", "finalbody") if (block := getattr(part, name, None)))
+
+
+# -- the code of a class ---------------------------------------------------------------------------------------------------------
+
+
 def methods_of(kind: Any, known: KnownParts | None = None) -> tuple[MethodCalls, ...]:
     """The methods of a class that its forward names, as far as their source is known. Without ``known``: as called on tensors."""
     codes = [code for code in codes_of(kind) if code is code_of_method(kind, code.co_name)]  # else of a base, or inside of one
-    trees = [(code, tree) for code in codes if (tree := _tree_of(code)) is not None]
-    if known is None:
-        return tuple(MethodCalls(kind, code, tree, KnownParts(), code.co_varnames[1 : code.co_argcount]) for code, tree in trees)
-    return tuple(MethodCalls(kind, code, tree, known) for code, tree in trees)
+    return _methods_of(kind, tuple(codes), known)
+
+
+@cache
+def _methods_of(kind: Any, codes: Sequence[CodeType], known: KnownParts | None) -> tuple[MethodCalls, ...]:
+    found = [(code, definition) for code in codes if (definition := _definition_of(code)) is not None]
+    if known is not None:
+        return tuple(MethodCalls(kind, code, definition, known) for code, definition in found)
+    return tuple(MethodCalls(kind, code, definition, KnownParts(), _required(kind, code)) for code, definition in found)
+
+
+def _required(kind: type[nn.Module], code: CodeType) -> Sequence[str]:
+    """The arguments without defaults, but for self."""
+    return code.co_varnames[1 : code.co_argcount - len(function_of(kind, code.co_name).__defaults__ or ())]
 
 
 def calm_methods(module: nn.Module) -> frozenset[str]:
     """The methods that run no unknown code on tensors, and return one."""
     kind: Any = type(module)
-    methods = [method for method in methods_of(kind) if not method.span and method.gives_tensor]
-    return frozenset(method.code.co_name for method in methods).difference(vars(module))
+    calm = [method.code for method in methods_of(kind) if not method.ends and method.gives_tensor and method.results]
+    own = [code.co_name for code in calm if is_own(kind, code.co_name, code)]
+    return frozenset(own).difference(vars(module))
+
+
+def is_own(kind: type[nn.Module], name: str, code: CodeType) -> bool:
+    """Whether calls of a method run this code, and no decorator's."""
+    method = inspect.getattr_static(kind, name, None)
+    return isinstance(method, FunctionType) and method.__code__ is code
 
 
 def function_of(kind: type[nn.Module], name: str) -> Any:
@@ -302,14 +360,13 @@ def code_of_method(kind: type[nn.Module], name: str) -> CodeType | None:
     return getattr(function_of(kind, name), "__code__", None)
 
 
-def _tree_of(code: CodeType) -> ast.stmt | None:
+def _definition_of(code: CodeType) -> ast.stmt | None:
     """The definition of a method; None without a source, or if the source is not this code's."""
     # ``inspect.getsource`` would look at every module for the file, in 7 ms.
     linecache.checkcache(code.co_filename)
-    tree, codes = _compiled("".join(linecache.getlines(code.co_filename)))
-    definition = tree.get(code.co_firstlineno)
-    same = any(_facts(code) == _facts(made) for made in codes.get(code.co_firstlineno, ()))
-    return definition if same else None
+    definitions, codes = _compiled("".join(linecache.getlines(code.co_filename)))
+    same = any(facts_of(code) == facts_of(made) for made in codes.get(code.co_firstlineno, ()))
+    return definitions.get(code.co_firstlineno) if same else None
 
 
 @lru_cache(maxsize=4)
@@ -319,7 +376,8 @@ def _compiled(source: str) -> tuple[Mapping[int, ast.stmt], Mapping[int, Sequenc
     Of the whole file, since Python 3.11 compiles a call of a name's attribute otherwise where the file imports that name.
     """
     definitions, codes = dict[int, ast.stmt](), defaultdict[int, list[CodeType]](list)
-    with suppress(SyntaxError):
+    with suppress(SyntaxError, ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the file, which Python gave when it was imported
         tree = ast.parse(source)
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -331,8 +389,8 @@ def _compiled(source: str) -> tuple[Mapping[int, ast.stmt], Mapping[int, Sequenc
     return definitions, codes
 
 
-def _facts(code: CodeType) -> tuple[Any, ...]:
+def facts_of(code: CodeType) -> tuple[Any, ...]:
     """What a code does, wherever it stands."""
-    values = [_facts(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    values = tuple(facts_of(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts)
     variables = code.co_varnames, code.co_freevars, code.co_cellvars
     return code.co_code, code.co_exceptiontable, code.co_names, *variables, code.co_argcount, code.co_kwonlyargcount, values

@@ -23,10 +23,11 @@ from torch.fx.node import map_aggregate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from opfuse.convert.code import NotRecorded, check_effects
+from opfuse.convert.code import NotRecorded, check_effects, codes_of
 from opfuse.core.operation import FusibleOperation
 from opfuse.torch_private.dispatch import GRAD_MODE
 from opfuse.torch_private.modules import forget_global_hook, has_global_hooks, has_hooks
+from opfuse.torch_private.sizes import is_untold, told, untold
 from opfuse.torch_private.tensors import base_of, storage_number
 
 
@@ -55,8 +56,12 @@ FUNCTIONS = ARITHMETIC | ACTIVATIONS | CASTS | VIEWS | TRANSPOSES | PARTS | PROD
 SIZES = {"shape", "size", "dim", "ndim"}
 """What tells the size of a tensor: numbers that may be calculated with, and not compared."""
 
+OF_SIZES = VIEWS | TRANSPOSES | PARTS | {"layer_norm", "rms_norm"}
+"""What a size may be handed to."""
 
-def _modes() -> tuple[Any, ...]:
+
+def modes() -> tuple[Any, ...]:
+    """The modes of torch that a call depends on: of autograd and autocast."""
     casts = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *casts
 
@@ -112,14 +117,15 @@ class _ForwardRecorder(TorchFunctionMode):
     def __init__(self, module: nn.Module, given: Mapping[str, Any], may_write: bool) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.reads_dtype = False
+        self.reads_dtype = self.reads_size = False
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[torch.Tensor] = []
+        self.kinds = {type(part) for part in module.modules()}
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.inside: list[nn.Module] = []
         self.pauses = False
         self.thread = get_ident()
-        self.modes = _modes()
+        self.modes = modes()
         own = dict((*module.named_parameters(), *module.named_buffers()))
         self.attributes = {id(tensor): name for name, tensor in own.items()}
         self.made = {_memory(each): each for each in given.values() if may_write and isinstance(each, torch.Tensor)}
@@ -137,7 +143,9 @@ class _ForwardRecorder(TorchFunctionMode):
         if name == GRAD_MODE:  # by torch.no_grad() and the like, which end the next call
             return func(*args, **kwargs)
         if name in SIZES:
-            return _uncompared(func(*args, **kwargs))
+            self.reads_size = True
+            size, of = func(*args, **kwargs), args[1:] or tuple(kwargs.values())
+            return _untold(size) if of != (-1,) else untold(size, True, _refused)
         if name == "dtype":
             self.reads_dtype = True
             return func(*args, **kwargs)
@@ -148,6 +156,12 @@ class _ForwardRecorder(TorchFunctionMode):
             raise NotRecorded(f"the call of {name}", "functions that depend on their arguments alone")
         if in_place:
             self._check_write(args[0])
+        sizes = list[Any]()
+        map_aggregate((args, kwargs), lambda each: sizes.append(each) if is_untold(each) else None)
+        if sizes:
+            if name not in OF_SIZES:
+                _refused()  # as a factor it may be 1 for all sizes that are tried
+            args, kwargs = map_aggregate(args, told), map_aggregate(kwargs, told)
         result = _stand_in(name, args, kwargs) if name in ("dropout", *PRODUCTS) else None
         result = func(*args, **kwargs) if result is None else result
         given = {_memory(each) for each in _tensors(args, kwargs)}
@@ -170,7 +184,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def _write(self, name: str, args: Any, kwargs: Any, result: Any, op: str = "call_method") -> None:
         taken = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
         node = self.graph.create_node(op, name, *taken)
-        if _modes() != self.modes:
+        if modes() != self.modes:
             got = "a block of other gradients or casts in the forward"
             raise NotRecorded(got, "one mode of autograd and autocast for all of it")
         if isinstance(result, torch.Tensor):
@@ -182,8 +196,6 @@ class _ForwardRecorder(TorchFunctionMode):
             self._know(each, self.graph.call_function(operator.getitem, (node, index)))
 
     def _argument(self, value: Any) -> Any:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return operator.index(value)
         if not isinstance(value, torch.Tensor):
             return value
         node = self.nodes.get(id(value))
@@ -204,6 +216,8 @@ class _ForwardRecorder(TorchFunctionMode):
         """The whole, with the result."""
         if not isinstance(result, torch.Tensor):
             raise NotRecorded(f"a {type(result).__name__} as its result", "one tensor")
+        if self.reads_size and any("int" in code.co_names for kind in self.kinds for code in codes_of(kind)):
+            _refused()  # as a type, which these sizes do not have
         self.graph.output(self._argument(result))
         return RecordedForward([*self.graph.nodes], self.reads_dtype)
 
@@ -301,34 +315,15 @@ def describe_node(node: fx.Node) -> str:
 # -- sizes -----------------------------------------------------------------------------------------------------------------------
 
 
-class _Uncompared(int):
-    """A size. It may be calculated with and handed to torch; what tells its value could be a branch, which no graph shows."""
-
-
-def _calculating(name: str) -> Callable[..., Any]:
-    def calculate(self: int, *others: int) -> Any:
-        if not all(isinstance(each, int) for each in others):
-            _refused(self)  # as a list that is repeated
-        result = getattr(int, name)(operator.index(self), *map(operator.index, others))
-        return _Uncompared(result) if isinstance(result, int) else result
-
-    return calculate
-
-
-def _refused(self: int, *others: Any) -> NoReturn:
+def _refused() -> NoReturn:
     raise NotRecorded("a size that the forward compares or counts with", "a forward that does the same for all sizes")
 
 
-CALCULATIONS = {f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod") for side in ("", "r")} | {"__neg__"}
-COMPARISONS = {f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash", "str", "repr", "format")}
-ALLOWED = {"__new__", "__index__", "__getnewargs__", "real", "imag", "numerator", "denominator"} | ({*vars(object)} - COMPARISONS)
-
-for _name in sorted(vars(int).keys() - ALLOWED):
-    setattr(_Uncompared, _name, _calculating(_name) if _name in CALCULATIONS else _refused)
-
-
-def _uncompared(size: Any) -> Any:
-    return _Uncompared(size) if isinstance(size, int) else tuple(map(_Uncompared, size))
+def _untold(size: Any) -> Any:
+    """Sizes that a forward may hand to torch. What tells their values could be a branch, which no graph shows."""
+    if isinstance(size, int):
+        return untold(size, False, _refused)
+    return tuple(untold(one, place == len(size) - 1, _refused) for place, one in enumerate(size))
 
 
 # -- the arguments and modes of a call -----------------------------------------------------------------------------------------

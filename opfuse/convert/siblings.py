@@ -8,20 +8,22 @@ calls, computes its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from operator import is_
 from threading import get_ident
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opfuse.convert.converted import Converted, InGraph, changed_when_traced
+from opfuse.convert.converted import Converted, InGraph, changed_when_traced, converted
 from opfuse.convert.leaves import leaf_of, obstacle, weight_of
-from opfuse.convert.method_calls import KnownParts, calm_methods, code_of_method, methods_of
+from opfuse.convert.method_calls import KnownParts, MethodCalls, calm_methods, code_of_method, facts_of, is_own, methods_of
 from opfuse.convert.pipeline import PipelineRun
+from opfuse.convert.record import modes
 from opfuse.convert.weights import MadeParameters, Weight
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
@@ -29,37 +31,48 @@ from opfuse.inspect.alike import short
 from opfuse.recipes import mark_region_used
 from opfuse.runtime.compile.custom_op import autocast_like, hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
-from opfuse.torch_private.stack import is_called_by
+from opfuse.torch_private.stack import calling_frame, is_followed_in
+from opfuse.torch_private.tensors import hooks_of
 
+NUMBERS = (int, float)
 WRAPPED = "base_layer"
 """The name of a layer in the adapter that wraps it, and calls it on its own input."""
 
 
 class Waiting(NamedTuple):
     """Columns that are computed and not yet returned, by module, and what they were computed with: parameters, how often these
-    and the input were written, and the thread.
+    and the input were written, modes of torch, and the thread.
     """
 
     columns: dict[int, torch.Tensor]
     parameters: Sequence[torch.Tensor | None]
     writes: Sequence[int]
+    modes: tuple[Any, ...]
     thread: int
 
 
 class Shared:
     """One product for several modules.
 
-    kind, code: the class whose method calls them, and the code of that method. wrapped: by adapters, whose code nobody has read.
-    waiting: by the input. members: the modules' forwards, in order. inside,
-    followed: in a graph of torch.compile, whether it follows that code; the moment of the product, and the columns not yet
-    returned.
+    parent: the module around, one of whose methods calls them. code: of that method. places: of the call of each, as offsets in
+    the code. modules, numbers, codes: submodules, numbers and methods of the parent that it uses there, by name. wrapped: by
+    adapters, whose code nobody has read. waiting: by the input. members: the modules' forwards, in order. inside, followed: in a
+    graph of torch.compile, whether it follows that code; the moment of the product, and the columns not yet returned.
     """
 
-    def __init__(self, run: PipelineRun, columns: Sequence[int], kind: type[nn.Module], code: CodeType, wrapped: bool) -> None:
+    def __init__(
+        self, run: PipelineRun, columns: Sequence[int], parent: nn.Module, method: MethodCalls, names: Sequence[str]
+    ) -> None:
         self.run = run
         self.columns = tuple(columns)
-        self.kind, self.wrapped = kind, wrapped
-        self.code: CodeType | None = code
+        self.parent, self.kind = parent, type(parent)
+        self.code: CodeType | None = method.code
+        self.places = [method.offsets(name) for name in names]
+        used = {name: getattr(parent, name, None) for name in method.used_with(names)}
+        self.modules = {name: value for name, value in used.items() if isinstance(value, nn.Module)}
+        self.numbers = [name for name, value in used.items() if type(value) in NUMBERS]
+        self.codes = {name: value.__code__ for name, value in used.items() if isinstance(value, MethodType)}
+        self.wrapped = any(WRAPPED in parent._modules[name]._modules for name in names)  # type: ignore[union-attr]
         self.waiting: MutableMapping[torch.Tensor, Waiting] = WeakTensorKeyDictionary()
         self.members: list[Sibling] = []
         self.in_graph: InGraph | None = None
@@ -67,13 +80,15 @@ class Shared:
         self.followed: tuple[Any, list[torch.Tensor]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        code = self.code and (self.code.co_name, self.code.co_code)
-        return {**vars(self), "code": code, "waiting": None, "in_graph": None, "followed": None}
+        codes = [(code.co_name, facts_of(code)) for code in (self.code, *self.codes.values()) if code is not None]
+        return {**vars(self), "code": None, "codes": codes, "waiting": None, "in_graph": None, "followed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        name, text = state["code"] or ("", b"")
-        code = code_of_method(state["kind"], name)  # in another process it may be another one
-        vars(self).update(state, code=code if code and code.co_code == text else None, waiting=WeakTensorKeyDictionary())
+        codes = [code_of_method(state["kind"], name) for name, _ in state["codes"]]
+        same = all(code and facts_of(code) == facts for code, (_, facts) in zip(codes, state["codes"]))
+        code, *others = codes if same and codes else [None]  # in another process they may be others
+        by_name = {other.co_name: other for other in others if other is not None}
+        vars(self).update(state, code=code, codes=by_name, waiting=WeakTensorKeyDictionary())
 
     def forget(self) -> None:
         """Drop what is left of a run of the code that ended between the calls: the next one begins."""
@@ -82,19 +97,19 @@ class Shared:
 
     def first(self, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of the first module; those of the others wait until they are taken, or ``x`` is gone. None: it is alone."""
-        writes = self._writes(x)
-        if writes is None or not self.is_called():
-            return None
+        writes, parameters = self._writes(x), self.run.parameters()
+        if writes is None or not self._is_called(0) or any(p is not None and any(hooks_of(p)) for p in parameters):
+            return None  # hooks of a parameter run in a backward pass through the product, also without a gradient
         one, *others = _Columns.apply(self.run(x, ()), self.columns, self.run.made[0])  # type: ignore[no-untyped-call]
-        self.waiting[x] = Waiting(dict(enumerate(others, 1)), self.run.parameters(), writes, get_ident())
+        self.waiting[x] = Waiting(dict(enumerate(others, 1)), parameters, writes, modes(), get_ident())
         return one  # type: ignore[no-any-return]
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The columns of another module; None if they were not computed for this tensor, as it and all parameters are."""
+        """The columns of another module; None if they were not computed for this tensor, as it, all parameters and modes are."""
         found = self.waiting.get(x)
-        if found is None or found.thread != get_ident() or found.writes != self._writes(x) or not self.is_called():
+        if found is None or (found.thread, found.modes, found.writes) != (get_ident(), modes(), self._writes(x)):
             return None
-        if not all(map(is_, found.parameters, self.run.parameters())):
+        if not (all(map(is_, found.parameters, self.run.parameters())) and self._is_called(index)):
             return None
         columns = found.columns.pop(index, None)
         if not found.columns:
@@ -114,14 +129,32 @@ class Shared:
         uncounted = self.wrapped and any(each is not None and each.is_inference() for each in read)
         return None if uncounted else versions(*read)
 
-    def is_called(self, *, followed: bool = False) -> bool:
-        """Whether the code at the place calls them, and no hooks, which may write to their input where nothing counts it.
-
-        followed: as dynamo follows it.
-        """
-        if self.code is None or has_global_hooks() or any(has_hooks(member.module) for member in self.members):
+    def _is_called(self, index: int) -> bool:
+        """Whether the code calls this module where it was read to do so, and what it uses there is what it was."""
+        frame = None if self.code is None else calling_frame(self.code, WRAPPED)
+        if frame is None or frame.f_lasti not in self.places[index] or frame.f_locals.get("self") is not self.parent:
             return False
-        return is_called_by(self.code, WRAPPED, followed=followed)
+        return self._stands()
+
+    def is_followed(self) -> bool:
+        """The same where dynamo follows the code, which has no places."""
+        return self.code is not None and is_followed_in(self.code, WRAPPED) and self._stands()
+
+    def _stands(self) -> bool:
+        """Whether all that the code uses there is what it was, without hooks, which may write where nothing counts it."""
+        own, modules = vars(self.parent), self.parent._modules
+        if type(self.parent) is not self.kind or has_global_hooks() or any(has_hooks(member.module) for member in self.members):
+            return False
+        return (
+            all(modules.get(name) is module and _runs_alone(module) for name, module in self.modules.items())
+            and all(type(own.get(name)) in NUMBERS for name in self.numbers)
+            and all(name not in own and is_own(self.kind, name, code) for name, code in self.codes.items())
+        )
+
+
+def _runs_alone(module: nn.Module) -> bool:
+    """Whether a call runs the forward of the module's class, or opfuse's, and no more."""
+    return not has_hooks(module) and ("forward" not in vars(module) or converted(module) is not None)
 
 
 class _Columns(torch.autograd.Function):
@@ -167,7 +200,7 @@ class Sibling(Converted):
         """Make what dynamo reads; the first also makes the call for all."""
         super().get_ready()
         shared = self.shared
-        shared.inside = shared.is_called(followed=True)
+        shared.inside = shared.is_followed()
         if not self.index and shared.in_graph is None:
             shared.in_graph = InGraph(self, shared.members, shared.run)
 
@@ -215,15 +248,16 @@ class Sibling(Converted):
         return len(wants) > 1 and not x.requires_grad
 
 
-def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Iterator[list[Sibling]]:
+def siblings(module: nn.Module, forwards: Mapping[nn.Module, Converted]) -> Iterator[list[Sibling]]:
     """Groups of submodules of ``module``, each converted alone so far, that can share a product, in the order of their calls."""
-    alone = {name: weight for name, child in module.named_children() if (weight := _alone(child, converted)) is not None}
+    alone = {name: weight for name, child in module.named_children() if (weight := _alone(child, forwards)) is not None}
     if len(alone) < 2:
         return
     kind: Any = type(module)
     called = {name for method in methods_of(kind) for name in method.called}
-    leaves = {name for name, child in module.named_children() if name in called and obstacle(child) is None and leaf_of(child)}
-    numbers = {name for name, value in vars(module).items() if type(value) in (int, float)}
+    others = [(name, child) for name, child in module.named_children() if name in called and _is_called_as_torch_does(child)]
+    leaves = {name for name, child in others if obstacle(child) is None and leaf_of(child)}
+    numbers = {name for name, value in vars(module).items() if type(value) in NUMBERS}
     grouped = set[str]()
     known = KnownParts(frozenset(alone), frozenset(leaves), frozenset(numbers), calm_methods(module))
     for method in methods_of(kind, known):
@@ -231,7 +265,7 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
         groups = list[tuple[str, ...]]()
         for name in dict.fromkeys(names):
             longer = [(*group, name) for group in groups]
-            fits = [_agree(group, alone, converted) and method.joins(group) for group in longer]
+            fits = [_agree(group, alone, forwards) and method.joins(group) for group in longer]
             if any(fits):
                 groups[fits.index(True)] = longer[fits.index(True)]
             else:
@@ -240,33 +274,36 @@ def siblings(module: nn.Module, converted: Mapping[nn.Module, Converted]) -> Ite
         for group in groups:
             if len(group) > 1:
                 weights = [alone[name] for name in group]
-                wrapped = any(module._modules[name] is not weight.module for name, weight in zip(group, weights))
-                members = [converted[weight.module] for weight in weights]
-                yield _joined(members, weights, kind, method.code, wrapped)
+                shared = partial(Shared, parent=module, method=method, names=group)
+                yield _joined([forwards[weight.module] for weight in weights], weights, shared)
 
 
-def _alone(child: nn.Module, converted: Mapping[nn.Module, Converted]) -> Weight | None:
+def _alone(child: nn.Module, forwards: Mapping[nn.Module, Converted]) -> Weight | None:
     """The product that a submodule is, or that it begins with: adapters call the layer that they wrap, on their input."""
     for module in (child, child._modules.get(WRAPPED)):
-        if module is not None and type(converted.get(module)) is Converted and (weight := weight_of(module)) is not None:
+        if module is None or not _is_called_as_torch_does(module):
+            continue
+        if type(forwards.get(module)) is Converted and (weight := weight_of(module)) is not None:
             return None if has_hooks(child) else weight
     return None
 
 
-def _agree(group: Sequence[str], alone: Mapping[str, Weight], converted: Mapping[nn.Module, Converted]) -> bool:
+def _is_called_as_torch_does(module: nn.Module) -> bool:
+    return type(module).__call__ is nn.Module.__call__
+
+
+def _agree(group: Sequence[str], alone: Mapping[str, Weight], forwards: Mapping[nn.Module, Converted]) -> bool:
     """Whether one product under one recipe can do for the last of a group and all before it."""
     *others, last = [alone[name] for name in group]
-    return all(last.agrees(other) and converted[last.module].recipe == converted[other.module].recipe for other in others)
+    return all(last.agrees(other) and forwards[last.module].recipe == forwards[other.module].recipe for other in others)
 
 
-def _joined(
-    alone: Sequence[Converted], weights: Sequence[Weight], kind: type[nn.Module], code: CodeType, wrapped: bool
-) -> list[Sibling]:
+def _joined(alone: Sequence[Converted], weights: Sequence[Weight], make: Callable[..., Shared]) -> list[Sibling]:
     """The forwards of modules, each converted alone so far, that share a product."""
     name = "+".join(forward.path for forward in alone)
     run = PipelineRun(path=short(name))
     run.multiply(weights, name, (name, f"{name}.bias"))
-    shared = Shared(run, [weight.out_features for weight in weights], kind, code, wrapped)
+    shared = make(run, [weight.out_features for weight in weights])
     for index, one in enumerate(alone):
         options: dict[str, Any] = {"arguments": one.arguments, "run": one.run, "recipe": one.recipe, "proven": one.proven}
         sibling = Sibling(one.module, one.path, members={}, **options)

@@ -27,6 +27,7 @@ from opfuse.errors import SavedTensorError, describe
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
 from opfuse.runtime.compile.backward_tape import BackwardTape
+from opfuse.runtime.compile.custom_op import autocast_like
 from opfuse.torch_private.tensors import share_memory
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
@@ -187,7 +188,8 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, reached: list[bool], *parts: torch.Tensor) -> torch.Tensor:
         ctx.sizes, ctx.reached, ctx.parts = [len(part) for part in parts], reached, ()
         if not _lie_together(parts):
-            return torch.cat(parts)
+            with autocast_like(parts[0], None):  # which may be on with another dtype
+                return torch.cat(parts)
         ctx.parts, ctx.versions = parts, versions(*parts)
         first = parts[0].detach()
         return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())

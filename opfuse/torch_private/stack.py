@@ -29,24 +29,41 @@ def frames(frame: FrameType | None = None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_called_by(code: CodeType, wrapped: str, *, followed: bool) -> bool:
-    """Whether ``code`` itself calls the module whose forward is running here, and nothing that it calls.
+def calling_frame(code: CodeType, wrapped: str) -> FrameType | None:
+    """The frame of ``code``, if that itself calls the module whose forward is running here, and nothing that it calls.
 
-    wrapped: passes over the forward of a module that has the called one as a submodule of this name. followed: as dynamo follows
-    the call, by the ``f_code`` of its own objects for frames.
+    wrapped: passes over the forward of a module that has the called one as a submodule of this name.
     """
     for frame in frames(sys._getframe(1)):
-        own = frame.f_locals.get("self") if followed else None
-        running: CodeType | None = getattr(own, "f_code", None) if followed else frame.f_code
-        if running is code:
+        if frame.f_code is code:
+            return frame
+        if not (_passes(frame.f_code) or _wraps(frame.f_locals.get("self"), wrapped)):
+            return None
+    return None
+
+
+def is_followed_in(code: CodeType, wrapped: str) -> bool:
+    """The same where dynamo follows the call, by the ``f_code`` of its own objects for frames."""
+    for frame in frames(sys._getframe(1)):
+        own = frame.f_locals.get("self")
+        followed: CodeType | None = getattr(own, "f_code", None)
+        if followed is code:
             return True
-        if running is None or running in _CALLS or running.co_filename.startswith(_PACKAGE):
+        if followed is None or _passes(followed):
             continue
-        owner = getattr(own, "symbolic_locals", frame.f_locals).get("self")
-        owner = getattr(owner, "value", owner) if followed else owner
-        if not isinstance(owner, nn.Module) or wrapped not in owner._modules:
+        owner = getattr(own, "symbolic_locals", {}).get("self")
+        if not _wraps(getattr(owner, "value", None), wrapped):
             return False
     return False
+
+
+def _passes(code: CodeType) -> bool:
+    """Whether code is opfuse's, or how torch calls a module."""
+    return code in _CALLS or code.co_filename.startswith(_PACKAGE)
+
+
+def _wraps(owner: Any, name: str) -> bool:
+    return isinstance(owner, nn.Module) and name in owner._modules
 
 
 def frames_of_threads() -> dict[int, FrameType]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import importlib
+import linecache
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -99,9 +101,8 @@ def joined(report):
 
 def test_which_modules_read_one_tensor():
     assert joined(opfuse.fuse_(Heads(), FP8)) == joined(opfuse.fuse_(Attention(), FP8)) == {"k": "in q", "v": "in q"}
-    for one in (Shaped, Either):
-        assert joined(opfuse.fuse_(one(), FP8)) == {"k": "in q", "v": "in q"}
-    for one in (Cross, Written, Fixed):
+    assert joined(opfuse.fuse_(Shaped(), FP8)) == {"k": "in q", "v": "in q"}
+    for one in (Cross, Written, Fixed, Either):
         assert joined(opfuse.fuse_(one(), FP8)) == {"v": "in k"}
     assert joined(opfuse.fuse_(Twice(), FP8)) == {}
     report = opfuse.fuse_(Heads(), FP8, policy={"k": MXFP8BlockScaling()})
@@ -287,6 +288,12 @@ class Writer:
     def __bool__(self):
         return bool(self._write())
 
+    def __setitem__(self, at, value):
+        pass
+
+    def __str__(self):
+        return str(self._write())
+
     def __format__(self, spec):
         return str(self._write())
 
@@ -418,6 +425,105 @@ class Hands(Between):
         return q + self.k(x)
 
 
+class Skips(Between):
+    """A variable that was not assigned after all."""
+
+    def forward(self, x, other=None):
+        t = other
+        try:
+            raise ValueError
+            t = self.o(x)  # pyright: ignore
+        except ValueError:
+            pass
+        q = self.q(x)
+        _ = 1 if t is None else t * 1
+        return q + self.k(x)
+
+
+class Captures(Between):
+    """A variable that a loop assigns."""
+
+    def forward(self, x, other=None):
+        t = self.o(x)
+        for t in [other]:  # noqa: B007
+            pass
+        q = self.q(x)
+        _ = t if t is None else t * 1
+        return q + self.k(x)
+
+
+class Another(Between):
+    """Another module by the name of this one."""
+
+    def forward(self, x, other=None):
+        me = self
+        q = self.q(x)
+        self = me if other is None else Acting(me, x)  # noqa: PLW0642
+        return q + self.k(x)
+
+
+class Acting:
+    def __init__(self, module, x):
+        self.module, self.x = module, x
+
+    @property
+    def k(self):
+        self.x.data.mul_(2)
+        return self.module.k
+
+
+def writing(method):
+    @functools.wraps(method)
+    def wrapped(self, y):
+        if hasattr(self, "writer"):
+            self.writer(y)
+        return method(self, y)
+
+    return wrapped
+
+
+class Decorated(Between):
+    @writing
+    def heads(self, y):
+        return y.view(y.shape)
+
+    def forward(self, x, other=None):
+        return self.heads(self.q(x)) + self.k(x)
+
+
+class Nested(Between):
+    def forward(self, x, other=(1, 1)):
+        q = self.q(x)
+        (_one, _two), _three = other, 1
+        return q + self.k(x)
+
+
+class Augmented(Between):
+    """What is added to is read before what is added."""
+
+    def forward(self, x, other=None):
+        q, places = self.q(x), [0] if other is None else other
+        places[0] += self.k(x)
+        return q + places[0] if other is None else self.k(x)
+
+
+class Keyed(Between):
+    def forward(self, x, other=None):
+        both = {"q": self.q(x), str(other): self.k(x)}
+        return both["q"] + both[str(other)]
+
+
+class Twofold(Between):
+    """The same module by another way, after a write."""
+
+    def forward(self, x, other=None):
+        q = self.q(x)
+        if other is None:
+            return q + self.k(x)
+        x.data.mul_(2)
+        return q + getattr(self, "k")(x)  # noqa: B009
+
+
 class Replaced(Between):
     """A method that the module has in place of that of its class."""
 
@@ -462,6 +568,14 @@ NOT_TOGETHER += [
     Sizes,
     Hands,
     Replaced,
+    Skips,
+    Captures,
+    Another,
+    Decorated,
+    Nested,
+    Augmented,
+    Keyed,
+    Twofold,
 ]
 
 
@@ -542,12 +656,20 @@ def test_a_run_that_ended_between_the_calls_leaves_nothing_to_the_next():
     """The same tensor again: neither without gradients, nor after the backward pass of the first run."""
     model, x = Leaving(), torch.randn(2, 16, 32)
     assert joined(opfuse.fuse_(model, FP8)) == {"k": "in q", "v": "in q"}
-    with torch.no_grad():
-        model(x, leaves=True)
+    replaced = nn.Linear(32, 32)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="invalid for input"):
+        model(x, (7,))
     assert model(x)[1].requires_grad
     for _ in range(3):
-        model(x, leaves=True).sum().backward()
+        with pytest.raises(RuntimeError, match="invalid for input"):
+            model(x, (7,))
         model(x).sum().backward()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="invalid for input"):
+        model(x, (7,))
+    with torch.no_grad():
+        model.q = replaced
+        x.data.mul_(2)
+        assert torch.equal(model(x)[1], model.k(x))
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -579,6 +701,144 @@ def test_a_parameter_that_changes_between_the_calls_ends_the_sharing(replaces):
     torch.testing.assert_close(found[1], found[0])
 
 
+APART = {
+    "variable": "pair = q, k\n    return pair",
+    "list": "return [q, k]",
+    "dictionary": "return {'q': q, 'k': k}",
+    "sum": "return (q,) + (k,)",
+    "walrus": "return (pair := (q, k))",
+    "function": "return tuple([q, k])",
+    "lambda": "return (lambda: (q, k))()",
+    "condition": "return (q, k) if x is not None else (k, q)",
+    "keywords": "return dict(q=q, k=k)",
+}
+
+
+def of_text(body):
+    """An attention whose forward has this text after the calls of q and k."""
+    text, space = f"def forward(self, x):\n    q, k = self.q(x), self.k(x)\n    {body}\n", {}
+    name = f"<{body}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), space)
+    return type("OfText", (Attention,), space)()
+
+
+def test_a_text_may_return_what_is_made_of_all():
+    assert joined(opfuse.fuse_(of_text("return q * k, q + k"), FP8)) == {"k": "in q"}
+
+
+@pytest.mark.parametrize("how", APART)
+def test_columns_that_are_returned_apart_are_of_products_apart(how):
+    model = of_text(APART[how])
+    assert joined(opfuse.fuse_(model, FP8)) == {}
+    parts = model(torch.randn(2, 16, 32))
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        part.sum().backward()
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16), torch.inference_mode])
+def test_an_adapter_may_change_modes_around_the_layer(around):
+    class Frozen(Adapter):
+        def forward(self, x):
+            with around():
+                return self.base_layer(x)
+
+    for name in ("q", "k"):
+        plain, given = of_text("return q * k + self.v(x)"), torch.randn(2, 16, 32, requires_grad=True)
+        setattr(plain, name, Frozen(getattr(plain, name)))
+        model = copy.deepcopy(plain)
+        opfuse.fuse_(model, EXACT)
+        if around is torch.inference_mode:
+            with torch.no_grad():
+                assert torch.allclose(model(given), plain(given), atol=1e-5)
+            continue
+        for each in (plain, model):
+            each.grad = torch.autograd.grad(each(given).float().sum(), given)[0]
+        torch.testing.assert_close(model.grad, plain.grad, rtol=1e-2, atol=1e-2)
+        for one, other in zip(called(model, [given]), called(plain, [given])):
+            assert (one is None) == (other is None)
+
+
+def test_two_modules_around_the_same_layers():
+    """The second has a key of its own, which writes to the tensor of all."""
+
+    class Doubling(nn.Module):
+        def forward(self, x):
+            return x.mul_(2) * 1
+
+    first, second = Attention(), Attention()
+    second.q, second.v, second.k = first.q, first.v, Doubling()
+    plain = copy.deepcopy((first, second))
+    opfuse.fuse_(first, EXACT)
+    with torch.inference_mode():
+        for each in ((first, second), plain):
+            each[1].found = each[1](torch.ones(2, 16, 32))
+    torch.testing.assert_close(second.found, plain[1].found)
+
+
+def test_a_copy_whose_code_has_the_same_bytes_is_read_anew():
+    class Squeezing(Attention):
+        def forward(self, x):
+            return self.q(x) + self.k(x)
+
+    def writing(self, x):
+        return self.v(x) + self.k(x)
+
+    model = Squeezing()
+    assert joined(opfuse.fuse_(model, EXACT)) == {"k": "in q"}
+    assert Squeezing.forward.__code__.co_code == writing.__code__.co_code
+    Squeezing.forward = writing
+    assert converted(copy.deepcopy(model).q).shared.code is None
+
+
+def test_a_method_of_the_class_that_is_replaced_is_read_anew():
+    class Calm(Shaped):
+        def forward(self, x):
+            return self.heads(self.q(x)) + self.heads(self.k(x))
+
+    def heads(self, y):
+        return self.other(y)
+
+    before = Calm()
+    assert joined(opfuse.fuse_(before, EXACT)) == {"k": "in q"}
+    Calm.heads = heads
+    assert joined(opfuse.fuse_(Calm(), EXACT)) == {}
+    with plans_used() as plans:
+        before.other = nn.Identity()
+        before(torch.randn(2, 16, 32))
+    assert len(plans) == 2
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_parameter_that_gets_no_gradient_do_not_run(register):
+    model, x = Idle(), torch.randn(2, 16, 32)
+    opfuse.fuse_(model, FP8)
+    ran = []
+    for name, parameter in model.named_parameters():
+        getattr(parameter, register)(lambda one, name=name: ran.append(name) or None)
+    model(x).sum().backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == {*ran}
+
+
+@pytest.mark.parametrize(("dtype", "other"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_weights_of_one_half_type_under_autocast_of_the_other(dtype, other):
+    plain, x = Heads().to(dtype), torch.randn(2, 16, 32).to(dtype)
+    model = copy.deepcopy(plain)
+    opfuse.fuse_(model, EXACT)
+    with torch.autocast("cpu", other):
+        torch.testing.assert_close(model(x), plain(x), rtol=2**-5, atol=2**-5)
+
+
+def test_a_sparse_parameter_is_multiplied_by_the_module():
+    plain, x = Attention(), torch.randn(16, 32)
+    model = copy.deepcopy(plain)
+    opfuse.fuse_(model, EXACT)
+    with torch.no_grad():
+        for each in (plain, model):
+            each.k.weight = nn.Parameter(each.k.weight.to_sparse_csr())
+        torch.testing.assert_close(model.k(x), plain.k(x))
+
+
 def test_an_activation_in_place_of_a_result_is_no_write_to_the_input():
     """Columns are memory of their own."""
 
@@ -589,6 +849,16 @@ def test_an_activation_in_place_of_a_result_is_no_write_to_the_input():
 
         def forward(self, x, mask=None):
             return self.o(self.act(self.q(x)) * self.k(x) + self.v(x))
+
+    class Same(Gate):
+        """Of a result that the products read."""
+
+        def forward(self, x, mask=None):
+            x = self.o(x)
+            q = self.q(x)
+            return q + self.act(x) + self.k(x)
+
+    assert joined(opfuse.fuse_(Same(), EXACT)) == {}
 
     model, x = Gate().double(), [torch.randn(2, 16, 32, dtype=torch.float64)]
     report = converted_exactly(model, lambda: called(model, x))
@@ -741,11 +1011,10 @@ def test_an_adapter_may_write_to_what_its_siblings_read(mode):
 
 
 class Leaving(Attention):
-    def forward(self, x, leaves=None):
-        q = self.q(x)
-        if leaves is not None:
-            return q
-        return torch.stack([q, self.k(x), self.v(x)])
+    """Ends between the calls for another number of values."""
+
+    def forward(self, x, shape=(2, 16, 32)):
+        return torch.stack([self.q(x).view(shape), self.k(x), self.v(x)])
 
 
 class NarrowAdapter(Adapter):
@@ -769,7 +1038,8 @@ def test_nothing_is_kept_longer_than_the_tensor():
     shared = converted(model.q).shared
     model(x)
     assert len(shared.waiting) == 0
-    model(x, leaves=True)
+    with pytest.raises(RuntimeError, match="invalid for input"):
+        model(x, (7,))
     assert len(shared.waiting) == 1
     del x
     gc.collect()

@@ -68,8 +68,8 @@ WRITTEN = {
     "runtime/replay/codegen.py": {"builtins.exec", "builtins.compile"},
     "convert/method_calls.py": {"builtins.compile"},
 }
-"""Code that the library writes itself, from steps that it recorded (tests/program/test_line.py says what may stand in it), and the
-source of a method that is loaded already, which is compiled to be compared and never run."""
+"""Code that the library writes itself, from steps that it recorded (tests/program/test_line.py says what may stand in it), and
+the source of a method that is loaded already, compiled to be compared and never run."""
 
 
 def used(tree: ast.Module, file: str = "") -> Iterator[str]:

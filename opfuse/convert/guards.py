@@ -114,7 +114,7 @@ class Settings(NamedTuple):
         if kind.forward is not self.of_class:
             return False
         for name, before in self.attributes:
-            now = own[name] if name in own else _default(kind, name)
+            now = own[name] if name in own else getattr(kind, name, None)
             if now is not before and not _is_same(_seen(now, kind), before):
                 return False
         return _present(own["_parameters"]) == self.parameters and _is_same(tuple(own["_modules"].items()), self.submodules)
@@ -131,7 +131,7 @@ def settings_of(module: nn.Module) -> Settings:
     own, kind = vars(module), cast(Any, type(module))
     of_classes = {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)}
     names = [name for name in sorted({*names_read(kind), *SIZES}) if name in own or name in of_classes]
-    attributes = tuple((name, _seen(own[name], kind) if name in own else _default(kind, name)) for name in names)
+    attributes = tuple((name, _seen(own[name] if name in own else getattr(kind, name, None), kind)) for name in names)
     return Settings(attributes, _present(own["_parameters"]), tuple(own["_modules"].items()), kind.forward)
 
 
@@ -148,8 +148,12 @@ def _seen(value: Any, kind: Any, depth: int = DEPTH) -> Any:
         return (dict, *((key, _seen(each, kind, depth - 1)) for key, each in value.items()))
     if issubclass(of, partial):
         return (value.func, *_seen(value.args, kind, depth - 1), *_seen(value.keywords, kind, depth - 1))
-    fields = getattr(value, "__dict__", None) or {}
-    return (of, *((name, _seen(fields[name], kind, depth - 1)) for name in sorted(names_read(kind) & fields.keys())))
+    fields, names = getattr(value, "__dict__", None) or {}, names_read(kind)
+    of_class = {name: found for name in names - fields.keys() if (found := getattr(of, name, None)) is not None}
+    if any(isinstance(found, property) for found in of_class.values()):  # which may read any field
+        names |= fields.keys()
+    own = [(name, _seen(fields[name], kind, depth - 1)) for name in sorted(names & fields.keys())]
+    return (of, *own, *((name, found) for name, found in sorted(of_class.items()) if isinstance(found, COMPARED)))
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -161,12 +165,6 @@ def _is_same(now: Any, before: Any) -> bool:
     if type(now) is tuple:
         return len(now) == len(before) and all(map(_is_same, now, before))
     return isinstance(now, (*CONSTANTS, MethodType)) and bool(now == before)
-
-
-def _default(kind: type[nn.Module], name: str) -> Any:
-    """The class's value of an attribute that the module itself does not have; None for what is neither constant nor function."""
-    value = getattr(kind, name, None)
-    return value if isinstance(value, COMPARED) else None
 
 
 def _present(parameters: Mapping[str, Any]) -> tuple[Any, ...]:

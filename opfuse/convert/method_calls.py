@@ -32,7 +32,7 @@ CONTAINERS = {"tuple", "list", "dict", "set", "iter", "zip", "reversed", "sorted
 """Functions whose result holds what they are given."""
 
 PLAIN, DISPLAY, OTHER = "a value of Python's own classes", "a tuple or a list", "anything"
-Value = int | str
+Given = int | str
 """What an expression gives: one of these, or the number of the memory that a tensor of torch's own class may lie in."""
 
 
@@ -41,7 +41,7 @@ class MemberCall(NamedTuple):
 
     name: str
     variable: str
-    memory: Value
+    memory: Given
     line: int
     place: tuple[int | None, ...]
 
@@ -73,12 +73,12 @@ class MethodCalls(ast.NodeVisitor):
         self.kind, self.code, self.known = kind, code, known
         self.calls: list[MemberCall] = []
         self.uses = defaultdict[int, set[str]](set)
-        self.written = defaultdict[int, set[Value]](set)
+        self.written = defaultdict[int, set[Given]](set)
         self.values = defaultdict[str, list[ast.expr]](list)
         self.results: list[ast.expr] = []
         self.ends, self.gives_tensor = 0, True
         self.memories = count()
-        self.variables: dict[str, Value] = {name: next(self.memories) for name in given}
+        self.variables: dict[str, Given] = {name: next(self.memories) for name in given}
         nodes = [*ast.walk(definition)]
         self.called = {each.func.attr for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)}
         self.reads = [each.attr for each in nodes if isinstance(each, ast.Attribute)]
@@ -156,7 +156,7 @@ class MethodCalls(ast.NodeVisitor):
                 if isinstance(target, ast.expr) and isinstance(value, ast.expr):
                     self.values_of(target, value)
 
-    def _end(self) -> Value:
+    def _end(self) -> Given:
         """Unknown code may run here. Nothing is known of variables afterwards."""
         self.ends += 1
         self.variables = {}
@@ -166,48 +166,48 @@ class MethodCalls(ast.NodeVisitor):
 
     # A visit gives what an expression gives. Parts are visited in the order in which they run.
 
-    def generic_visit(self, node: ast.AST) -> Value:
+    def generic_visit(self, node: ast.AST) -> Given:
         return self._end()
 
-    def visit_Constant(self, node: ast.Constant) -> Value:
+    def visit_Constant(self, node: ast.Constant) -> Given:
         return PLAIN
 
-    def visit_Name(self, node: ast.Name) -> Value:
+    def visit_Name(self, node: ast.Name) -> Given:
         return self.variables.get(node.id, OTHER)
 
-    def visit_Tuple(self, node: ast.Tuple | ast.List) -> Value:
+    def visit_Tuple(self, node: ast.Tuple | ast.List) -> Given:
         return self._display(node.elts)
 
     visit_List = visit_Tuple
 
-    def visit_Slice(self, node: ast.Slice) -> Value:
+    def visit_Slice(self, node: ast.Slice) -> Given:
         return self._display([part for part in (node.lower, node.upper, node.step) if part is not None])
 
-    def _display(self, parts: Sequence[ast.expr]) -> Value:
+    def _display(self, parts: Sequence[ast.expr]) -> Given:
         given = [self.visit(part) for part in parts]
         return PLAIN if all(each is PLAIN for each in given) else DISPLAY
 
-    def visit_Starred(self, node: ast.Starred) -> Value:
-        given: Value = self.visit(node.value)
+    def visit_Starred(self, node: ast.Starred) -> Given:
+        given: Given = self.visit(node.value)
         return given if given in {PLAIN, DISPLAY} else self._end()
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> Value:
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Given:
         return PLAIN if self.visit(node.operand) is PLAIN else self._end()
 
-    def visit_BinOp(self, node: ast.BinOp) -> Value:
+    def visit_BinOp(self, node: ast.BinOp) -> Given:
         return self._calculated([self.visit(node.left), self.visit(node.right)])
 
-    def visit_Subscript(self, node: ast.Subscript) -> Value:
+    def visit_Subscript(self, node: ast.Subscript) -> Given:
         of, at = self.visit(node.value), self.visit(node.slice)
         return of if at is PLAIN and (of is PLAIN or isinstance(of, int)) else self._end()
 
-    def _calculated(self, sides: Sequence[Value]) -> Value:
+    def _calculated(self, sides: Sequence[Given]) -> Given:
         if all(side is PLAIN for side in sides):
             return PLAIN
         known = all(side is PLAIN or isinstance(side, int) for side in sides)
         return next(self.memories) if known else self._end()
 
-    def visit_Attribute(self, node: ast.Attribute) -> Value:
+    def visit_Attribute(self, node: ast.Attribute) -> Given:
         value, name = node.value, node.attr
         if _is_self(value):
             self.uses[self.ends].add(name)
@@ -219,7 +219,7 @@ class MethodCalls(ast.NodeVisitor):
             return OTHER if name in vars(module) else self._end()
         return self._of_tensor(self.visit(value), name, TRANSPOSES)
 
-    def visit_Call(self, node: ast.Call) -> Value:
+    def visit_Call(self, node: ast.Call) -> Given:
         match node:
             case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[argument], keywords=[]) if _is_self(owner):
                 return self._call_of_self(node, name, argument)
@@ -233,12 +233,12 @@ class MethodCalls(ast.NodeVisitor):
             self.visit(argument)
         return self._of_tensor(of, name, VIEWING)
 
-    def _of_tensor(self, of: Value, name: str, views: Set[str]) -> Value:
+    def _of_tensor(self, of: Given, name: str, views: Set[str]) -> Given:
         if isinstance(of, int) and name in SIZES:
             return PLAIN
         return of if isinstance(of, int) and name in views else self._end()
 
-    def _call_of_self(self, node: ast.Call, name: str, argument: ast.expr) -> Value:
+    def _call_of_self(self, node: ast.Call, name: str, argument: ast.expr) -> Given:
         given = self.visit(argument)
         self.uses[self.ends].add(name)
         if name in self.known.members and isinstance(argument, ast.Name):

@@ -597,3 +597,52 @@ def test_a_forward_that_is_called_directly_or_bound_to_another_module_is_that_of
     borrowing.forward = model.forward
     assert torch.equal(model.forward(x), model(x))
     assert torch.equal(borrowing(x), model(x))
+
+
+class Calculating:
+    """Of a class attribute, a field, and a property that reads a field which no forward names."""
+
+    slope = 1.0
+
+    def __init__(self):
+        self.eps = 1.0
+
+    @property
+    def act(self):
+        return F.relu if self.eps == 1.0 else F.silu
+
+
+class Calculated(nn.Module):
+    shared = Calculating()
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.config = nn.Linear(8, 8), nn.Linear(8, 8), Calculating()
+
+    def forward(self, x):
+        return self.b(self.config.act(self.a(x)) * self.config.slope)
+
+
+class OfClass(Calculated):
+    def forward(self, x):
+        return self.b(self.shared.act(self.a(x)))
+
+
+CONFIGS = {
+    "a field that a property reads": (Calculated, lambda model, patch: patch.setattr(model.config, "eps", 2.0)),
+    "an attribute of its class": (Calculated, lambda model, patch: patch.setattr(Calculating, "slope", 2.0)),
+    "a field of an object of the class": (OfClass, lambda model, patch: patch.setattr(OfClass.shared, "eps", 2.0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::opfuse.errors.OpfuseWarning")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_a_config_calculates_is_seen(name, monkeypatch):
+    make, change = CONFIGS[name]
+    plain, x = make(), torch.randn(4, 8)
+    model = copy.deepcopy(plain)
+    opfuse.fuse_(model, EXACT)
+    torch.testing.assert_close(model(x), plain(x))
+    for each in (plain, model):
+        change(each, monkeypatch)
+    torch.testing.assert_close(model(x), plain(x))

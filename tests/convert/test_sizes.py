@@ -154,10 +154,10 @@ class Words(nn.Linear):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight.t()).view(size)
 
 
-def test_sizes_of_views_stay_one_pipeline():
+def test_sizes_of_views_stay_a_product():
     plain = nn.Sequential(Words(8, 16), nn.GELU(), nn.Linear(16, 8))
     model, x = copy.deepcopy(plain), torch.randn(3, ROWS, 8)
-    assert opfuse.fuse_(model, EXACT).fused == {"": "Linear → GELUErf → Linear"}
+    assert opfuse.fuse_(model, EXACT).fused == {"0": "Linear", "2": "Linear"}
     torch.testing.assert_close(model(x), plain(x))
 
 

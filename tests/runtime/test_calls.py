@@ -90,7 +90,10 @@ def test_an_update_is_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def calls_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch, *, keeps: bool = True, single: bool = True) -> int:
-    """All calls of a step, those of torch included, of experts whose weights may be kept, on a device that does nothing."""
+    """All calls of a step, those of torch included, of experts whose weights may be kept, on a device that does nothing.
+
+    But for those that move an argument whose address the allocator has changed, each with a look into a dictionary.
+    """
     model = to(ops.GroupedLinear(experts, SIZE, SIZE, bias=False, single_grouped_weight=single), torch.bfloat16)
     splits, x = torch.full((experts,), 256 // experts), randn(256, SIZE).to(torch.bfloat16).requires_grad_()
 
@@ -112,15 +115,17 @@ def calls_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch, *, keeps: bo
                     step()
             finally:
                 gc.enable()
-    return sum(entry.callcount for entry in profile.getstats())
+    found = profile.getstats()
+    moved = sum(entry.callcount for entry in found if getattr(entry.code, "co_name", "") == "move")
+    return sum(entry.callcount for entry in found) - 2 * moved
 
 
 @pytest.mark.unrun
 def test_calls_of_a_step_do_not_grow_with_the_experts_whose_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their planes lie in one block for each direction: one to look at, to compare the address of, and to save.
 
-    A frame moves an argument whose address the allocator changed, so two equal steps differ by some calls; one call an expert
-    would be 112 more."""
+    One call an expert would be 112 more.
+    """
     few, many = (calls_of_experts(experts, monkeypatch) for experts in (16, 128))
     assert abs(many - few) < (128 - 16) / 2
     assert many <= 780

@@ -1,9 +1,8 @@
 """Products of one tensor, such as query, key and value: one product computes all, and each module returns its columns.
 
-The code of the module around them shows which may get the same tensor, with no unknown code between (``method_calls.py``), and
-that none of the others runs without the first. When that code calls them, the first computes all, and the others take their
-columns if they get that very tensor, unwritten, with the same parameters. Any other call, such as one by a function that the code
-calls, computes its own.
+The code of the module around them shows which get the same variable in a straight line of code (``method_calls.py``). When that
+code calls them there, the first computes all, and the others take their columns if they get that very tensor, unwritten, with the
+same parameters and modes. Any other call, such as one by a function that the code calls, computes its own.
 """
 
 from __future__ import annotations

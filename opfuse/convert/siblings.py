@@ -53,10 +53,11 @@ class Waiting(NamedTuple):
 class Shared:
     """One product for several modules.
 
-    parent: the module around, one of whose methods calls them. code: of that method. places: of the call of each, as offsets in
-    the code. modules, numbers, codes: submodules, numbers and methods of the parent that it uses there, by name. wrapped: by
-    adapters, whose code nobody has read. waiting: by the input. members: the modules' forwards, in order. inside, followed: in a
-    graph of torch.compile, whether it follows that code; the moment of the product, and the columns not yet returned.
+    parent: the module around, one of whose methods calls them. code: of that method. names: of the modules in the parent, or of
+    their adapters. places: of the call of each, as offsets in the code. modules, numbers, codes: submodules, numbers and methods of
+    the parent that it uses there, by name. wrapped: by adapters, whose code nobody has read. waiting: by the input. members: the
+    modules' forwards, in order. inside, followed: in a graph of torch.compile, whether it follows that code; the moment of the
+    product, and the columns not yet returned.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Shared:
         self.columns = tuple(columns)
         self.parent, self.kind = parent, type(parent)
         self.code: CodeType | None = method.code
+        self.names, self.sources = list(names), [*run.made[0].sources.values()]
         self.places = [method.offsets(name) for name in names]
         used = {name: getattr(parent, name, None) for name in method.used_with(names)}
         self.modules = {name: value for name, value in used.items() if isinstance(value, nn.Module)}
@@ -96,9 +98,12 @@ class Shared:
 
     def first(self, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of the first module; those of the others wait until they are taken, or ``x`` is gone. None: it is alone."""
-        writes, parameters = self._writes(x), self.run.parameters()
-        if writes is None or not self._is_called(0) or any(p is not None and any(hooks_of(p)) for p in parameters):
-            return None  # hooks of a parameter run in a backward pass through the product, also without a gradient
+        parameters = self._parameters()
+        writes = self._writes(x, parameters)
+        if writes is None or not (self._is_called(0) and self._stands()):
+            return None
+        if any(p is not None and any(hooks_of(p)) for p in parameters):
+            return None  # they run in a backward pass through the product, also without a gradient
         one, *others = _Columns.apply(self.run(x, ()), self.columns, self.run.made[0])  # type: ignore[no-untyped-call]
         self.waiting[x] = Waiting(dict(enumerate(others, 1)), parameters, writes, modes(), get_ident())
         return one  # type: ignore[no-any-return]
@@ -106,9 +111,11 @@ class Shared:
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of another module; None if they were not computed for this tensor, as it, all parameters and modes are."""
         found = self.waiting.get(x)
-        if found is None or (found.thread, found.modes, found.writes) != (get_ident(), modes(), self._writes(x)):
+        if found is None or not self._is_called(index) or not self._is_in_place(self.names[0]):
             return None
-        if not (all(map(is_, found.parameters, self.run.parameters())) and self._is_called(index)):
+        parameters = self._parameters()
+        now = get_ident(), modes(), self._writes(x, parameters)
+        if (found.thread, found.modes, found.writes) != now or not all(map(is_, found.parameters, parameters)):
             return None
         columns = found.columns.pop(index, None)
         if not found.columns:
@@ -122,18 +129,18 @@ class Shared:
             self.members[0].warn(change, level=7)
         return change is not None
 
-    def _writes(self, x: torch.Tensor) -> list[int] | None:
+    def _parameters(self) -> list[torch.Tensor | None]:
+        return [module._parameters[own] for own_sources in self.sources for module, own, _ in own_sources]
+
+    def _writes(self, x: torch.Tensor, parameters: Sequence[torch.Tensor | None]) -> list[int] | None:
         """How often the input and the parameters were written; None where adapters may write and torch does not count."""
-        read = [x, *self.run.parameters()]
-        uncounted = self.wrapped and any(each is not None and each.is_inference() for each in read)
-        return None if uncounted else versions(*read)
+        uncounted = self.wrapped and any(each is not None and each.is_inference() for each in (x, *parameters))
+        return None if uncounted else versions(x, *parameters)
 
     def _is_called(self, index: int) -> bool:
-        """Whether the code calls this module where it was read to do so, and what it uses there is what it was."""
+        """Whether the code calls this module where it was read to do so, as a method of the parent."""
         frame = None if self.code is None else calling_frame(self.code, WRAPPED)
-        if frame is None or frame.f_lasti not in self.places[index] or frame.f_locals.get("self") is not self.parent:
-            return False
-        return self._stands()
+        return frame is not None and frame.f_lasti in self.places[index] and frame.f_locals.get("self") is self.parent
 
     def is_followed(self) -> bool:
         """The same where dynamo follows the code, which has no places."""
@@ -141,19 +148,23 @@ class Shared:
 
     def _stands(self) -> bool:
         """Whether all that the code uses there is what it was, without hooks, which may write where nothing counts it."""
-        own, modules = vars(self.parent), self.parent._modules
-        if type(self.parent) is not self.kind or has_global_hooks() or any(has_hooks(member.module) for member in self.members):
+        own = vars(self.parent)
+        if type(self.parent) is not self.kind or has_global_hooks():
+            return False
+        if self.wrapped and any(has_hooks(member.module) for member in self.members):
             return False
         return (
-            all(modules.get(name) is module and _runs_alone(module) for name, module in self.modules.items())
+            all(map(self._is_in_place, self.modules))
             and all(type(own.get(name)) in NUMBERS for name in self.numbers)
             and all(name not in own and is_own(self.kind, name, code) for name, code in self.codes.items())
         )
 
-
-def _runs_alone(module: nn.Module) -> bool:
-    """Whether a call runs the forward of the module's class, or opfuse's, and no more."""
-    return not has_hooks(module) and ("forward" not in vars(module) or converted(module) is not None)
+    def _is_in_place(self, name: str) -> bool:
+        """Whether the parent calls the same submodule, and that runs the forward of its class, or opfuse's, and no more."""
+        module = self.modules[name]
+        if self.parent._modules.get(name) is not module or has_hooks(module):
+            return False
+        return "forward" not in vars(module) or converted(module) is not None
 
 
 class _Columns(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 _CALL = nn.Module._call_impl.__code__
-_CALLS = (_CALL, nn.Module._wrapped_call_impl.__code__)
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -59,7 +59,7 @@ def is_followed_in(code: CodeType, wrapped: str) -> bool:
 
 def _passes(code: CodeType) -> bool:
     """Whether code is opfuse's, or how torch calls a module."""
-    return code in _CALLS or code.co_filename.startswith(_PACKAGE)
+    return code is _CALL or code is _WRAPPED_CALL or code.co_filename.startswith(_PACKAGE)
 
 
 def _wraps(owner: Any, name: str) -> bool:

@@ -30,7 +30,7 @@ from opfuse.inspect.alike import short
 from opfuse.recipes import mark_region_used
 from opfuse.runtime.compile.custom_op import autocast_like, hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
-from opfuse.torch_private.stack import calling_frame, is_followed_in
+from opfuse.torch_private.stack import is_followed_in, place_of_call
 from opfuse.torch_private.tensors import hooks_of
 
 NUMBERS = (int, float)
@@ -54,10 +54,10 @@ class Shared:
     """One product for several modules.
 
     parent: the module around, one of whose methods calls them. code: of that method. names: of the modules in the parent, or of
-    their adapters. places: of the call of each, as offsets in the code. modules, numbers, codes: submodules, numbers and methods of
-    the parent that it uses there, by name. wrapped: by adapters, whose code nobody has read. waiting: by the input. members: the
-    modules' forwards, in order. inside, followed: in a graph of torch.compile, whether it follows that code; the moment of the
-    product, and the columns not yet returned.
+    their adapters. places: of the call of each, as offsets in the code. modules, numbers, codes: submodules, numbers and methods
+    of the parent that it uses there, by name. wrapped: by adapters, whose code nobody has read. waiting: by the input. members:
+    the modules' forwards, in order. inside, followed: in a graph of torch.compile, whether it follows that code; the moment of
+    the product, and the columns not yet returned.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class Shared:
 
     def _is_called(self, index: int) -> bool:
         """Whether the code calls this module where it was read to do so, as a method of the parent."""
-        frame = None if self.code is None else calling_frame(self.code, WRAPPED)
-        return frame is not None and frame.f_lasti in self.places[index] and frame.f_locals.get("self") is self.parent
+        place = None if self.code is None else place_of_call(self.code, WRAPPED)
+        return place is not None and place[0] in self.places[index] and place[1] is self.parent
 
     def is_followed(self) -> bool:
         """The same where dynamo follows the code, which has no places."""

@@ -29,14 +29,14 @@ def frames(frame: FrameType | None = None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def calling_frame(code: CodeType, wrapped: str) -> FrameType | None:
-    """The frame of ``code``, if that itself calls the module whose forward is running here, and nothing that it calls.
+def place_of_call(code: CodeType, wrapped: str) -> tuple[int, Any] | None:
+    """The offset in ``code`` at which it calls the module whose forward is running here, and its ``self``; None if another does.
 
     wrapped: passes over the forward of a module that has the called one as a submodule of this name.
     """
     for frame in frames(sys._getframe(1)):
         if frame.f_code is code:
-            return frame
+            return frame.f_lasti, frame.f_locals.get("self")
         if not (_passes(frame.f_code) or _wraps(frame.f_locals.get("self"), wrapped)):
             return None
     return None

@@ -11,6 +11,7 @@ from opfuse.torch_private import (
     modules,
     operations,
     sharding,
+    sizes,
     stack,
     tensors,
     unloaded,
@@ -21,6 +22,6 @@ __all__ = ["ENTRIES_OF", "NAMES", "NEEDS", "TRIED", "faults"]
 
 ENTRIES_OF = (
     *(autograd, checkpoints, compiler, devices, dispatch, modules),
-    *(operations, sharding, stack, tensors, unloaded),
+    *(operations, sharding, sizes, stack, tensors, unloaded),
 )
 """The modules that have entries, and the one that reads Python's stack."""

@@ -160,8 +160,6 @@ class Converted:
     def _has_one_mode(self) -> bool:
         """Whether all of the module trains or none of it, and no dropout draws: those of the module draw what they did."""
         trains = self.module.training
-        if trains and not self.proven.linear and is_inference_when_traced():
-            return False  # in which no forward is recorded
         for member in self.guard.members.values():
             if member.training is not trains or (trains and isinstance(member, nn.Dropout) and member.p):
                 return False
@@ -275,12 +273,6 @@ class Converted:
         break_graph(why)
         made = outside(_call_outside)(call, *given)
         return made[0] if len(made) == 1 else made
-
-
-@constant_when_traced
-def is_inference_when_traced() -> bool:
-    """Whether torch is in inference mode, which dynamo itself does not ask."""
-    return torch.is_inference_mode_enabled()
 
 
 @constant_when_traced

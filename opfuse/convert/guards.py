@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
+from operator import is_
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -175,15 +176,18 @@ class Outside:
     """What the forwards of classes read beside arguments and attributes: globals, variables of functions around, functions of
     modules.
 
-    places: of each, how it is read, and what it was. A copy reads the same; in another process constants are what they were here.
+    places: of each, how it is read, and what it was. parts: of each function, its code and defaults, which autoreloaders replace.
+    A copy reads the same; in another process constants are what they were here.
     """
 
     def __init__(self, kinds: Iterable[type[nn.Module]], constants: Sequence[Any] = ()) -> None:
         self.kinds = tuple(dict.fromkeys(kinds))
-        found = [(get, key, get(key)) for get, key in reach_of(self.kinds).places.values()]
+        reach = reach_of(self.kinds)
+        found = [(get, key, get(key)) for get, key in reach.places.values()]
         if len(constants) == len(found):
             found = [(get, key, then if isinstance(now, CONSTANTS) else now) for (get, key, now), then in zip(found, constants)]
         self.places = tuple(found)
+        self.parts = tuple([(function, *_parts_of(function)) for function in reach.functions])
 
     def __deepcopy__(self, memo: Any) -> Outside:
         return self
@@ -198,7 +202,14 @@ class Outside:
             if now is not then and not _is_same(now, then):
                 name = key if isinstance(key, str) else "a variable of a function around it"
                 return f"{name} {then!r:.80}", f"{now!r:.80}"
+        for function, *before in self.parts:
+            if not all(map(is_, before, _parts_of(function))):
+                return f"the code and defaults of {function.__qualname__}", "others"
         return None
+
+
+def _parts_of(function: FunctionType) -> tuple[Any, ...]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 class ModuleGuard:

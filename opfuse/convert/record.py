@@ -345,6 +345,7 @@ MODES: Mapping[str, tuple[bool, Callable[[], AbstractContextManager[Any]]]] = {
     "training without gradients": (True, torch.no_grad),
     "evaluation without gradients": (False, torch.no_grad),
     "inference mode": (False, torch.inference_mode),
+    "training in inference mode": (True, torch.inference_mode),
 }
 """The modes in which a module is called: whether it trains, and what is around the call."""
 

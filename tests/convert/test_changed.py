@@ -164,6 +164,15 @@ class Exactly(Settled):
         return self.second(F.gelu(y) if self._on is True else F.relu(y))
 
 
+class Default(Configured):
+    def forward(self, x, act=F.gelu):
+        return self.second(act(self.first(x)))
+
+
+def unlike(y):
+    return F.silu(y)
+
+
 @pytest.mark.parametrize(
     ("make", "change", "told"),
     [
@@ -173,8 +182,14 @@ class Exactly(Settled):
         (Global, lambda model, patch: patch.setattr(F, "gelu", F.silu), "gelu <built-in"),
         (closed, lambda model, patch: model.change(), "a variable of a function around it True, got False"),
         (Exactly, lambda model, patch: setattr(model, "_on", 1), r"{'_on': True}, got {'_on': 1}"),
+        (
+            Global,
+            lambda model, patch: patch.setattr(helper, "__code__", unlike.__code__),
+            "and defaults of helper, got others",
+        ),
+        (Default, lambda model, patch: patch.setattr(Default.forward, "__defaults__", (F.silu,)), "defaults of Default.forward"),
     ],
-    ids=["a global", "a function", "a property", "a function of torch", "a variable around", "1 for True"],
+    ids=["a global", "a function", "a property", "of torch", "a variable around", "1 for True", "code", "a default"],
 )
 def test_what_the_code_reads_from_outside_is_watched(make, change, told, monkeypatch):
     model = make()

@@ -255,8 +255,8 @@ class MethodCalls(ast.NodeVisitor):
         match node:
             case ast.Name(id=name) if name not in self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars:
                 found = function_of(self.kind, self.code.co_name).__globals__.get(name)
-            case ast.Attribute(value=value, attr=name):
-                found = vars(self._module(value) or self).get(name)
+            case ast.Attribute(value=value, attr=name) if (inner := self._module(value)) is not None:
+                found = vars(inner).get(name)
             case _:
                 found = None
         return found if isinstance(found, ModuleType) else None

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -47,7 +46,10 @@ class Proven:
 
     def covers(self, x: Any, extras: Sequence[Any], parameters: Sequence[torch.Tensor | None]) -> bool:
         """Whether a call with these arguments is one of them."""
-        dense = all(map(_runs_as_torch, (x, *parameters)))
+        dense = _runs_as_torch(x)
+        for parameter in parameters:  # of which few calls of Python are made: this is asked at every call
+            if parameter is not None and (type(parameter) not in _PLAIN or parameter.layout is not torch.strided):
+                dense = dense and _runs_as_torch(parameter)
         if not dense or type(x) is not torch.Tensor:
             return dense and self.linear
         cast = autocast_dtype(x)
@@ -77,7 +79,7 @@ def _runs_as_torch(value: Any) -> bool:
     return not hears and value.layout is torch.strided and not value.is_nested
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN = (nn.Parameter, torch.Tensor)
 
 
 def _is_tagged(x: torch.Tensor) -> bool:
@@ -187,7 +189,7 @@ class Outside:
         if len(constants) == len(found):
             found = [(get, key, then if isinstance(now, CONSTANTS) else now) for (get, key, now), then in zip(found, constants)]
         self.places = tuple(found)
-        self.parts = tuple([(function, *_parts_of(function)) for function in reach.functions])
+        self.parts = tuple([(each, each.__code__, each.__defaults__, each.__kwdefaults__) for each in reach.functions])
 
     def __deepcopy__(self, memo: Any) -> Outside:
         return self
@@ -202,14 +204,10 @@ class Outside:
             if now is not then and not _is_same(now, then):
                 name = key if isinstance(key, str) else "a variable of a function around it"
                 return f"{name} {then!r:.80}", f"{now!r:.80}"
-        for function, *before in self.parts:
-            if not all(map(is_, before, _parts_of(function))):
+        for function, code, defaults, named in self.parts:
+            if function.__code__ is not code or function.__defaults__ is not defaults or function.__kwdefaults__ is not named:
                 return f"the code and defaults of {function.__qualname__}", "others"
         return None
-
-
-def _parts_of(function: FunctionType) -> tuple[Any, ...]:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 class ModuleGuard:

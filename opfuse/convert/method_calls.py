@@ -72,7 +72,7 @@ class MethodCalls(ast.NodeVisitor):
     ) -> None:
         self.kind, self.code, self.known = kind, code, known
         self.calls: list[MemberCall] = []
-        self.uses = defaultdict[int, set[str]](set)
+        self.uses = defaultdict[int, list[str]](list)
         self.written = defaultdict[int, set[Given]](set)
         self.values = defaultdict[str, list[ast.expr]](list)
         self.results: list[ast.expr] = []
@@ -100,8 +100,10 @@ class MethodCalls(ast.NodeVisitor):
         return frozenset(2 * at for at, found in positions if all(one in {None, other} for one, other in zip(found, place)))
 
     def used_with(self, names: Sequence[str]) -> set[str]:
-        """The attributes of self that it uses in the straight code in which it calls these submodules."""
-        return {use for call in self.calls if call.name in names for use in self.uses[call.line]}
+        """The attributes of self that it uses from the first of these calls to the last."""
+        (line,) = {call.line for call in self.calls if call.name in names}
+        uses = self.uses[line]
+        return {*uses[uses.index(names[0]) : uses.index(names[-1]) + 1]}
 
     # -- statements ------------------------------------------------------------------------------------------------------------
 
@@ -210,7 +212,7 @@ class MethodCalls(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> Given:
         value, name = node.value, node.attr
         if _is_self(value):
-            self.uses[self.ends].add(name)
+            self.uses[self.ends].append(name)
             reads = (self.kind.__getattribute__, self.kind.__getattr__)
             if hasattr(self.kind, name) or reads != (object.__getattribute__, nn.Module.__getattr__):
                 return self._end()
@@ -240,7 +242,7 @@ class MethodCalls(ast.NodeVisitor):
 
     def _call_of_self(self, node: ast.Call, name: str, argument: ast.expr) -> Given:
         given = self.visit(argument)
-        self.uses[self.ends].add(name)
+        self.uses[self.ends].append(name)
         if name in self.known.members and isinstance(argument, ast.Name):
             place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
             self.calls.append(MemberCall(name, argument.id, given, self.ends, place))

@@ -31,7 +31,7 @@ from opfuse.recipes import mark_region_used
 from opfuse.runtime.compile.custom_op import autocast_like, hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import is_followed_in, place_of_call
-from opfuse.torch_private.tensors import hooks_of
+from opfuse.torch_private.tensors import hooks_of, version_of
 
 NUMBERS = (int, float)
 WRAPPED = "base_layer"
@@ -39,13 +39,13 @@ WRAPPED = "base_layer"
 
 
 class Waiting(NamedTuple):
-    """Columns that are computed and not yet returned, by module, and what they were computed with: parameters, how often these
-    and the input were written, modes of torch, and the thread.
+    """Columns that are computed and not yet returned, by module, and what they were computed with: its parameters, how often
+    these and the input were written, modes of torch, and the thread.
     """
 
     columns: dict[int, torch.Tensor]
-    parameters: Sequence[torch.Tensor | None]
-    writes: Sequence[int]
+    parameters: Sequence[Sequence[torch.Tensor | None]]
+    writes: Sequence[Sequence[int] | None]
     modes: tuple[Any, ...]
     thread: int
 
@@ -67,7 +67,7 @@ class Shared:
         self.columns = tuple(columns)
         self.parent, self.kind = parent, type(parent)
         self.code: CodeType | None = method.code
-        self.names, self.sources = list(names), [*run.made[0].sources.values()]
+        self.names, self.sources = list(names), [*zip(*[[each[:2] for each in own] for own in run.made[0].sources.values()])]
         self.places = [method.offsets(name) for name in names]
         used = {name: getattr(parent, name, None) for name in method.used_with(names)}
         self.modules = {name: value for name, value in used.items() if isinstance(value, nn.Module)}
@@ -98,11 +98,11 @@ class Shared:
 
     def first(self, x: torch.Tensor) -> torch.Tensor | None:
         """The columns of the first module; those of the others wait until they are taken, or ``x`` is gone. None: it is alone."""
-        parameters = self._parameters()
-        writes = self._writes(x, parameters)
-        if writes is None or not (self._is_called(0) and self._stands()):
+        parameters = [self._parameters(index) for index in range(len(self.members))]
+        writes = [self._writes(x, own) for own in parameters]
+        if None in writes or not (self._is_called(0) and self._stands()):
             return None
-        if any(p is not None and any(hooks_of(p)) for p in parameters):
+        if torch.is_grad_enabled() and any(p is not None and any(hooks_of(p)) for own in parameters for p in own):
             return None  # they run in a backward pass through the product, also without a gradient
         one, *others = _Columns.apply(self.run(x, ()), self.columns, self.run.made[0])  # type: ignore[no-untyped-call]
         self.waiting[x] = Waiting(dict(enumerate(others, 1)), parameters, writes, modes(), get_ident())
@@ -113,9 +113,9 @@ class Shared:
         found = self.waiting.get(x)
         if found is None or not self._is_called(index) or not self._is_in_place(self.names[0]):
             return None
-        parameters = self._parameters()
+        parameters = self._parameters(index)
         now = get_ident(), modes(), self._writes(x, parameters)
-        if (found.thread, found.modes, found.writes) != now or not all(map(is_, found.parameters, parameters)):
+        if (found.thread, found.modes, found.writes[index]) != now or not all(map(is_, found.parameters[index], parameters)):
             return None
         columns = found.columns.pop(index, None)
         if not found.columns:
@@ -129,13 +129,16 @@ class Shared:
             self.members[0].warn(change, level=7)
         return change is not None
 
-    def _parameters(self) -> list[torch.Tensor | None]:
-        return [module._parameters[own] for own_sources in self.sources for module, own, _ in own_sources]
+    def _parameters(self, index: int) -> list[torch.Tensor | None]:
+        """Those of one module."""
+        return [module._parameters[own] for module, own in self.sources[index]]
 
     def _writes(self, x: torch.Tensor, parameters: Sequence[torch.Tensor | None]) -> list[int] | None:
         """How often the input and the parameters were written; None where adapters may write and torch does not count."""
-        uncounted = self.wrapped and any(each is not None and each.is_inference() for each in (x, *parameters))
-        return None if uncounted else versions(x, *parameters)
+        try:
+            return [version_of(each) for each in (x, *parameters) if each is not None]
+        except RuntimeError:  # of tensors of inference mode
+            return None if self.wrapped else versions(x, *parameters)
 
     def _is_called(self, index: int) -> bool:
         """Whether the code calls this module where it was read to do so, as a method of the parent."""

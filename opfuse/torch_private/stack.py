@@ -9,11 +9,10 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 _CALL = nn.Module._call_impl.__code__
-_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 def frame_of_caller() -> FrameType:
@@ -29,37 +28,44 @@ def frames(frame: FrameType | None = None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+class _Files(dict[str, bool]):
+    """By file, whether its code is opfuse's or torch's."""
+
+    def __missing__(self, file: str) -> bool:
+        self[file] = passes = file.startswith(_PACKAGES)
+        return passes
+
+
+_PACKAGES = (str(Path(__file__).parent.parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+_passes = _Files()
+
+
 def place_of_call(code: CodeType, wrapped: str) -> tuple[int, Any] | None:
     """The offset in ``code`` at which it calls the module whose forward is running here, and its ``self``; None if another does.
 
     wrapped: passes over the forward of a module that has the called one as a submodule of this name.
     """
-    for frame in frames(sys._getframe(1)):
-        if frame.f_code is code:
-            return frame.f_lasti, frame.f_locals.get("self")
-        if not (_passes(frame.f_code) or _wraps(frame.f_locals.get("self"), wrapped)):
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code is not code:
+        if not (_passes[frame.f_code.co_filename] or _wraps(frame.f_locals.get("self"), wrapped)):
             return None
-    return None
+        frame = frame.f_back
+    return None if frame is None else (frame.f_lasti, frame.f_locals.get("self"))
 
 
 def is_followed_in(code: CodeType, wrapped: str) -> bool:
-    """The same where dynamo follows the call, by the ``f_code`` of its own objects for frames."""
+    """Whether dynamo follows such a call by ``code``, by the ``f_code`` of its own objects for frames."""
     for frame in frames(sys._getframe(1)):
         own = frame.f_locals.get("self")
         followed: CodeType | None = getattr(own, "f_code", None)
         if followed is code:
             return True
-        if followed is None or _passes(followed):
+        if followed is None or _passes[followed.co_filename]:
             continue
         owner = getattr(own, "symbolic_locals", {}).get("self")
         if not _wraps(getattr(owner, "value", None), wrapped):
             return False
     return False
-
-
-def _passes(code: CodeType) -> bool:
-    """Whether code is opfuse's, or how torch calls a module."""
-    return code is _CALL or code is _WRAPPED_CALL or code.co_filename.startswith(_PACKAGE)
 
 
 def _wraps(owner: Any, name: str) -> bool:

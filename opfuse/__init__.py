@@ -4,6 +4,7 @@ Names are imported when they are first used, so that ``import opfuse`` costs not
 """
 
 from importlib import import_module
+from sys import modules
 from typing import Any
 
 __version__ = "0.1.0"
@@ -74,7 +75,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = import_module(f"opfuse.{name}")
     else:
-        raise AttributeError(f"module 'opfuse' has no attribute {name!r}")
+        raise AttributeError(f"module 'opfuse' has no attribute {name!r}", name=name, obj=modules[__name__])
     globals()[name] = value
     return value
 

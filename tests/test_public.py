@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -130,3 +132,11 @@ def test_an_argument_too_many_is_pythons_own_error() -> None:
 
 def test_what_is_listed_is_given_as_a_tuple() -> None:
     assert opfuse.support_matrix([[9, 0]]) == opfuse.support_matrix(((9, 0),))  # type: ignore[arg-type, list-item]
+
+
+def test_a_misspelt_name_is_told_the_right_one() -> None:
+    """By Python itself, which compares the name with those of the package."""
+    for wrong, right in {"fuse": "fuse_", "autocst": "autocast", "explian": "explain"}.items():
+        code = f"import opfuse; opfuse.{wrong}"
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+        assert told.endswith(f"AttributeError: module 'opfuse' has no attribute '{wrong}'. Did you mean: '{right}'?\n")

@@ -31,6 +31,10 @@ VIEWING = VIEWS | TRANSPOSES | PARTS
 CONTAINERS = {"tuple", "list", "dict", "set", "iter", "zip", "reversed", "sorted", "enumerate", "map", "filter"}
 """Functions whose result holds what they are given."""
 
+PUTTING = {"append", "extend", "insert", "add", "update", "setdefault", "appendleft"}
+"""Methods that put what they are given into something."""
+
+ABSENT = object()
 PLAIN, DISPLAY, OTHER = "a value of Python's own classes", "a tuple or a list", "anything"
 Given = int | str
 """What an expression gives: one of these, or the number of the memory that a tensor of torch's own class may lie in."""
@@ -59,6 +63,9 @@ class KnownParts(NamedTuple):
     methods: frozenset[str] = frozenset()
 
 
+NOTHING = KnownParts()
+
+
 class MethodCalls(ast.NodeVisitor):
     """What a method calls, in the order in which it runs.
 
@@ -83,6 +90,10 @@ class MethodCalls(ast.NodeVisitor):
         self.called = {each.func.attr for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)}
         self.reads = [each.attr for each in nodes if isinstance(each, ast.Attribute)]
         self.binds_self = any(isinstance(each, ast.Name) and each.id == "self" and _is_stored(each) for each in nodes)
+        for each in nodes:  # what is put into a list that is returned
+            match each:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in PUTTING:
+                    self.values[name] += [*each.args, *[one.value for one in each.keywords]]
         self._block(definition.body)  # type: ignore[attr-defined]
 
     def joins(self, names: Sequence[str]) -> bool:
@@ -213,8 +224,7 @@ class MethodCalls(ast.NodeVisitor):
         value, name = node.value, node.attr
         if _is_self(value):
             self.uses[self.ends].append(name)
-            reads = (self.kind.__getattribute__, self.kind.__getattr__)
-            if hasattr(self.kind, name) or reads != (object.__getattribute__, nn.Module.__getattr__):
+            if not self._is_field(name):
                 return self._end()
             return PLAIN if name in self.known.numbers else OTHER
         if (module := self._module(value)) is not None:
@@ -223,8 +233,8 @@ class MethodCalls(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> Given:
         match node:
-            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[argument], keywords=[]) if _is_self(owner):
-                return self._call_of_self(node, name, argument)
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[first, *rest], keywords=[]) if _is_self(owner):
+                return self._call_of_self(node, name, first, rest)
             case ast.Call(func=ast.Attribute(value=owner, attr=name), args=[first, *rest]) if self._module(owner) is torch:
                 of = self.visit(first)
             case ast.Call(func=ast.Attribute(value=owner, attr=name), args=rest) if self._module(owner) is None:
@@ -240,9 +250,15 @@ class MethodCalls(ast.NodeVisitor):
             return PLAIN
         return of if isinstance(of, int) and name in views else self._end()
 
-    def _call_of_self(self, node: ast.Call, name: str, argument: ast.expr) -> Given:
+    def _call_of_self(self, node: ast.Call, name: str, argument: ast.expr, others: Sequence[ast.expr]) -> Given:
         given = self.visit(argument)
+        for other in others:
+            self.visit(other)
         self.uses[self.ends].append(name)
+        if isinstance(given, int) and name in self.known.methods:
+            return given
+        if others or not self._is_field(name):
+            return self._end()
         if name in self.known.members and isinstance(argument, ast.Name):
             place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
             self.calls.append(MemberCall(name, argument.id, given, self.ends, place))
@@ -250,35 +266,48 @@ class MethodCalls(ast.NodeVisitor):
         if isinstance(given, int) and name in self.known.leaves:
             self.written[self.ends].add(given)
             return given
-        return given if isinstance(given, int) and name in self.known.methods else self._end()
+        return self._end()
+
+    def _is_field(self, name: str) -> bool:
+        """Whether self.name is read as torch does, by no code of the class."""
+        static = inspect.getattr_static
+        reads = [static(self.kind, each, None) is static(nn.Module, each, None) for each in ("__getattribute__", "__getattr__")]
+        return all(reads) and static(self.kind, name, ABSENT) is ABSENT
 
     def _module(self, node: ast.expr) -> ModuleType | None:
         """The module of Python that an expression such as ``torch.nn`` names."""
         match node:
-            case ast.Name(id=name) if name not in self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars:
-                found = function_of(self.kind, self.code.co_name).__globals__.get(name)
+            case ast.Name(id=name):
+                found = self._global(name)
             case ast.Attribute(value=value, attr=name) if (inner := self._module(value)) is not None:
                 found = vars(inner).get(name)
             case _:
                 found = None
         return found if isinstance(found, ModuleType) else None
 
+    def _global(self, name: str) -> Any:
+        """The value of a global variable; None for any other."""
+        local = name in self.code.co_varnames + self.code.co_cellvars + self.code.co_freevars
+        return None if local else function_of(self.kind, self.code.co_name).__globals__.get(name)
+
     # -- results ---------------------------------------------------------------------------------------------------------------
 
     def _return_together(self, names: Sequence[str]) -> bool:
         """Whether no two parts of what it returns have a member each, on which two backward passes could come."""
-        parts = [[self._members_in(part, names) for part in self._parts(result)] for result in self.results]
+        parts = [[self._members_in(part, names, set()) for part in self._parts(result, set())] for result in self.results]
         return all(one & other for result in parts for one, other in combinations(filter(None, result), 2))
 
-    def _parts(self, node: ast.AST, passed: frozenset[str] = frozenset()) -> Iterator[ast.AST]:
+    def _parts(self, node: ast.AST, passed: set[str]) -> Iterator[ast.AST]:
         """What somebody outside may take from a result apart: of a tensor itself, of anything else each expression in it."""
         match node:
             case ast.Name(id=name):
-                for value in self.values[name] if name not in passed else ():
-                    yield from self._parts(value, passed | {name})
+                values = () if name in passed else self.values[name]
+                passed.add(name)
+                for value in values:
+                    yield from self._parts(value, passed)
             case ast.Call(func=ast.Attribute()) | ast.Attribute() | ast.Subscript() | ast.Constant():
                 yield node
-            case ast.Call(func=ast.Name(id=name)) if name not in CONTAINERS:
+            case ast.Call(func=ast.Name(id=name)) if name not in CONTAINERS and not isinstance(self._global(name), type):
                 yield node
             case ast.BinOp(left=left, right=right) if not any(map(_displays, (left, right))):
                 yield node
@@ -286,13 +315,13 @@ class MethodCalls(ast.NodeVisitor):
                 for child in ast.iter_child_nodes(node):
                     yield from self._parts(child, passed)
 
-    def _members_in(self, node: ast.AST, names: Sequence[str], passed: frozenset[str] = frozenset()) -> set[str]:
+    def _members_in(self, node: ast.AST, names: Sequence[str], passed: set[str]) -> set[str]:
         """The members that a value is computed with, however often its variables are assigned."""
         if isinstance(node, ast.Attribute) and node.attr in names:
             return {node.attr}
         inside: list[Any] = [*ast.iter_child_nodes(node)]
         if isinstance(node, ast.Name) and node.id not in passed:
-            passed |= {node.id}
+            passed.add(node.id)
             inside = self.values[node.id]
         return {member for child in inside for member in self._members_in(child, names, passed)}
 
@@ -319,29 +348,25 @@ def _blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
 # -- the code of a class ---------------------------------------------------------------------------------------------------------
 
 
-def methods_of(kind: Any, known: KnownParts | None = None) -> tuple[MethodCalls, ...]:
-    """The methods of a class that its forward names, as far as their source is known. Without ``known``: as called on tensors."""
+def methods_of(kind: Any, known: KnownParts = NOTHING, *, on_tensor: bool = False) -> tuple[MethodCalls, ...]:
+    """The methods of a class that its forward names, as far as their source is known. on_tensor: their first argument is one."""
     codes = [code for code in codes_of(kind) if code is code_of_method(kind, code.co_name)]  # else of a base, or inside of one
-    return _methods_of(kind, tuple(codes), known)
+    return _methods_of(kind, tuple(codes), known, on_tensor)
 
 
 @cache
-def _methods_of(kind: Any, codes: Sequence[CodeType], known: KnownParts | None) -> tuple[MethodCalls, ...]:
+def _methods_of(kind: Any, codes: Sequence[CodeType], known: KnownParts, on_tensor: bool) -> tuple[MethodCalls, ...]:
     found = [(code, definition) for code in codes if (definition := _definition_of(code)) is not None]
-    if known is not None:
-        return tuple(MethodCalls(kind, code, definition, known) for code, definition in found)
-    return tuple(MethodCalls(kind, code, definition, KnownParts(), _required(kind, code)) for code, definition in found)
+    with suppress(RecursionError):  # of very long expressions
+        return tuple(MethodCalls(kind, code, each, known, code.co_varnames[1:2] if on_tensor else ()) for code, each in found)
+    return ()
 
 
-def _required(kind: type[nn.Module], code: CodeType) -> Sequence[str]:
-    """The arguments without defaults, but for self."""
-    return code.co_varnames[1 : code.co_argcount - len(function_of(kind, code.co_name).__defaults__ or ())]
-
-
-def calm_methods(module: nn.Module) -> frozenset[str]:
-    """The methods that run no unknown code on tensors, and return one."""
+def calm_methods(module: nn.Module, numbers: frozenset[str]) -> frozenset[str]:
+    """The methods that run no unknown code on a tensor, whatever their other arguments are, and return a tensor."""
     kind: Any = type(module)
-    calm = [method.code for method in methods_of(kind) if not method.ends and method.gives_tensor and method.results]
+    methods = methods_of(kind, KnownParts(numbers=numbers), on_tensor=True)
+    calm = [method.code for method in methods if not method.ends and method.gives_tensor and method.results]
     own = [code.co_name for code in calm if is_own(kind, code.co_name, code)]
     return frozenset(own).difference(vars(module))
 
@@ -354,7 +379,8 @@ def is_own(kind: type[nn.Module], name: str, code: CodeType) -> bool:
 
 def function_of(kind: type[nn.Module], name: str) -> Any:
     """A method of a class, as it was written below its decorators; None if it has none."""
-    return inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+    found = inspect.getattr_static(kind, name, None)  # not by code of the class, such as a descriptor's
+    return inspect.unwrap(getattr(found, "__func__", found))
 
 
 def code_of_method(kind: type[nn.Module], name: str) -> CodeType | None:
@@ -378,7 +404,7 @@ def _compiled(source: str) -> tuple[Mapping[int, ast.stmt], Mapping[int, Sequenc
     Of the whole file, since Python 3.11 compiles a call of a name's attribute otherwise where the file imports that name.
     """
     definitions, codes = dict[int, ast.stmt](), defaultdict[int, list[CodeType]](list)
-    with suppress(SyntaxError, ValueError), warnings.catch_warnings():
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the file, which Python gave when it was imported
         tree = ast.parse(source)
         for node in ast.walk(tree):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from threading import get_ident
+from types import CodeType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -120,7 +121,7 @@ class _ForwardRecorder(TorchFunctionMode):
         self.reads_dtype = self.reads_size = False
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[torch.Tensor] = []
-        self.kinds = {type(part) for part in module.modules()}
+        self.kinds = {kind for part in module.modules() if not (kind := type(part)).__module__.startswith("torch.")}
         self.paths = {id(part): path for path, part in module.named_modules()}
         self.inside: list[nn.Module] = []
         self.pauses = False
@@ -216,8 +217,8 @@ class _ForwardRecorder(TorchFunctionMode):
         """The whole, with the result."""
         if not isinstance(result, torch.Tensor):
             raise NotRecorded(f"a {type(result).__name__} as its result", "one tensor")
-        if self.reads_size and any("int" in code.co_names for kind in self.kinds for code in codes_of(kind)):
-            _refused()  # as a type, which these sizes do not have
+        if self.reads_size and any(map(_tells_stand_ins, {code for kind in self.kinds for code in codes_of(kind)})):
+            _refused()
         self.graph.output(self._argument(result))
         return RecordedForward([*self.graph.nodes], self.reads_dtype)
 
@@ -323,7 +324,36 @@ def _untold(size: Any) -> Any:
     """Sizes that a forward may hand to torch. What tells their values could be a branch, which no graph shows."""
     if isinstance(size, int):
         return untold(size, False, _refused)
-    return tuple(untold(one, place == len(size) - 1, _refused) for place, one in enumerate(size))
+    return _Sizes(untold(one, place == len(size) - 1, _refused) for place, one in enumerate(size))
+
+
+class _Sizes(tuple[Any, ...]):
+    """Those of a tensor. How many there are could decide as well: not every number is tried in every mode."""
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        return _Sizes(found) if isinstance(at, slice) else found
+
+    def __add__(self, other: Any) -> Any:
+        return _Sizes((*self, *other))
+
+    def __radd__(self, other: Any) -> Any:
+        return _Sizes((*other, *self))
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        _refused()
+
+    __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __mul__ = __rmul__ = _refuse
+    __contains__ = __str__ = __repr__ = count = index = numel = _refuse
+
+
+def _tells_stand_ins(code: CodeType) -> bool:
+    """Whether a forward could tell such sizes from those of a call, also by an error that it catches, or count them, which they
+    cannot refuse: Python does so itself to unpack them.
+    """
+    return bool(
+        code.co_exceptiontable or {"int", "type", "Size", "SymInt", "len", "hasattr", "getattr"}.intersection(code.co_names)
+    )
 
 
 # -- the arguments and modes of a call -----------------------------------------------------------------------------------------
@@ -331,7 +361,10 @@ def _untold(size: Any) -> Any:
 
 def required_arguments(module: nn.Module) -> tuple[str, ...]:
     """The arguments that the forward of a module's class cannot do without. All others keep their defaults."""
-    given = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    try:
+        given = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    except ValueError:  # of a function of C, of which Python knows none
+        return ()
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return tuple(each.name for each in given if each.kind in plain and each.default is inspect.Parameter.empty)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from functools import partial
 from operator import is_
 from threading import get_ident
-from types import CodeType, MethodType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,10 +69,11 @@ class Shared:
         self.code: CodeType | None = method.code
         self.names, self.sources = list(names), [*zip(*[[each[:2] for each in own] for own in run.made[0].sources.values()])]
         self.places = [method.offsets(name) for name in names]
-        used = {name: getattr(parent, name, None) for name in method.used_with(names)}
-        self.modules = {name: value for name, value in used.items() if isinstance(value, nn.Module)}
-        self.numbers = [name for name, value in used.items() if type(value) in NUMBERS]
-        self.codes = {name: value.__code__ for name, value in used.items() if isinstance(value, MethodType)}
+        used, own = method.used_with(names), vars(parent)
+        self.modules = {name: module for name in used if (module := parent._modules.get(name)) is not None}
+        self.numbers = [name for name in used if type(own.get(name)) in NUMBERS]
+        codes = {name: code_of_method(self.kind, name) for name in used - self.modules.keys() - own.keys()}
+        self.codes = {name: code for name, code in codes.items() if code is not None}
         self.wrapped = any(WRAPPED in parent._modules[name]._modules for name in names)  # type: ignore[union-attr]
         self.waiting: MutableMapping[torch.Tensor, Waiting] = WeakTensorKeyDictionary()
         self.members: list[Sibling] = []
@@ -270,9 +271,9 @@ def siblings(module: nn.Module, forwards: Mapping[nn.Module, Converted]) -> Iter
     called = {name for method in methods_of(kind) for name in method.called}
     others = [(name, child) for name, child in module.named_children() if name in called and _is_called_as_torch_does(child)]
     leaves = {name for name, child in others if obstacle(child) is None and leaf_of(child)}
-    numbers = {name for name, value in vars(module).items() if type(value) in NUMBERS}
+    numbers = frozenset(name for name, value in vars(module).items() if type(value) in NUMBERS)
     grouped = set[str]()
-    known = KnownParts(frozenset(alone), frozenset(leaves), frozenset(numbers), calm_methods(module))
+    known = KnownParts(frozenset(alone), frozenset(leaves), numbers, calm_methods(module, numbers))
     for method in methods_of(kind, known):
         names = [call.name for call in method.calls if call.name in alone and call.name not in grouped]
         groups = list[tuple[str, ...]]()

@@ -10,6 +10,7 @@ import linecache
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -524,6 +525,36 @@ class Twofold(Between):
         return q + getattr(self, "k")(x)  # noqa: B009
 
 
+class OfProperty(Between):
+    """A property in the place of a submodule."""
+
+    @property
+    def k(self):
+        module = self._modules["k"]
+        if hasattr(self, "writer"):
+            module.weight.data.mul_(0.5)
+        return module
+
+    def forward(self, x, other=None):
+        return self.q(x) + self.k(x)
+
+
+class OfMethod(Between):
+    """A method in the place of a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def act(self, y):
+        if hasattr(self, "writer"):
+            self.k.weight.data.mul_(0.5)
+        return y
+
+    def forward(self, x, other=None):
+        return self.act(self.q(x)) + self.k(x)
+
+
 class Replaced(Between):
     """A method that the module has in place of that of its class."""
 
@@ -576,6 +607,8 @@ NOT_TOGETHER += [
     Augmented,
     Keyed,
     Twofold,
+    OfProperty,
+    OfMethod,
 ]
 
 
@@ -711,16 +744,83 @@ APART = {
     "lambda": "return (lambda: (q, k))()",
     "condition": "return (q, k) if x is not None else (k, q)",
     "keywords": "return dict(q=q, k=k)",
+    "a class": "return Pair(q, k)",
+    "append": "both = []\n    both.append(q)\n    both.append(k)\n    return both",
+    "a key": "both = {}\n    both['q'] = q\n    both['k'] = k\n    return both",
 }
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor
 
 
 def of_text(body):
     """An attention whose forward has this text after the calls of q and k."""
-    text, space = f"def forward(self, x):\n    q, k = self.q(x), self.k(x)\n    {body}\n", {}
+    text, space = f"def forward(self, x):\n    q, k = self.q(x), self.k(x)\n    {body}\n", {"Pair": Pair}
     name = f"<{body}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     exec(compile(text, name, "exec"), space)
-    return type("OfText", (Attention,), space)()
+    return type("OfText", (Attention,), {"forward": space["forward"]})()
+
+
+def test_reading_a_long_method_takes_no_longer_for_each_line():
+    lines = [f"h{i + 1} = h{i} + torch.relu(h{i})" for i in range(60)]
+    model = of_text("\n    ".join(["h0 = q + k", *lines, "return h60"]))
+    assert joined(opfuse.fuse_(model, FP8)) == {"k": "in q"}
+
+
+class Bert(Attention):
+    """As BERT and Whisper were written for years: a method of more arguments, and numbers of the module in a shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.size, self.scaling = 4, 8, 0.5
+
+    def transpose_for_scores(self, x):
+        x = x.view(x.size()[:-1] + (self.heads, self.size))
+        return x.permute(0, 2, 1, 3)
+
+    def _shape(self, tensor, length, rows):
+        return tensor.view(rows, length, self.heads, self.size).transpose(1, 2).contiguous()
+
+    def forward(self, x):
+        rows, length, _ = x.size()
+        q = self._shape(self.q(x) * self.scaling, length, rows)
+        k = self.transpose_for_scores(self.k(x))
+        return q * k * self._shape(self.v(x), -1, rows)
+
+
+def test_methods_that_shape_heads_part_no_products():
+    plain, x = Bert(), torch.randn(2, 16, 32)
+    model = copy.deepcopy(plain)
+    assert joined(opfuse.fuse_(model, EXACT)) == {"k": "in q", "v": "in q"}
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_what_a_class_does_when_it_is_asked_breaks_no_conversion():
+    class Asked:
+        def __init__(self, function):
+            self.function = function
+
+        def __get__(self, instance, kind):
+            if instance is None:
+                raise TypeError("no class access")
+            return functools.partial(self.function, instance)
+
+    class OfDescriptor(Attention):
+        @Asked
+        def helper(self, x):
+            return x * 2
+
+        def forward(self, x):
+            return self.helper(self.q(x) + self.k(x))
+
+    class OfC(Attention):
+        forward = torch.Tensor.relu
+
+    for make in (OfDescriptor, OfC):
+        assert opfuse.fuse_(make(), FP8).share == 1
 
 
 def test_a_text_may_return_what_is_made_of_all():

@@ -44,6 +44,13 @@ def by_list(n):
     return [0, 1][n // 100]
 
 
+def caught(n):
+    try:
+        return n.bit_length() < 8
+    except AttributeError:
+        return True
+
+
 CHOICES = {
     "a float on the left": lambda n: 100.0 < n,  # noqa: SIM300
     "a float": lambda n: n > 100.0,
@@ -69,7 +76,40 @@ CHOICES = {
     "a power": lambda n: n**2 > 10000,
     "max": lambda n: max(n, 100) > 100,
     "membership": lambda n: n in {ROWS},
+    "an error that is caught": caught,
+    "an attribute": lambda n: not hasattr(n, "bit_length"),
 }
+
+
+def _by_all(choose):
+    class ByAll(Sized):
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(F.relu(y) if choose(x) else F.silu(y))
+
+    return ByAll
+
+
+OF_SHAPES = {
+    "a class": lambda x: isinstance(x.shape, torch.Size),
+    "a type": lambda x: type(x.shape[-1]) is int,
+    "a symbol": lambda x: not isinstance(x.size(0), torch.SymInt),
+    "a number of values": lambda x: x.shape.numel() > 0,
+    "the rank without gradients": lambda x: len(x.shape) == 2 and not torch.is_grad_enabled(),
+    "the truth of a part": lambda x: not (x.shape[1:-1] or torch.is_grad_enabled()),
+    "an equal shape": lambda x: x.shape == (ROWS, 8),
+    "a shape that contains": lambda x: ROWS in x.shape,
+}
+
+
+@pytest.mark.parametrize("name", OF_SHAPES)
+def test_no_choice_by_a_shape_is_taken_for_the_one_that_was_tried(name):
+    plain = _by_all(OF_SHAPES[name])()
+    model, x = copy.deepcopy(plain), torch.randn(ROWS, 8)
+    opfuse.fuse_(model, EXACT)
+    for around in (torch.enable_grad, torch.no_grad):
+        with around():
+            torch.testing.assert_close(model(x), plain(x))
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -154,10 +194,10 @@ class Words(nn.Linear):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight.t()).view(size)
 
 
-def test_sizes_of_views_stay_a_product():
+def test_sizes_of_views_stay_one_pipeline():
     plain = nn.Sequential(Words(8, 16), nn.GELU(), nn.Linear(16, 8))
     model, x = copy.deepcopy(plain), torch.randn(3, ROWS, 8)
-    assert opfuse.fuse_(model, EXACT).fused == {"0": "Linear", "2": "Linear"}
+    assert opfuse.fuse_(model, EXACT).fused == {"": "Linear → GELUErf → Linear"}
     torch.testing.assert_close(model(x), plain(x))
 
 

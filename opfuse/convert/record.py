@@ -324,21 +324,21 @@ def _untold(size: Any) -> Any:
     """Sizes that a forward may hand to torch. What tells their values could be a branch, which no graph shows."""
     if isinstance(size, int):
         return untold(size, False, _refused)
-    return _Sizes(untold(one, place == len(size) - 1, _refused) for place, one in enumerate(size))
+    return _UntoldShape(untold(one, place == len(size) - 1, _refused) for place, one in enumerate(size))
 
 
-class _Sizes(tuple[Any, ...]):
+class _UntoldShape(tuple[Any, ...]):
     """Those of a tensor. How many there are could decide as well: not every number is tried in every mode."""
 
     def __getitem__(self, at: Any) -> Any:
         found = super().__getitem__(at)
-        return _Sizes(found) if isinstance(at, slice) else found
+        return _UntoldShape(found) if isinstance(at, slice) else found
 
     def __add__(self, other: Any) -> Any:
-        return _Sizes((*self, *other))
+        return _UntoldShape((*self, *other))
 
     def __radd__(self, other: Any) -> Any:
-        return _Sizes((*other, *self))
+        return _UntoldShape((*other, *self))
 
     def _refuse(self, *_: Any) -> NoReturn:
         _refused()

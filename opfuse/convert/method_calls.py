@@ -139,7 +139,7 @@ class MethodCalls(ast.NodeVisitor):
                         self._end()
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        self.values_of(target, value)
+        self._note_value(target, value)
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             pairs = [*zip(target.elts, [self.visit(each) for each in value.elts])]
         else:
@@ -151,11 +151,11 @@ class MethodCalls(ast.NodeVisitor):
         else:
             self._end()
 
-    def values_of(self, target: ast.expr, value: ast.expr) -> None:
+    def _note_value(self, target: ast.expr, value: ast.expr) -> None:
         """Note what variables may hold, for what is returned."""
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
             for one, other in zip(target.elts, value.elts):
-                self.values_of(one, other)
+                self._note_value(one, other)
             return
         for name in ast.walk(target):
             if isinstance(name, ast.Name):
@@ -167,7 +167,7 @@ class MethodCalls(ast.NodeVisitor):
             for target in [*getattr(node, "targets", []), getattr(node, "target", None)]:
                 value = getattr(node, "value", getattr(node, "iter", None))
                 if isinstance(target, ast.expr) and isinstance(value, ast.expr):
-                    self.values_of(target, value)
+                    self._note_value(target, value)
 
     def _end(self) -> Given:
         """Unknown code may run here. Nothing is known of variables afterwards."""

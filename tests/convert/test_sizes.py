@@ -19,14 +19,11 @@ ROWS = 150
 
 
 class Sized(nn.Module):
-    """A block whose activation is chosen by ``chosen``."""
+    """A block; its classes choose the activation."""
 
-    LIMIT = 100.0
-
-    def __init__(self, chosen=None):
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.chosen = chosen
 
 
 def _by(choose):

@@ -209,13 +209,18 @@ class Routed(Converted):
     """
 
     def _is_proven(self, given: Sequence[Any]) -> bool:
-        """Tokens (n, width) of the dtype of the matrices, an integer (n, k) of experts, and weights (n, k)."""
+        """Tokens (n, width) of the dtype of the matrices, an integer (n, k) of experts, and weights (n, k).
+
+        The values of a row lie side by side: from tokens of other strides, a forward's ``zeros_like`` makes a result of the same
+        strides, which code may ask about.
+        """
         x, index, weights = given
         plain = all(type(each) is torch.Tensor for each in given) and x.dim() == index.dim() == weights.dim() == 2
         if (
             not plain
             or index.shape != weights.shape
             or len(index) != len(x)
+            or x.stride(-1) != 1
             or 0 in x.shape
             or 0 in index.shape
             or index.is_floating_point()

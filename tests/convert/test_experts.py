@@ -246,6 +246,18 @@ def test_the_result_has_the_dtype_of_the_tokens_whatever_the_weights_have():
         model(x, chosen, weights)  # as without opfuse
 
 
+def test_tokens_that_are_a_transpose_keep_their_layout():
+    """A forward that begins with ``zeros_like`` returns the layout of its tokens; rows with gaps give a result without any."""
+    model, (x, chosen, weights) = Mixture(), routed()
+    transposed, gaps = x.detach().t().contiguous().t(), torch.cat((x, x), 1).detach()[:, : x.shape[1]]
+    plain = [model(each, chosen, weights) for each in (transposed, gaps)]
+    opfuse.fuse_(model, EXACT)
+    with plans_used() as plans:
+        strides = [model(each, chosen, weights).stride() for each in (transposed, gaps)]
+    assert strides == [each.stride() for each in plain]
+    assert len(plans) == 1  # of the rows with gaps
+
+
 def test_experts_that_are_spread_over_devices_stay():
     model = Mixture()
     model._is_expert_parallel = True

@@ -12,10 +12,10 @@ import inspect
 import linecache
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import cache, lru_cache
-from itertools import combinations, count
+from itertools import combinations, count, pairwise
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -69,9 +69,9 @@ NOTHING = KnownParts()
 class MethodCalls(ast.NodeVisitor):
     """What a method calls, in the order in which it runs.
 
-    calls: of members. reads: attributes of anything, those that are called first. uses: attributes of self, by line of straight
-    code. written: memory that leaves may write to, by line. results: expressions that it returns. ends: how often straight code
-    has ended. gives_tensor: whether all that it returns is a tensor.
+    calls: of members. accesses: of variables, as :func:`_accesses` tells them. reads: attributes of anything, those that are
+    called first. uses: attributes of self, by line of straight code. written: memory that leaves may write to, by line. results:
+    expressions that it returns. ends: how often straight code has ended. gives_tensor: whether all that it returns is a tensor.
     """
 
     def __init__(
@@ -86,7 +86,8 @@ class MethodCalls(ast.NodeVisitor):
         self.ends, self.gives_tensor = 0, True
         self.memories = count()
         self.variables: dict[str, Given] = {name: next(self.memories) for name in given}
-        nodes = [*ast.walk(definition)]
+        self.accesses = [*_accesses(definition)]
+        self.nodes = nodes = [*ast.walk(definition)]
         self.called = {each.func.attr for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)}
         self.reads = [each.attr for each in nodes if isinstance(each, ast.Attribute)]
         self.binds_self = any(isinstance(each, ast.Name) and each.id == "self" and _is_stored(each) for each in nodes)
@@ -103,6 +104,16 @@ class MethodCalls(ast.NodeVisitor):
         together = len({(call.line, call.variable, call.memory) for call in calls}) == 1
         unwritten = not any(call.memory in self.written[call.line] for call in calls)
         return once and together and unwritten and not self.binds_self and self._return_together(names)
+
+    def returns_all(self, names: Sequence[str]) -> bool:
+        """Whether what it returns is computed with the result of each of these calls, which no variable loses unread before."""
+        if not {*names} <= {member for result in self.results for member in self._members_in(result, names, set())}:
+            return False
+        by_variable = defaultdict[str, list[ast.AST | None]](list)
+        for name, stored in self.accesses:
+            by_variable[name].append(stored)
+        pairs = [pair for own in by_variable.values() for pair in pairwise([*own, self.nodes[0]])]
+        return not any(one and other and self._calls_one_of(names, one) for one, other in pairs)
 
     def offsets(self, name: str) -> frozenset[int]:
         """Where the code calls a member that it calls once, as ``f_lasti`` of a frame says it."""
@@ -297,6 +308,9 @@ class MethodCalls(ast.NodeVisitor):
         parts = [[self._members_in(part, names, set()) for part in self._parts(result, set())] for result in self.results]
         return all(one & other for result in parts for one, other in combinations(filter(None, result), 2))
 
+    def _calls_one_of(self, names: Sequence[str], node: ast.AST) -> bool:
+        return any(isinstance(each, ast.Attribute) and each.attr in names for each in ast.walk(node))
+
     def _parts(self, node: ast.AST, passed: set[str]) -> Iterator[ast.AST]:
         """What somebody outside may take from a result apart: of a tensor itself, of anything else each expression in it."""
         match node:
@@ -332,6 +346,22 @@ def _is_self(node: ast.expr) -> bool:
 
 def _is_stored(node: ast.Name) -> bool:
     return not isinstance(node.ctx, ast.Load)
+
+
+def _accesses(node: ast.AST, value: ast.AST | None = None) -> Iterator[tuple[str, ast.AST | None]]:
+    """The variables that code uses, in the order in which it runs, each with what it is assigned; None where it is read."""
+    parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    match node:
+        case ast.Name(id=name):
+            yield name, value if _is_stored(node) else None
+        case ast.AugAssign(target=ast.Name(id=name), value=change):  # keeps some of what the variable holds
+            yield name, None
+            parts = [change]
+        case ast.Assign(targets=[*targets], value=value) | ast.AnnAssign(target=targets, value=ast.expr() as value):
+            yield from _accesses(value)
+            parts = targets if isinstance(targets, list) else [targets]
+    for part in parts:
+        yield from _accesses(part, value)
 
 
 def _displays(node: ast.AST) -> bool:

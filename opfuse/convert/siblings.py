@@ -78,6 +78,7 @@ class Shared:
         self.waiting: MutableMapping[torch.Tensor, Waiting] = WeakTensorKeyDictionary()
         self.members: list[Sibling] = []
         self.in_graph: InGraph | None = None
+        self.returns_all = method.returns_all(names)
         self.inside = False
         self.followed: tuple[Any, list[torch.Tensor]] | None = None
 
@@ -147,8 +148,10 @@ class Shared:
         return place is not None and place[0] in self.places[index] and place[1] is self.parent
 
     def is_followed(self) -> bool:
-        """The same where dynamo follows the code, which has no places."""
-        return self.code is not None and is_followed_in(self.code, WRAPPED) and self._stands()
+        """The same where dynamo follows the code, which has no places, and where what it returns depends on all columns: in a
+        graph, those that no loss depends on get a gradient of zeros in place of none, and their weights with them.
+        """
+        return self.code is not None and self.returns_all and is_followed_in(self.code, WRAPPED) and self._stands()
 
     def _stands(self) -> bool:
         """Whether all that the code uses there is what it was, without hooks, which may write where nothing counts it."""
@@ -230,7 +233,7 @@ class Sibling(Converted):
             if self._trains_apart(x) or any(changed_when_traced(member.ticket) for member in shared.members):
                 return super()._as_op(call, given)
             columns = super()._as_op(whole, given).split(shared.columns, dim=-1)
-            first, *others = [part.contiguous() for part in columns]
+            first, *others = [part.clone(memory_format=torch.contiguous_format) for part in columns]
             shared.followed = moment(whole, x), others
             return first
         if followed is None or followed[0] != moment(whole, x):

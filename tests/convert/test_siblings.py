@@ -1072,6 +1072,41 @@ def test_a_module_whose_result_no_loss_depends_on_gets_no_gradient():
         model.zero_grad()
 
 
+class Overwritten(Attention):
+    """A key whose variable is assigned anew."""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        k = q.sigmoid()
+        return q * k + v
+
+
+@pytest.mark.parametrize("make", [Idle, Overwritten])
+def test_nor_does_it_in_compiled_code(make):
+    model, x = make(), torch.randn(2, 16, 32)
+    assert joined(opfuse.fuse_(model, FP8)) == {"k": "in q", "v": "in q"}
+    torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {"k.weight", "k.bias", "o.weight", "o.bias"}
+
+
+def test_columns_of_one_row_are_written_in_compiled_code():
+    """A slice of one row is contiguous as it is, and torch refuses to write to one of several views."""
+
+    class Halved(Attention):
+        def forward(self, x, mask=None):
+            q, k, v = self.q(x), self.k(x), self.v(x)
+            q *= 0.5
+            return q * k + v
+
+    model, x = Halved(), torch.randn(1, 32)
+    wanted = model(x)
+    assert joined(opfuse.fuse_(model, EXACT)) == {"k": "in q", "v": "in q"}
+    with plans_used() as plans:
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert len(plans) == 1
+    torch.testing.assert_close(found, wanted)
+
+
 class Adapter(nn.Module):
     """As peft wraps a layer."""
 

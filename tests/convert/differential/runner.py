@@ -64,6 +64,7 @@ class Run:
         self.left: str | None = None
         self.report: opfuse.convert.report.Report | None = None
         self.calls = 0
+        self.compiles = "compile(" in case.text
         self.refused: list[int] = []
         self.written: list[int] = []
         # The text alone: an exception keeps frames, one of them that of a checkpoint whose forward raised, and torch 2.11 removes
@@ -73,7 +74,7 @@ class Run:
     def execute(self) -> Run:
         name = f"<case {self.case.seed}>"
         linecache.cache[name] = (len(self.case.text), None, self.case.text.splitlines(keepends=True), name)
-        if "compile(" in self.case.text:
+        if self.compiles:
             torch._dynamo.reset()
         seeded(self.case.seed)
         draw = torch.Generator().manual_seed(self.case.seed)
@@ -89,8 +90,11 @@ class Run:
         }
         if not self.checkpoints:
             self.space["checkpoint"] = lambda function, *args, use_reentrant: function(*args)
+        # Hooks that are registered once code is compiled are noticed by chance otherwise: if something else compiles it again.
+        guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False) if self.compiles else nullcontext()
         try:
-            exec(compile(self.case.text, name, "exec"), self.space)
+            with guarded:
+                exec(compile(self.case.text, name, "exec"), self.space)
         except Exception as error:
             self.seen.append(("the script", f"raises {type(error).__name__}"))
             self.error = f"{error!r:.300}"
@@ -145,6 +149,8 @@ class Run:
             self.error = f"{error!r:.300}"
             self.refused += [self.calls] if any(text in str(error) for text in REFUSED[self.converts]) else []
             self.written += [self.calls] if WRITTEN in str(error) else []
+            if self.compiles:  # what code does before an error that dynamo meets is lost, and graphs may end elsewhere
+                self.log.clear()
         for module, training in zip(model.modules(), was):
             module.training = training
         found += [(f"{name} afterwards", each.detach().clone()) for name, each in given.items()]
@@ -185,12 +191,17 @@ def backward(result: Any) -> None:
 
 REFUSED = {
     False: ("is a view and is being", "is a view and its base or another", "has been modified by an inplace operation"),
-    True: ("recomputation by a checkpoint", "another one, and a function around the module's forward"),
+    True: (
+        "recomputation by a checkpoint",
+        "another one, and a function around the module's forward",
+        "a checkpoint inside of what is compiled",
+    ),
 }
 """Errors of one run alone, by whether it is the converted one (docs/fuse.md). In plain torch refuses a write to a result that is
 a view of a checkpoint's, and the backward pass through a result that was written to and that it had saved; a converted module's
 result is no view, and other tensors are saved. Converted, a checkpoint refuses a function that calls other modules when it runs
-again, and a module whose class got another forward refuses calls through a function that was put around its own."""
+again, and a module whose class got another forward refuses calls through a function that was put around its own; compiled code
+refuses a checkpoint inside of it (docs/torch.md)."""
 
 WRITTEN = "wants saved tensors as the forward pass left them"
 """An error of the converted run, which torch raises as well, but not in a non-reentrant checkpoint: that saves what its function

@@ -61,6 +61,7 @@ _NAMES = {
     "fuse_": "opfuse.convert",
     "unfuse_": "opfuse.convert",
     "report": "opfuse.convert",
+    "register_experts": "opfuse.convert",
     "export_weights": "opfuse.interchange.layouts",
     "import_weights": "opfuse.interchange.layouts",
     "load_policy": "opfuse.config",

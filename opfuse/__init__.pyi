@@ -20,6 +20,7 @@ from opfuse.compiler.rules import fusion as fusion
 from opfuse.config.load import load as load
 from opfuse.config.load import load_policy as load_policy
 from opfuse.convert import fuse_ as fuse_
+from opfuse.convert import register_experts as register_experts
 from opfuse.convert import report as report
 from opfuse.convert import unfuse_ as unfuse_
 from opfuse.core.state import plain_state_dict as plain_state_dict

@@ -1,0 +1,75 @@
+"""``experts_implementation="opfuse"``: the experts of transformers' mixtures by opfuse, without ``fuse_`` on the model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from opfuse.convert.converted import converted
+from opfuse.convert.fuse import fuse_
+from opfuse.domains import checked_arguments
+from opfuse.errors import ConversionError, OpfuseWarning, describe
+from opfuse.recipes import Recipe, as_recipe
+from opfuse.torch_private.compiler import not_traced
+
+FALLBACK = "grouped_mm"
+"""transformers' experts in one grouped product, which run outside of recipes, and where opfuse has none for a layout."""
+
+
+@checked_arguments(ConversionError)
+def register_experts(name: str = "opfuse", *, recipe: object = None) -> None:
+    """Register opfuse with transformers' experts interface: ``from_pretrained(..., experts_implementation=name)`` then runs all
+    experts of a mixture as grouped products of opfuse.
+
+    recipe: that of the experts outside of :func:`opfuse.autocast`; inside, the region's recipe counts. Without any, transformers'
+    ``grouped_mm`` runs. The experts of each layer are converted, as by :func:`opfuse.fuse_`, when they are first called; compiled
+    code breaks its graph there, once. Experts that fuse_ would leave alone run as ``grouped_mm``, with a warning that says why.
+
+    Registering a name again replaces its recipe, for models that have not run yet. ConversionError without transformers 5, and
+    for a name that transformers uses already; RecipeError for a recipe that is none.
+    """
+    own = None if recipe is None else as_recipe(recipe)
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError as error:
+        cure = "pip install 'transformers>=5'"
+        raise ConversionError(describe("register_experts", wanted="transformers 5", got=str(error), cure=cure)) from error
+    known = ALL_EXPERTS_FUNCTIONS.get(name)
+    if name == "eager" or not (known is None or isinstance(known, ExpertsForward)):
+        got, cure = f"{name!r}, which transformers uses", 'opfuse.register_experts("opfuse")'
+        raise ConversionError(describe("register_experts", wanted="a name of your own", got=got, cure=cure))
+    ALL_EXPERTS_FUNCTIONS.register(name, ExpertsForward(own, ALL_EXPERTS_FUNCTIONS[FALLBACK]))
+
+
+class ExpertsForward:
+    """What transformers calls for the forward of a module with experts.
+
+    A converted module calls this as well, for calls that its pipeline is not for, so the fallback runs. why: modules that cannot
+    be converted, with the reason.
+    """
+
+    def __init__(self, recipe: Recipe | None, fallback: Any) -> None:
+        self.recipe, self.fallback = recipe, fallback
+        self.why: MutableMapping[nn.Module, str] = WeakKeyDictionary()
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if converted(module) is None and self._convert(module):
+            return module.forward(*args, **kwargs)
+        return self.fallback(module, *args, **kwargs)
+
+    @not_traced
+    def _convert(self, module: nn.Module) -> bool:
+        """Whether the module is converted now."""
+        if module in self.why:
+            return False
+        try:
+            fuse_(module, self.recipe)
+        except ConversionError as error:
+            self.why[module] = str(error)
+            text = f"{error} Until then transformers' {FALLBACK} runs for this {type(module).__name__}."
+            warnings.warn(text, OpfuseWarning, stacklevel=5)
+        return module not in self.why

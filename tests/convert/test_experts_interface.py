@@ -1,0 +1,117 @@
+"""``experts_implementation="opfuse"``: the experts of transformers' mixtures by opfuse, without ``fuse_``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import opfuse
+from opfuse.errors import ConversionError, OpfuseWarning, RecipeError
+from opfuse.recipes import DelayedScaling, Float8CurrentScaling
+from tests.convert.test_fuse import EXACT
+from tests.convert.tiny import arguments, tiny
+from tests.plans import plans_used
+
+MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM")
+
+
+def registered(kind: str, recipe: object = None) -> torch.nn.Module:
+    opfuse.register_experts("opfuse", recipe=recipe)
+    model = tiny(kind)
+    model.set_experts_implementation("opfuse")
+    return model
+
+
+def step(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The loss, and all gradients."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = model(**arguments(model)).loss
+    loss.backward()
+    return [loss.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_by_the_interface_compute_what_transformers_do(kind):
+    model = registered(kind, EXACT)
+    plain = copy.deepcopy(model)
+    plain.set_experts_implementation("grouped_mm")
+    wanted = step(plain)
+    for _ in range(3):
+        with plans_used() as plans:
+            found = step(model)
+        assert plans
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    names = {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
+    assert len(names) == 1, "nothing but experts is converted"
+
+
+def test_without_a_recipe_transformers_experts_run():
+    model, plain = registered("MixtralForCausalLM"), tiny("MixtralForCausalLM")
+    plain.set_experts_implementation("grouped_mm")
+    with plans_used() as plans:
+        found = step(model)
+    assert not plans
+    assert all(map(torch.equal, found, step(plain)))
+    with opfuse.autocast(recipe=Float8CurrentScaling()), plans_used() as plans:
+        step(model)
+    assert plans
+
+
+def test_another_implementation_takes_over():
+    model = registered("MixtralForCausalLM", Float8CurrentScaling())
+    step(model)
+    model.set_experts_implementation("eager")
+    with plans_used() as plans, pytest.warns(OpfuseWarning, match="_experts_implementation"):
+        found = step(model)
+    assert not plans
+    plain = tiny("MixtralForCausalLM")
+    plain.set_experts_implementation("eager")
+    assert all(map(torch.equal, found, step(plain)))
+
+
+def test_a_model_is_made_with_it_and_saved_without_a_trace(tmp_path):
+    opfuse.register_experts(recipe=DelayedScaling())
+    config = tiny("Qwen3MoeForCausalLM").config
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="opfuse")
+    step(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.get_experts_implementation()[""] != "opfuse"
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_experts_that_opfuse_has_no_pipeline_for_say_so_and_run():
+    model = registered("GptOssForCausalLM", Float8CurrentScaling())
+    with pytest.warns(OpfuseWarning, match=r"(?s)GptOssExperts.*grouped_mm runs"):
+        found = step(model)
+    plain = tiny("GptOssForCausalLM")
+    plain.set_experts_implementation("grouped_mm")
+    assert all(map(torch.equal, found, step(plain)))
+    assert len(step(model)) == len(found)  # and no second warning
+
+
+@pytest.mark.cpu
+def test_compiled_code_runs_them():
+    model = registered("MixtralForCausalLM", EXACT)
+    wanted = step(copy.deepcopy(model))
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        found = step(compiled)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["eager", "grouped_mm"])
+def test_names_of_transformers_stay_its_own(name):
+    with pytest.raises(ConversionError, match="transformers uses"):
+        opfuse.register_experts(name)
+
+
+def test_a_recipe_that_is_none_is_told_at_once():
+    with pytest.raises(RecipeError):
+        opfuse.register_experts(recipe="fp9")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import linecache
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -78,9 +80,10 @@ class Run:
             torch._dynamo.reset()
         seeded(self.case.seed)
         draw = torch.Generator().manual_seed(self.case.seed)
-        self.space = {each: getattr(ingredients, each) for each in ingredients.__all__}
+        sys.modules["case"] = module = ModuleType("case")  # dynamo imports what functions say that they are of
+        self.space = vars(module)
+        self.space |= {each: getattr(ingredients, each) for each in ingredients.__all__}
         self.space |= {
-            "__name__": "case",
             "randn": lambda *shape: torch.randn(shape, generator=draw).to(self.space["dtype"]),
             "fuse": self.fuse,
             "unfuse": self.unfuse,

@@ -1,14 +1,16 @@
 """Converts a module that holds all experts of a mixture in two parameters: they become grouped products over sorted rows.
 
 Such a module is recognised by what it computes. It does nothing to floats but what :data:`FUNCTIONS` lists, and with small random
-parameters it returns sum_k w_k W_down (act(W_gate x) * (W_up x)) for each token x, over the experts k that its second argument
-names for the token, with weights w from its third argument; and its gradients are those of that sum.
+parameters it returns sum_k w_k (W_down g(W_gate x + b_gate, W_up x + b_up) + b_down) for each token x, over the experts k that
+its second argument names for the token, with weights w from its third argument; and its gradients are those of that sum. g is a
+gated unit; the biases are zero, or two more parameters.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from opfuse.convert.code import BUILTINS, NotRecorded, check_effects
 from opfuse.convert.converted import Converted
 from opfuse.convert.guards import Proven
-from opfuse.convert.leaves import GATED, UNGATED, leaf_of, obstacle
+from opfuse.convert.leaves import GATED, leaf_of, obstacle
 from opfuse.convert.pipeline import INPUT, PipelineRun
 from opfuse.convert.record import (
     ACTIVATIONS,
@@ -31,7 +33,7 @@ from opfuse.convert.record import (
     training_or_not,
 )
 from opfuse.convert.weights import MadeParameters
-from opfuse.ops.activation import Activation
+from opfuse.ops.activation import ClampedSwiGLU, GatedActivation
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.routing import TokenCombine, TokenPermute
 from opfuse.recipes import Recipe
@@ -50,19 +52,23 @@ SIZES = (1e-2, 1.0, 10.0, 100.0, 1e4)
 class Experts(NamedTuple):
     """A module with experts.
 
-    both: name of the parameter (experts, 2 inner, width) that holds gate and up, gate first. down: name of the parameter
-    (experts, width, inner). act: name of the activation.
+    both: name of the parameter that holds gate and up, (experts, 2 inner, width), or (experts, width, 2 inner) if ``transposed``.
+    down: name of the parameter (experts, width, inner), or (experts, inner, width). gate: the unit between them. biases: names of
+    the biases of both and of down, or none.
     """
 
     module: nn.Module
     both: str
     down: str
-    act: str
+    gate: GatedActivation
+    transposed: bool
+    biases: tuple[str, ...]
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Number of experts, width, and inner width."""
-        experts, width, inner = self.module._parameters[self.down].shape  # type: ignore[union-attr]
+        experts, *matrix = self.module._parameters[self.down].shape  # type: ignore[union-attr]
+        width, inner = matrix[::-1] if self.transposed else matrix
         return experts, width, inner
 
     @property
@@ -71,24 +77,56 @@ class Experts(NamedTuple):
         experts, width, inner = self.sizes
         return 3 * experts * width * inner
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What the forward takes: tokens, experts, weights."""
+        required = required_arguments(self.module)
+        return required if len(required) == 3 else tuple(inspect.signature(type(self.module).forward).parameters)[1:]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """What its parameters have to be, by name."""
+        experts, width, inner = self.sizes
+        matrices = {self.both: (2 * inner, width), self.down: (width, inner)}
+        shapes = {name: (experts, *(size[::-1] if self.transposed else size)) for name, size in matrices.items()}
+        return {**shapes, **dict(zip(self.biases, ((experts, 2 * inner), (experts, width))))}
+
 
 def experts_of(module: nn.Module) -> Experts | None:
     """The experts of a module; None if it has none, or computes something else."""
-    three = [name for name, p in module._parameters.items() if p is not None and p.dim() == 3]
-    arguments = required_arguments(module)
-    if len(three) != 2 or len(three) < len(module._parameters) or len(arguments) != 3 or len(module._modules) != 1:
+    shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
+    matrices, biases = ([name for name, shape in shapes.items() if len(shape) == dims] for dims in (3, 2))
+    if len(matrices) != 2 or len(biases) not in (0, 2) or len(shapes) != len(matrices) + len(biases):
         return None
-    (child,) = module.children()
-    leaf = leaf_of(child) if obstacle(child) is None else None
-    if leaf is None or leaf.name not in GATED or getattr(module, "_is_expert_parallel", False):
+    if len(required_arguments(module)) not in (1, 3) or getattr(module, "_is_expert_parallel", False):
         return None
-    for both, down in (three, three[::-1]):
-        found = Experts(module, both, down, leaf.name)
-        experts, width, inner = found.sizes
-        shape = module._parameters[both].shape  # type: ignore[union-attr]
-        if tuple(shape) == (experts, 2 * inner, width) and all(_computes(found, *each) for each in _TRIED):
-            return found
+    for (both, down), transposed, gate in product(permutations(matrices), (False, True), _gates_of(module)):
+        for names in permutations(biases):
+            found = Experts(module, both, down, gate, transposed, names)
+            if found.shapes == shapes and len(found.arguments) == 3 and all(_computes(found, *each) for each in _TRIED):
+                return found
     return None
+
+
+INTERLEAVES = (None, 1)
+"""How gate and up lie in one matrix: one behind the other, or row by row in turns."""
+
+LIMITS = 0.1, 1000.0
+"""Between these a unit may be clamped: tokens of :data:`SIZES` make values on both sides of the bound, for gate and up."""
+
+
+def _gates_of(module: nn.Module) -> Iterator[GatedActivation]:
+    """The units that the module may have between its products: of its activation, or clamped by numbers of its own."""
+    if len(module._modules) == 1:
+        (child,) = module.children()
+        leaf = leaf_of(child) if obstacle(child) is None else None
+        if leaf is not None and leaf.name in GATED:
+            yield from (GATED[leaf.name](glu_interleave_size=size) for size in INTERLEAVES)
+    elif not module._modules:
+        numbers = sorted({value for value in vars(module).values() if type(value) is float and value > 0})
+        for (limit, alpha), offset, size in product(permutations(numbers, 2), (1.0, 0.0), INTERLEAVES):
+            if LIMITS[0] <= limit <= LIMITS[1]:
+                yield ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=offset, glu_interleave_size=size)
 
 
 FUNCTIONS = (
@@ -98,7 +136,8 @@ FUNCTIONS = (
     | {"linear", "matmul", "chunk", "__getitem__", "index_add", "zeros_like", "shape", "dtype", "device"}
 )
 """What may be done to tensors of floats. All of it but ReLU is analytic, so forwards that agree at random points agree
-everywhere. Routing is not, and is calculated with integers.
+everywhere. Routing is not, and is calculated with integers. A clamp is analytic between its bounds and outside of them, and is
+allowed at the bounds of the unit that is tried, on both sides of which the random values lie.
 """
 
 
@@ -111,7 +150,14 @@ _TRIED: tuple[tuple[str, torch.dtype, int], ...] = (
 
 
 class _OnlyFunctions(TorchFunctionMode):
-    """Ends a forward that does anything else to floats, such as a comparison or a clamp, or that takes a part of integers."""
+    """Ends a forward that does anything else to floats, such as a comparison, or that takes a part of integers.
+
+    bounds: those that it may clamp at.
+    """
+
+    def __init__(self, bounds: Collection[tuple[float | None, float]] = ()) -> None:
+        super().__init__()
+        self.bounds = bounds
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = getattr(func.__self__ if func.__name__ == "__get__" else func, "__name__", "")
@@ -120,9 +166,16 @@ class _OnlyFunctions(TorchFunctionMode):
         floats = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given)
         if name == "__getitem__" and not floats and _cuts(args[1]):
             raise NotRecorded("a slice of what is routed", "all tokens that are routed to an expert")
+        clamps = name == "clamp" and inspect.signature(_bounds).bind(*args, **(kwargs or {}))
+        if clamps and _bounds(*clamps.args, **clamps.kwargs) in self.bounds:
+            return func(*args, **(kwargs or {}))
         if floats and not FUNCTIONS & {name, name.removesuffix("_")}:
             raise NotRecorded(f"the call of {name}", "linear functions of tokens, and an activation")
         return func(*args, **(kwargs or {}))
+
+
+def _bounds(x: torch.Tensor, min: Any = None, max: Any = None) -> tuple[Any, Any]:
+    return min, max
 
 
 def _cuts(index: Any) -> bool:
@@ -139,24 +192,34 @@ def _computes(found: Experts, each: str, dtype: torch.dtype, tokens: int) -> boo
         return torch.randn(*shape, generator=draw, dtype=torch.float64, device="cpu")
 
     both, down, weights = random(experts, 2 * inner, width), random(experts, width, inner), random(tokens, 2)
+    biases = [random(experts, rows) for rows in (2 * inner, width)][: len(found.biases)]
     x = random(tokens, width)
     if dtype is torch.float64:
         x *= torch.tensor(SIZES, dtype=dtype, device="cpu").repeat(tokens // len(SIZES)).unsqueeze(-1)
     index = torch.randint(experts, (tokens, 2), generator=draw, device="cpu")
+    limit = found.gate.constants.get("limit")
+    bounds = () if limit is None else ((None, limit), (-limit, limit))
 
-    def ours(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        gate, up = torch.einsum("tkiw,tw->tki", both[index], x).chunk(2, -1)
-        return torch.einsum("tkwi,tki,tk->tw", down[index], _ActivationOf.apply(gate, UNGATED[found.act]) * up, weights)  # type: ignore[no-untyped-call]
+    def ours(
+        x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, *biases: torch.Tensor
+    ) -> torch.Tensor:
+        first, last = (bias[index] for bias in biases) if biases else (0, 0)
+        gated = torch.einsum("tkiw,tw->tki", both[index], x) + first
+        interleaved = found.gate.spec.glu_interleave_size is not None
+        halves = (gated[..., ::2], gated[..., 1::2]) if interleaved else gated.chunk(2, -1)
+        y = torch.einsum("tkwi,tki->tkw", down[index], _Gate.apply(*halves, found.gate)) + last  # type: ignore[no-untyped-call]
+        return torch.einsum("tkw,tk->tw", y, weights)
 
-    def theirs(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor) -> Any:
-        vars(found.module)["_parameters"] = {found.both: both, found.down: down}
+    def theirs(x: torch.Tensor, both: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, *biases: torch.Tensor) -> Any:
+        matrices = [each.mT if found.transposed else each for each in (both, down)]
+        vars(found.module)["_parameters"] = dict(zip((found.both, found.down, *found.biases), (*matrices, *biases)))
         check_effects(found.module, BUILTINS | {"range"}, unwraps=True)
-        with _OnlyFunctions():
+        with _OnlyFunctions(bounds):
             return inspect.unwrap(type(found.module).forward)(found.module, x, index, weights)
 
     state = torch.get_rng_state()
     with mode(each) as training, training_or_not(found.module, training):
-        given = [each.to(dtype) for each in (x, both, down, weights)]
+        given = [each.to(dtype) for each in (x, both, down, weights, *biases)]
         got = _with_gradients(theirs, *given)
         if not torch.equal(torch.get_rng_state(), state):
             return False
@@ -184,19 +247,19 @@ def _with_gradients(function: Callable[..., Any], *given: torch.Tensor) -> list[
         return None
 
 
-class _ActivationOf(torch.autograd.Function):
-    """The activation of an op, and its gradient, on fp64 values."""
+class _Gate(torch.autograd.Function):
+    """The gated unit of an op, and its gradients, on fp64 values."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: type[Activation]) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.math = op.math
-        return op.math.value(x)
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, op: GatedActivation) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.op = op
+        return op.math.value(a, b, **op.constants)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (dx,) = ctx.math.grad(dy, *ctx.saved_tensors)
-        return dx, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        da, db = ctx.op.math.grad(dy, *ctx.saved_tensors, **ctx.op.constants)
+        return da, db, None
 
 
 SPLITS, PLACES = "splits", "places"
@@ -244,21 +307,24 @@ def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
         permute.set_extra_output_channel(number, channel, output_to_caller=False)
     combine.set_extra_input_channel(0, PLACES)
     run = PipelineRun(ops=[permute], names=["permute"], extras=[0, 1, INPUT], path=path)
-    for name, sizes in ((found.both, (width, 2 * inner)), (found.down, (inner, width))):
-        op, made = _grouped(found.module, name, experts, *sizes)
+    for number, (name, sizes) in enumerate(((found.both, (width, 2 * inner)), (found.down, (inner, width)))):
+        sources = {"weight": (name, found.transposed)}
+        if found.biases:
+            sources["bias"] = found.biases[number], False
+        op, made = _grouped(found.module, sources, experts, *sizes)
         op.name = f"{path}.{name}".lstrip(".")
         op.set_extra_input_channel(0, SPLITS)
         run.ops.append(op)
         run.names.append(name)
         run.made.append(made)
-    run.ops.insert(2, GATED[found.act]())
-    run.names.insert(2, found.act)
+    run.ops.insert(2, found.gate)
+    run.names.insert(2, found.gate.kind)
     run.ops.append(combine)
     run.names.append("combine")
     return Routed(
         found.module,
         path,
-        arguments=required_arguments(found.module),
+        arguments=found.arguments,
         run=run,
         members=dict(found.module.named_children()),
         recipe=recipe,
@@ -266,11 +332,23 @@ def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
     )
 
 
-def _grouped(module: nn.Module, name: str, experts: int, columns: int, rows: int) -> tuple[GroupedLinear, MadeParameters]:
-    """A grouped product (columns to rows) whose weights are the parameter ``name`` of ``module``, and what lends it that."""
-    made = MadeParameters({"weight": ((module, name, False),)})
-    options: dict[str, Any] = {"bias": False, "single_grouped_weight": True, "pad_splits": True}
-    op = GroupedLinear(experts, columns, rows, **options, device="meta", dtype=module._parameters[name].dtype)  # type: ignore[union-attr]
-    del op._parameters["weight"]
+def _grouped(
+    module: nn.Module, sources: Mapping[str, tuple[str, bool]], experts: int, columns: int, rows: int
+) -> tuple[GroupedLinear, MadeParameters]:
+    """A grouped product (columns to rows), and what lends it its parameters.
+
+    sources: by the op's names, those of ``module``, and whether they are transposed.
+    """
+    made = MadeParameters({own: ((module, name, transposed),) for own, (name, transposed) in sources.items()})
+    options: dict[str, Any] = {
+        "bias": "bias" in sources,
+        "single_grouped_weight": True,
+        "single_grouped_bias": True,
+        "pad_splits": True,
+    }
+    dtype = module._parameters[sources["weight"][0]].dtype  # type: ignore[union-attr]
+    op = GroupedLinear(experts, columns, rows, **options, device="meta", dtype=dtype)
+    for own in sources:
+        del op._parameters[own]
     op.__dict__["owner"] = made
     return op, made

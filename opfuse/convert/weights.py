@@ -167,7 +167,7 @@ def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
     values: list[Any] = [module._parameters[name] for module, name, _ in sources]
     turned = [transposed for _, _, transposed in sources]
     with torch.no_grad():
-        parts = [value.t() if turn else value for value, turn in zip(values, turned)]
+        parts = [value.mT if turn else value for value, turn in zip(values, turned)]
         whole = joined(parts).detach()
     sizes = [len(part) for part in parts]
     if torch.is_grad_enabled() and share_memory(whole, values[0]):
@@ -175,7 +175,7 @@ def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
 
     def backward(received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
         grads = [None] * len(sizes) if received[0] is None else received[0].split(sizes)
-        return [grad.t() if turn and grad is not None else grad for grad, turn in zip(grads, turned)]
+        return [grad.mT if turn and grad is not None else grad for grad, turn in zip(grads, turned)]
 
     ledger.record(values, [whole], backward)
     return whole.requires_grad_(torch.is_grad_enabled() and any(value.requires_grad for value in values))
@@ -240,7 +240,7 @@ def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _read(source: Source) -> torch.Tensor:
     module, name, transposed = source
     value: Any = taken(module._parameters[name])
-    weight: torch.Tensor = value.t() if transposed else value
+    weight: torch.Tensor = value.mT if transposed else value
     return weight
 
 

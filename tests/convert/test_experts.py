@@ -10,6 +10,7 @@ import opfuse
 from opfuse.convert.experts import experts_of
 from opfuse.convert.leaves import GATED
 from opfuse.errors import OpfuseWarning
+from opfuse.ops import SwiGLU
 from opfuse.recipes import MXFP8BlockScaling
 from tests.convert.test_fuse import EXACT, called, converted_exactly
 from tests.ops.test_routing import made_by
@@ -43,6 +44,55 @@ class Mixture(nn.Module):
 class Interleaved(Mixture):
     def halves(self, both):
         return both[..., ::2], both[..., 1::2]
+
+
+class Clamped(nn.Module):
+    """As in GPT-OSS: matrices to be multiplied from the right, biases, and a clamped unit whose halves take turns."""
+
+    offset = 1
+
+    def __init__(self, width: int = 32, inner: int = 64, limit: float = 0.5) -> None:
+        super().__init__()
+        self.up, self.up_bias = (
+            nn.Parameter(torch.randn(EXPERTS, width, 2 * inner) / 6),
+            nn.Parameter(torch.randn(EXPERTS, 2 * inner)),
+        )
+        self.down, self.down_bias = (
+            nn.Parameter(torch.randn(EXPERTS, inner, width) / 8),
+            nn.Parameter(torch.randn(EXPERTS, width)),
+        )
+        self.alpha, self.limit = 1.702, limit
+
+    def forward(self, hidden, chosen=None, weights=None):
+        result = torch.zeros_like(hidden)
+        for expert in range(EXPERTS):
+            token, place = torch.where(chosen == expert)
+            a, b = self.halves(hidden[token] @ self.up[expert] + self.up_bias[expert])
+            y = (b + self.offset) * a * torch.sigmoid(a * self.alpha) @ self.down[expert] + self.down_bias[expert]
+            result.index_add_(0, token, (y * weights[token, place, None]).to(result.dtype))
+        return result
+
+    def halves(self, both):
+        return both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(min=-self.limit, max=self.limit)
+
+
+class InHalves(Clamped):
+    offset = 0
+
+    def halves(self, both):
+        a, b = both.chunk(2, dim=-1)
+        return a.clamp(None, self.limit), b.clamp(-self.limit, self.limit)
+
+
+class OneSided(Clamped):
+    def halves(self, both):
+        return both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(max=self.limit)
+
+
+class Twice(Clamped):
+    def halves(self, both):
+        a, b = super().halves(both)
+        return a.clamp(max=self.limit / 2), b
 
 
 class CutOff(Mixture):
@@ -145,14 +195,28 @@ def test_experts_with_an_activation_that_gates_nothing_here_stay(monkeypatch):
 
 def test_experts_are_known_by_what_they_compute():
     found = experts_of(Mixture())
-    assert (found.both, found.down, found.act, found.sizes) == ("up", "down", "silu", (EXPERTS, 32, 64))
+    assert (found.both, found.down, type(found.gate), found.sizes) == ("up", "down", SwiGLU, (EXPERTS, 32, 64))
     assert experts_of(Mixture().to("meta")) is not None
-    assert experts_of(Interleaved()) is None
+    assert experts_of(Interleaved()).gate.glu_interleave_size == 1
     assert experts_of(CutOff()) is None
     assert experts_of(Bounded()) is None
     assert experts_of(Frozen()) is None
     assert experts_of(Dropping().eval()) is None
-    assert opfuse.fuse_(nn.ModuleList([Interleaved(), nn.Linear(8, 8)]))["0"].status == "kept"
+    assert opfuse.fuse_(nn.ModuleList([CutOff(), nn.Linear(8, 8)]))["0"].status == "kept"
+
+
+@pytest.mark.parametrize("make", [Clamped, InHalves, lambda: Clamped(width=64)])
+def test_clamped_experts_are_known_with_their_numbers(make):
+    model = make()
+    found = experts_of(model)
+    assert (found.transposed, found.biases) == (True, ("up_bias", "down_bias"))
+    gate, size = found.gate, None if isinstance(model, InHalves) else 1
+    assert (gate.limit, gate.alpha, gate.glu_linear_offset, gate.glu_interleave_size) == (0.5, 1.702, model.offset, size)
+
+
+@pytest.mark.parametrize("make", [OneSided, Twice, lambda: Clamped(limit=1e30), lambda: Clamped(limit=1e-3)])
+def test_units_that_are_clamped_otherwise_or_where_no_value_tells_stay(make):
+    assert experts_of(make()) is None
 
 
 def test_an_activation_with_hooks_keeps_experts_as_they_are_and_so_does_another_one_later():
@@ -166,9 +230,10 @@ def test_an_activation_with_hooks_keeps_experts_as_they_are_and_so_does_another_
     assert experts_of(model) is None
 
 
-def test_a_mixture_computes_the_same():
+@pytest.mark.parametrize("make", [Mixture, Interleaved, Clamped, InHalves])
+def test_a_mixture_computes_the_same(make):
     """Bitwise without a recipe, and under one that casts nothing as exactly as fp64 sums allow."""
-    model = Mixture().double()
+    model = make().double()
     x, chosen, weights = routed(torch.float64)
 
     def both():
@@ -182,7 +247,8 @@ def test_a_mixture_computes_the_same():
 
         return called(Fixed(), [x, weights])
 
-    assert converted_exactly(model, both).fused == {"": "TokenPermute → GroupedLinear → SwiGLU → GroupedLinear → TokenCombine"}
+    unit = "ClampedSwiGLU" if isinstance(model, Clamped) else "SwiGLU"
+    assert converted_exactly(model, both).fused == {"": f"TokenPermute → GroupedLinear → {unit} → GroupedLinear → TokenCombine"}
 
 
 def test_rows_of_an_expert_need_not_fill_blocks():

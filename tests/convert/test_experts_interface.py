@@ -15,7 +15,7 @@ from tests.convert.test_fuse import EXACT
 from tests.convert.tiny import arguments, tiny
 from tests.plans import plans_used
 
-MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM")
+MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "OlmoeForCausalLM", "GptOssForCausalLM")
 
 
 def registered(kind: str, recipe: object = None) -> torch.nn.Module:
@@ -23,6 +23,10 @@ def registered(kind: str, recipe: object = None) -> torch.nn.Module:
     model = tiny(kind)
     model.set_experts_implementation("opfuse")
     return model
+
+
+def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
 
 
 def step(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -86,11 +90,12 @@ def test_a_model_is_made_with_it_and_saved_without_a_trace(tmp_path):
 
 
 def test_experts_that_opfuse_has_no_pipeline_for_say_so_and_run():
-    model = registered("GptOssForCausalLM", Float8CurrentScaling())
-    with pytest.warns(OpfuseWarning, match=r"(?s)GptOssExperts.*grouped_mm runs"):
-        found = step(model)
-    plain = tiny("GptOssForCausalLM")
+    model, plain = registered("MixtralForCausalLM", Float8CurrentScaling()), tiny("MixtralForCausalLM")
     plain.set_experts_implementation("grouped_mm")
+    for experts in (*experts_of(model), *experts_of(plain)):
+        experts.act_fn = torch.nn.Tanh()
+    with pytest.warns(OpfuseWarning, match=r"(?s)MixtralExperts.*grouped_mm runs"):
+        found = step(model)
     assert all(map(torch.equal, found, step(plain)))
     assert len(step(model)) == len(found)  # and no second warning
 

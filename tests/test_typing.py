@@ -69,7 +69,8 @@ def test_a_script_with_every_public_name(checker: str, tmp_path: Path) -> None:
     told = [f"from {module} import {name} as {module.replace('.', '_')}_{name}" for module in MODULES for name in NAMES[module]]
     asked = [f"reveal_type({module.replace('.', '_')}_{name})" for module in MODULES for name in NAMES[module]]
     found = checked(CHECKERS[checker], "\n".join((*told, *asked, SCRIPT)), tmp_path)
-    assert re.findall(r".*\berror: .*", found) == []
+    errors = re.findall(r".*\berror: .*", found)
+    assert [each for each in errors if not each.endswith("[unused-ignore]")] == []  # which differs between releases of torch
     types = re.findall(r'Revealed type is "(.*)"|Type of ".*?" is "(.*)"', found)
     assert len(types) == len(asked)
     assert [name for name, each in zip(asked, types) if "".join(each) in ("Any", "Unknown")] == []

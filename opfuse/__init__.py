@@ -62,8 +62,8 @@ _NAMES = {
     "unfuse_": "opfuse.convert",
     "report": "opfuse.convert",
     "register_experts": "opfuse.convert",
-    "export_weights": "opfuse.interchange.layouts",
-    "import_weights": "opfuse.interchange.layouts",
+    "export_weights": "opfuse.interchange.state_dicts",
+    "import_weights": "opfuse.interchange.state_dicts",
     "load_policy": "opfuse.config",
 }
 

@@ -32,8 +32,8 @@ from opfuse.inspect.host import host_times as host_times
 from opfuse.inspect.ranks import compare_ranks as compare_ranks
 from opfuse.inspect.saved import saved as saved
 from opfuse.inspect.watch import watch as watch
-from opfuse.interchange.layouts import export_weights as export_weights
-from opfuse.interchange.layouts import import_weights as import_weights
+from opfuse.interchange.state_dicts import export_weights as export_weights
+from opfuse.interchange.state_dicts import import_weights as import_weights
 from opfuse.ops.parallel import TensorParallel as TensorParallel
 from opfuse.recipes import is_fp8_available as is_fp8_available
 from opfuse.recipes import is_fp8_block_scaling_available as is_fp8_block_scaling_available

@@ -72,7 +72,7 @@ def chain_of(module: nn.Module) -> TracedChain:
         raise NotRecorded(got, f"a forward that needs 1 to {MOST_ARGUMENTS} tensors")
     widths, chain = _first_chain(module, names)
     like = first_parameter(module)
-    in_autocast = torch.amp.is_autocast_available("cpu" if like is None else like.device.type)
+    in_autocast = torch.amp.autocast_mode.is_autocast_available("cpu" if like is None else like.device.type)
     for name, is_autocast, run in recordings(module, widths):
         if is_autocast:
             in_autocast = in_autocast and _is_chain(run, chain)

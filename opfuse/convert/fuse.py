@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Never, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -14,15 +16,16 @@ from opfuse.convert.build import build, build_alone, build_norm
 from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import OWN, Converted, converted, installed
 from opfuse.convert.experts import Routed, build_experts, experts_of
-from opfuse.convert.leaves import asked_once, obstacle, weight_of, why_refused
+from opfuse.convert.leaves import NORM_DTYPES, asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
-from opfuse.convert.policy import Filter, Policies, Policy
+from opfuse.convert.policy import Choice, Filter, Policies, Policy
 from opfuse.convert.report import NONE, Conversion, Report, Status
 from opfuse.convert.siblings import siblings
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
 from opfuse.domains import BOOLEAN, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
+from opfuse.interchange.stored_modules import hold_arrays, hold_stored, matrices_of, why_not_held
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -41,7 +44,9 @@ def fuse_(
     Modules whose forward is a chain of products, activations, norms, dropouts and sums run as pipelines; other products run
     alone. Submodules, parameters (the same objects), their names and the state dict do not change, so existing optimizers keep
     working, and ``save_pretrained`` writes an ordinary checkpoint. Without a recipe a converted module computes what it did
-    before, bit for bit.
+    before, bit for bit. One exception: the FP8 matrices of transformers' ``FP8Linear`` and ``FP8Experts`` become parameters that
+    are stored quantized, over the same bytes, which products read as they are; make optimizers afterwards. State dicts have the
+    arrays under the names of before.
 
     recipe: that of every converted module outside of ``autocast``; inside, the region's recipe counts. None: high precision
     outside of regions. policy: recipes of single modules, as a mapping from patterns of paths (a pattern covers everything below
@@ -72,6 +77,7 @@ def fuse_(
     _restore(before)
     try:
         walk = _Walk(Policies(model, recipe, policy, filter_fn))
+        walk.hold_stored(model)
         with asked_once():
             walk.visit(model, "")
         if walk.forwards:
@@ -80,18 +86,24 @@ def fuse_(
         if not walk.forwards:
             raise _nothing(model, [*walk.entries.values()])
     except BaseException:
+        _release(model, before)
         _install(before)
         raise
+    _release(model, walk.forwards)
     _carry_over(before, walk.forwards)
     told = Report(tuple(walk.entries.values()))
     for forward in walk.forwards.values():
         forward.report = told
     _install(walk.forwards)
     if pack:
-        for run in {run: None for forward in walk.forwards.values() for run in forward.runs}:
-            for parameters in run.made:
-                parameters.pack()
+        _pack(walk.forwards)
     return told
+
+
+def _pack(forwards: Mapping[nn.Module, Converted]) -> None:
+    for run in {run: None for forward in forwards.values() for run in forward.runs}:
+        for parameters in run.made:
+            parameters.pack()
 
 
 @checked_arguments(ConversionError)
@@ -129,6 +141,7 @@ def unfuse_(model: AnyModule) -> AnyModule:
     if not forwards:
         raise _none_converted("unfuse_", model)
     _restore(forwards)
+    _release(model, {})
     return model
 
 
@@ -164,6 +177,13 @@ def _carry_over(before: dict[nn.Module, Converted], forwards: dict[nn.Module, Co
                 op.__dict__["quantizer_states"] = earlier[name].quantizer_states
 
 
+def _release(model: nn.Module, forwards: Mapping[nn.Module, Converted]) -> None:
+    """Have modules of other libraries that are not converted hold their quantized matrices as they did."""
+    for module in model.modules():
+        if module not in forwards:
+            hold_arrays(module)
+
+
 def _restore(forwards: dict[nn.Module, Converted]) -> None:
     for module in forwards:
         for name in installed(vars(module)):
@@ -183,7 +203,8 @@ class _Walk:
 
     A module whose forward is a chain runs as one pipeline; the products in it are converted alone as well, for calls that the
     pipeline is not for. inlined: modules whose own chain is a part of another one. taken: all modules that chains replace. lone:
-    modules whose own parameters are vectors, such as norms, by path; they are converted last.
+    modules whose own parameters are vectors, such as norms, by path; they are converted last. left: modules with quantized
+    weights that stay as they are, and what the report says of them.
     """
 
     def __init__(self, policies: Policies) -> None:
@@ -194,13 +215,42 @@ class _Walk:
         self.inlined: set[nn.Module] = set()
         self.taken: set[nn.Module] = set()
         self.lone: list[tuple[str, nn.Module]] = []
+        self.left: dict[nn.Module, dict[str, Any]] = {}
+
+    def hold_stored(self, model: nn.Module) -> None:
+        """Have the modules of other libraries that hold their matrices quantized hold them as parameters, if they are to multiply
+        under a recipe; without one they compute what they did.
+        """
+        dtype = _dtype_of(model)
+        for path, module in model.named_modules():
+            if not (names := matrices_of(module)):
+                continue
+            choice, left = self.policies.of(module, path), {"weights": _matrix_elements(map(module._parameters.get, names))}
+            if choice.convert and choice.recipe is None:
+                choice = Choice(False, got="quantized weights and no recipe", cure="pass a recipe that multiplies FP8 blocks")
+            if not choice.convert:
+                self.left[module] = {
+                    "status": "kept",
+                    "wanted": "to be converted",
+                    "got": choice.got,
+                    "cure": choice.cure,
+                    **left,
+                }
+            elif got := why_not_held(module):
+                cure = "load it dequantized, with quantization_config=FineGrainedFP8Config(dequantize=True)"
+                wanted = "FP8 weights in blocks of 128 x 128, and scales of activations from each call"
+                self.left[module] = {"status": "refused", "wanted": wanted, "got": got, "cure": cure, **left}
+            else:
+                hold_stored(module, path, dtype)
 
     def visit(self, module: nn.Module, path: str) -> None:
         """Convert ``module``, or what is in it."""
         if module in self.visited:
             return
         self.visited.add(module)
-        if isinstance(module, FusibleOperation):
+        if module in self.left:
+            self._add(module, path, **self.left[module])
+        elif isinstance(module, FusibleOperation):
             if elements := _matrix_elements(module.parameters()):
                 got, cure = "an op of opfuse already", "run it inside of opfuse.autocast(recipe=…)"
                 self._add(module, path, "kept", weights=elements, wanted="a module of torch", got=got, cure=cure)
@@ -309,14 +359,24 @@ class _Walk:
         self.entries[path] = replace(self.entries[path], **fields)
 
 
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The dtype that a model computes in whose matrices are quantized: that of most elements of its other parameters."""
+    skipped = {id(p) for module in model.modules() if matrices_of(module) for p in _parameters(module)}
+    elements: Counter[torch.dtype] = Counter()
+    for p in model.parameters():
+        if id(p) not in skipped and p.dtype in NORM_DTYPES:
+            elements[p.dtype] += p.numel()
+    return elements.most_common(1)[0][0] if elements else torch.bfloat16
+
+
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module itself."""
     return [p for p in module._parameters.values() if p is not None]
 
 
-def _matrix_elements(parameters: Iterable[nn.Parameter]) -> int:
+def _matrix_elements(parameters: Iterable[nn.Parameter | None]) -> int:
     """Elements of the parameters that are no vectors."""
-    return sum(p.numel() for p in parameters if p.dim() > 1)
+    return sum(p.numel() for p in parameters if p is not None and p.dim() > 1)
 
 
 def _elements(weight: Weight) -> int:

@@ -424,7 +424,7 @@ def recordings(
         with mode(name) as training:
             for way in ways[: 1 if number else None]:
                 yield name, False, partial(run, *way)
-            if torch.amp.is_autocast_available(kind):
+            if torch.amp.autocast_mode.is_autocast_available(kind):
                 with torch.autocast(kind, dtype=torch.bfloat16):
                     yield name, True, partial(run, LEADING[0])
 

@@ -28,6 +28,8 @@ from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
 from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import autocast_like
+from opfuse.tensors.rows import may_join
+from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.tensors import share_memory
 
 AnyOp = TypeVar("AnyOp", bound=BasicOperation)
@@ -65,8 +67,11 @@ class Weight:
         mine, others = self.module._parameters["weight"], other.module._parameters["weight"]
         if mine is None or others is None or (mine.dtype, mine.device) != (others.dtype, others.device):
             return False
-        alike = (self.in_features, self.has_bias) == (other.in_features, other.has_bias)
-        return alike and _may_share_a_scale((self.largest, other.largest))
+        if (self.in_features, self.has_bias) != (other.in_features, other.has_bias):
+            return False
+        if isinstance(mine, QuantizedTensor) or isinstance(others, QuantizedTensor):
+            return _keep_their_bytes((mine, others))
+        return _may_share_a_scale((self.largest, other.largest))
 
 
 MOST_APART = 2.0**10
@@ -81,6 +86,12 @@ def _may_share_a_scale(largest: Iterable[float]) -> bool:
     """Whether matrices with these largest magnitudes may. Zeros are zeros under any scale, and NaN is none."""
     sizes = [size for size in largest if 0 < size < torch.inf]
     return not sizes or max(sizes) <= MOST_APART * min(sizes)
+
+
+def _keep_their_bytes(matrices: Sequence[torch.Tensor]) -> bool:
+    """Whether stored matrices, one below the other, are a stored matrix of the same bytes, so that none is cast again."""
+    stored = [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)]
+    return len(stored) == len(matrices) and may_join([matrix.held for matrix in stored])
 
 
 def _largest(matrix: torch.Tensor | None) -> float:
@@ -120,7 +131,8 @@ class MadeParameters(nn.Module):
         """
         if self.loads != LOADS[0]:
             parts = [module._parameters[own] for module, own, _ in self.sources.get("weight", ())]
-            self.__dict__.update(near=len(parts) < 2 or _may_share_a_scale(map(_largest, parts)), loads=LOADS[0])
+            kept = any(isinstance(part, QuantizedTensor) for part in parts)  # joined, they have the scales that they have apart
+            self.__dict__.update(near=kept or len(parts) < 2 or _may_share_a_scale(map(_largest, parts)), loads=LOADS[0])
         return self.near
 
     def fill(self) -> None:
@@ -156,7 +168,8 @@ class MadeParameters(nn.Module):
         """Lay what is made of several parameters out in one memory, of which each has a part; a call then copies nothing."""
         for sources in self.sources.values():
             values: list[Any] = [module._parameters[name] for module, name, _ in sources]
-            if len(values) > 1 and not any(transposed for _, _, transposed in sources):
+            stored = any(isinstance(value, QuantizedTensor) for value in values)
+            if len(values) > 1 and not stored and not any(transposed for _, _, transposed in sources):
                 whole = torch.cat(values)
                 for value, part in zip(values, whole.split([len(value) for value in values])):
                     value.data = part

@@ -7,21 +7,17 @@ that do not fit are refused by name. :data:`READ` also has a layout that is read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
 
-from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.formats import COLUMNWISE, E2M1, E4M3, NVFP4, ROWWISE, NumberFormat
-from opfuse.inspect.heads import HEADS
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, store_scale
 from opfuse.numerics.scales import divide, nvfp4_global_scale
-from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.tensors.planes import mirrored
 from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8RowQuantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer
 from opfuse.tensors.storage import Plane, QuantizedStorage
@@ -244,109 +240,14 @@ READ: Mapping[str, Foreign] = MappingProxyType({**LAYOUTS, "modelopt": replace(L
 OF_ACTIVATIONS = ("input_scale", "input_global_scale")
 """Arrays beside a quantized weight that no recipe reads: it finds scales of activations in each call."""
 
-# -- reading and writing -----------------------------------------------------------------------------------------------------
-
-
-class Exported(NamedTuple):
-    """Tensors by their names in a file, and the ``quantization_config`` for the model's config.json."""
-
-    tensors: dict[str, torch.Tensor]
-    quantization_config: dict[str, Any]
-
-
-@checked_arguments(ConversionError)
-def export_weights(model: nn.Module, layout: str, *, ignore: Collection[str] | None = None) -> Exported:
-    """The state dict of ``model`` with the weights of its linear layers as the library of ``layout`` stores them.
-
-    A weight stored in the layout's format is written bit for bit, without a copy; a plain one is cast by the layout's scale
-    rule. Other entries stay as they are, as do modules named in ``ignore``, by their full name or its last parts (None: output
-    heads and routers).
-
-    ConversionError for an unknown layout, a name in ``ignore`` that no linear layer has, and a weight that is stored in another
-    format or whose size the format cannot take.
-    """
-    foreign = _named(layout, LAYOUTS)
-    linears = {path: module for path, module in model.named_modules() if isinstance(module, (nn.Linear, BasicLinear, Linear))}
-    ignored = _ignored(linears, ignore)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
-        path = name.removesuffix(_WEIGHT)
-        chosen = name.endswith(_WEIGHT) and path in linears and path not in ignored
-        if isinstance(value, QuantizedTensor) or chosen:
-            tensors |= foreign.written(path, _record(name, value, layout))
-        else:
-            tensors[name] = value
-    return Exported(tensors, foreign.config(sorted(ignored)))
-
-
-def _ignored(linears: Collection[str], ignore: Collection[str] | None) -> set[str]:
-    wanted = set(HEADS if ignore is None else ignore)
-    found = {path for path in linears if path in wanted or path.rpartition(".")[2] in wanted}
-    last = {path.rpartition(".")[2] for path in linears}
-    if ignore is not None and (unknown := sorted(wanted - {*linears, *last})):
-        got, cure = f"{unknown[0]!r}{nearest(unknown[0], linears)}", "name a linear layer, by its whole or its last name"
-        raise ConversionError(describe("export_weights ignore", wanted="names of linear layers", got=got, cure=cure))
-    return found
-
-
-def _record(name: str, value: torch.Tensor, layout: str) -> QuantizedStorage:
-    """The planes of a weight in the format of a layout."""
-    quantizer = LAYOUTS[layout].quantizer.wanting(columnwise=False)
-    where = f"export_weights {name}"
-    if isinstance(value, QuantizedTensor):
-        plane = value.record.rowwise
-        if plane is None or plane.format.as_stored != quantizer.formats[0] or not name.endswith(_WEIGHT):
-            known = [each for each, other in LAYOUTS.items() if plane is not None and other.format == plane.format.as_stored]
-            cure = f"write it as {' or '.join(known)}" if known else "dequantize() the weight first"
-            got = "columnwise data alone" if plane is None else plane.format
-            raise ConversionError(describe(where, wanted=f"a weight in {quantizer.formats[0]}", got=got, cure=cure))
-        return value.record
-    if not quantizer.is_quantizable(value):
-        wanted = f"sizes and a dtype for {quantizer.formats[0]}"
-        cure = f"leave it plain: ignore=[{name.removesuffix(_WEIGHT)!r}, ...]"
-        raise ConversionError(describe(where, wanted=wanted, got=f"{value.dtype} {tuple(value.shape)}", cure=cure))
-    return quantizer.quantize(value.detach())
-
-
-@checked_arguments(ConversionError)
-def import_weights(
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    layout: str | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    dequantize: bool = False,
-    nearest_scale: bool = False,
-) -> dict[str, torch.Tensor]:
-    """A state dict for ``load_state_dict`` from tensors as another library wrote them; plain tensors stay as they are.
-
-    Weights become quantized tensors of the nominal ``dtype``, over the same bytes. Loaded into parameters that were made under
-    ``quantized_model_init`` in their format they are copied bit for bit; into plain parameters, their values are.
-    ``dequantize``: return plain values. ``layout``: a name of :data:`READ`; None: for each weight the one that its arrays fit.
-    Static scales of activations are dropped.
-
-    NVFP4 files have a scale of the whole weight, where opfuse keeps the amax from which it follows. ``nearest_scale``: replace a
-    scale that follows from no amax by the nearest one that does, 1 in 2^23 away; codes and scales of blocks keep their bytes.
-
-    ConversionError for arrays that fit no layout, and for such a scale otherwise, by their names.
-    """
-    found = dict(tensors)
-    for path, foreign, arrays in recognized(tensors, layout):
-        for part in foreign.parts:
-            del found[f"{path}.{part.suffix}"]
-        for suffix in OF_ACTIVATIONS:
-            found.pop(f"{path}.{suffix}", None)
-        if dequantize:
-            found[path + _WEIGHT] = _values(foreign, path, arrays, dtype)
-        else:
-            found[path + _WEIGHT] = foreign.read(path, arrays, dtype, nearest=nearest_scale)
-    return found
+# -- what files hold ---------------------------------------------------------------------------------------------------------
 
 
 def recognized(
     tensors: Mapping[str, torch.Tensor], layout: str | None = None
 ) -> Iterator[tuple[str, Foreign, dict[str, torch.Tensor]]]:
     """Each quantized weight: its module's path, its layout, and its arrays by suffix. Errors of :func:`import_weights`."""
-    known = dict(READ) if layout is None else {layout: _named(layout, READ)}
+    known = dict(READ) if layout is None else {layout: layout_named(layout, READ)}
     for path, arrays in _weights(tensors, known):
         foreign = next((layout for layout in known.values() if layout.fits(arrays)), None)
         if foreign is None:
@@ -356,7 +257,7 @@ def recognized(
         yield path, foreign, arrays
 
 
-def _values(foreign: Foreign, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def values_of(foreign: Foreign, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Plain values; of NVFP4 by the scale of the file itself, which need follow from no amax."""
     part = foreign.parts[-1]
     if part.scale_of is None:
@@ -375,7 +276,7 @@ def _weights(tensors: Mapping[str, torch.Tensor], known: Mapping[str, Foreign]) 
         yield path, {suffix: tensors[f"{path}.{suffix}"] for suffix in sorted(suffixes) if f"{path}.{suffix}" in tensors}
 
 
-def _named(layout: str, known: Mapping[str, Foreign]) -> Foreign:
+def layout_named(layout: str, known: Mapping[str, Foreign]) -> Foreign:
     if layout not in known:
         read = "write nvfp4, whose readers need no calibration; " if layout in READ else ""
         cure, got = f"{read}use one of {', '.join(known)}", f"{layout!r}{nearest(layout, known)}"

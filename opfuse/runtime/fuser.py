@@ -99,7 +99,7 @@ class _LocatedKey(PlanKey):
 def _device(device: torch.device) -> tuple[str, tuple[int, int], bool]:
     """Type and compute capability, and whether torch.autocast knows the type; it does not know ``meta``."""
     arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return device.type, arch, torch.amp.is_autocast_available(device.type)
+    return device.type, arch, torch.amp.autocast_mode.is_autocast_available(device.type)
 
 
 def _rows(x: torch.Tensor) -> int:

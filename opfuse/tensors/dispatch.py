@@ -18,7 +18,7 @@ from opfuse.tensors.groups import groups_of, sizes_of
 from opfuse.tensors.partial_writes import RowSpan
 from opfuse.tensors.planes import decoded, map_tensors, with_shape
 from opfuse.tensors.quantized import Quantized
-from opfuse.tensors.rows import slice_rows, zero_rows
+from opfuse.tensors.rows import cat_rows, slice_rows, zero_rows
 from opfuse.tensors.shards import amaxes
 from opfuse.torch_private.dispatch import arguments_of
 from opfuse.torch_private.operations import tree_map
@@ -155,6 +155,15 @@ def _select(func: Any, t: Quantized, dim: int, index: int) -> Any:
     return piece if piece is NotImplemented else t.over(with_shape(piece.record, t.shape[1:]), readonly=_SLICE)
 
 
+def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    """Rows of quantized tensors, one below the other, keep their bytes where their blocks do not reach into each other."""
+    if dim not in (0, -tensors[0].dim()) or not all(isinstance(each, Quantized) for each in tensors):
+        return NotImplemented
+    whole: list[Quantized] = [*tensors]  # type: ignore[list-item]
+    storage = cat_rows([each.record for each in whole])
+    return NotImplemented if storage is None else whole[0].over(storage)
+
+
 def _clone(func: Any, t: Quantized, *, memory_format: Any = None) -> Any:
     return t.over(map_tensors(t.record, torch.clone))
 
@@ -258,6 +267,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: _split,
     aten.select.int: _select,
     aten.unbind.int: _unbind,
+    aten.cat.default: _cat,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy_,

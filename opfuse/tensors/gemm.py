@@ -243,7 +243,7 @@ def _in_place(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    active = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    active = torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if active else nullcontext()
 
 

@@ -97,6 +97,31 @@ def join_rows(piece: QuantizedStorage, parts: Sequence[torch.Tensor], shape: Seq
     return _with_planes(piece, shape, lambda plane: _from_parts(plane, {f: next(source) for f in _row_fields(plane)}, rows))
 
 
+def may_join(storages: Sequence[QuantizedStorage]) -> bool:
+    """Whether the rows of ``storages``, one below the other, are a storage of the same bytes: formats, columns and what all rows
+    share are alike, and blocks end where each but the last does.
+    """
+    alike = len({_joining(storage) for storage in storages}) == 1
+    if not alike or not all(_has_rows(storage) and not shared_by_rows(storage) for storage in storages):
+        return False
+    return all(storage.matrix_shape[0] % row_unit(storage) == 0 for storage in storages[:-1])
+
+
+def _joining(storage: QuantizedStorage) -> tuple[object, ...]:
+    """What storages have in common whose rows are to be joined."""
+    planes = [storage.plane(usage) for usage in storage.usages]
+    return storage.dtype, storage.device, storage.shape[1:], *((plane.usage, plane.format, plane.swizzled) for plane in planes)
+
+
+def cat_rows(storages: Sequence[QuantizedStorage]) -> QuantizedStorage | None:
+    """The rows of ``storages``, one below the other, in new memory; None where they are no storage (:func:`may_join`)."""
+    if not may_join(storages):
+        return None
+    parts = [torch.cat(parts) for parts in zip(*map(row_parts, storages))]
+    rows = sum(storage.shape[0] for storage in storages)
+    return join_rows(storages[0], parts, (rows, *storages[0].shape[1:]))
+
+
 def shared_by_rows(storage: QuantizedStorage) -> list[torch.Tensor]:
     """The scales and amaxes that rows share beyond their block: where pieces differ in them, they do not make one tensor."""
     planes = [storage.plane(usage) for usage in storage.usages]

@@ -38,7 +38,8 @@ def handed_over(plane: Stored, *, is_right: bool = False) -> LibraryOperand:
 
 def stored(kind: str, lines: int, length: int, usage: str, *, swizzled: bool) -> Stored:
     shape = (lines, length) if usage == "rowwise" else (length, lines)
-    x = torch.randn(shape, dtype=torch.bfloat16) * torch.logspace(-3, 3, shape[1])
+    magnitudes = torch.logspace(-3, 3, shape[0])[:, None] * torch.logspace(-3, 3, shape[1])
+    x = torch.randn(shape, dtype=torch.bfloat16) * magnitudes
     directions = {"rowwise": usage == "rowwise", "columnwise": usage == "columnwise"}
     plane = QUANTIZERS[kind](optimize_for_gemm=swizzled, **directions).quantize(x.bfloat16()).plane(usage)
     return Stored(plane.data, plane.scale, plane.amax, plane.layout)

@@ -288,7 +288,7 @@ def _refusal(pipeline: CompiledPipeline, wanted: str, got: str, cure: str) -> Un
 def autocast_like(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """torch.autocast as it is around the call in the code that was compiled."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind):
+    if not torch.amp.autocast_mode.is_autocast_available(kind):
         return nullcontext()
     if dtype == autocast_dtype(x):
         return nullcontext()

@@ -1,0 +1,426 @@
+"""FP8 models of transformers are trained from their bytes, and write them: FP8Linear, FP8Experts, checkpoints, adapters."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import opfuse
+from opfuse import ops
+from opfuse.errors import ConversionError, RecipeError
+from opfuse.interchange.layouts import LAYOUTS
+from opfuse.recipes import Float8BlockScaling, MXFP8BlockScaling
+from opfuse.tensors.quantizers import Float8BlockQuantizer
+from opfuse.tensors.tensor import QuantizedTensor
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import (
+        AutoModelForCausalLM,
+        FineGrainedFP8Config,
+        GptOssConfig,
+        GptOssForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+BF16 = torch.bfloat16
+RECIPE = Float8BlockScaling(scale_rule="deepgemm", use_f32_scales=True)
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 64}
+WORDS = torch.arange(64).reshape(2, 32) % 128
+MODELS = {
+    "dense": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "mixture": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=128, num_experts=4)),
+    "Mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, **EXPERTS)),
+}
+each_model = pytest.mark.parametrize("kind", MODELS)
+
+
+def plain(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind]().to(BF16).eval()
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """transformers loads FP8 modules here as it does beside a GPU, and calls none of their kernels."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+
+
+def checkpoint(kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    """An FP8 checkpoint as DeepSeek's, written by transformers; its tensors."""
+    model = plain(kind)
+    tensors, config = opfuse.export_weights(model, "deepseek")
+    model.config.quantization_config = config
+    model.save_pretrained(folder, state_dict=dict(tensors))
+    return load_file(folder / "model.safetensors")
+
+
+def loaded(kind: str, folder: Path) -> nn.Module:
+    checkpoint(kind, folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=BF16)
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    def bits(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().view(torch.uint8)
+
+    return one.keys() == other.keys() and all(
+        (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape)
+        and torch.equal(bits(one[name]), bits(other[name]))
+        for name in one
+    )
+
+
+def fp8_linear(into: int = 256, out: int = 256, *, scale_dtype: torch.dtype = torch.float32, **options: Any) -> FP8Linear:
+    torch.manual_seed(0)
+    module = FP8Linear(into, out, block_size=(128, 128), **options)
+    rule = "deepgemm" if scale_dtype == torch.float32 else "te"
+    quantizer = Float8BlockQuantizer(torch.float8_e4m3fn, scale_rule=rule, force_pow_2_scales=rule == "te")
+    arrays = LAYOUTS["deepseek"].written("x", quantizer.quantize(torch.randn(out, into) / 16))
+    module.weight = nn.Parameter(arrays["x.weight"])
+    module.weight_scale_inv = nn.Parameter(
+        arrays["x.weight_scale_inv"].to(scale_dtype), requires_grad=scale_dtype.is_floating_point
+    )
+    return module
+
+
+class Body(nn.Module):
+    """A linear layer with a norm, which tells the dtype."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(256, dtype=BF16), linear
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(self.norm(x))
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------------
+
+
+def test_products_read_the_stored_bytes_in_both_passes():
+    """The result and both gradients are those of an op whose weight was loaded with the same bytes."""
+    linear = fp8_linear()
+    arrays = {f"op.{name}": value.clone() for name, value in linear.state_dict().items()}
+    model = Body(linear)
+    opfuse.fuse_(model, RECIPE)
+    with opfuse.quantized_model_init(recipe=RECIPE):
+        op = ops.Linear(256, 256, bias=False, dtype=BF16)
+    op.load_state_dict({"weight": opfuse.import_weights(arrays)["op.weight"]})
+    x = torch.randn(64, 256, dtype=BF16)
+    found = []
+    for run, weight in ((model.linear, linear.weight), (op, op.weight)):
+        given = x.clone().requires_grad_()
+        with opfuse.autocast(recipe=RECIPE):
+            y = run(given)
+        y.square().sum().backward()
+        found.append((y, given.grad, weight.grad))
+    assert isinstance(linear.weight, QuantizedTensor)
+    assert linear.weight.grad.dtype == BF16
+    assert all(map(torch.equal, *found))
+    assert "quantize[weight]" not in str(opfuse.explain(model, x))
+
+
+@each_model
+def test_a_converted_model_multiplies_what_was_loaded(kind, tmp_path, without_gpu):
+    """It has the loss of the plain model whose weights are those of the checkpoint, and no cast of a weight."""
+    model = loaded(kind, tmp_path)
+    report = opfuse.fuse_(model, RECIPE)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=BF16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    for name, value in reference.state_dict().items():
+        held = model.get_parameter(name)
+        assert torch.equal(held.dequantize() if isinstance(held, QuantizedTensor) else held, value), name
+    losses = [float(each(input_ids=WORDS, labels=WORDS).loss.detach()) for each in (model, reference)]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert "quantize[weight" not in str(opfuse.explain(model, input_ids=WORDS))
+    assert not [entry for entry in report if entry.status == "refused"]
+    assert report["model.layers.0.self_attn.q_proj"].became == "Linear×3"
+
+
+def test_projections_with_a_common_product_have_the_results_that_they_have_apart(tmp_path, without_gpu):
+    """Bytes of joined weights lie one below the other; nothing is cast again."""
+    model = loaded("dense", tmp_path)
+    x = torch.randn(32, 256, dtype=BF16)
+    apart = {name: Body(copy.deepcopy(getattr(model.model.layers[0].self_attn, name))) for name in ("q_proj", "k_proj", "v_proj")}
+    opfuse.fuse_(model, RECIPE)
+    got: dict[str, torch.Tensor] = {}
+    for name in apart:
+        part = getattr(model.model.layers[0].self_attn, name)
+        part.register_forward_hook(lambda module, args, y, name=name: got.update({name: (args[0], y)}))
+    model(input_ids=WORDS)
+    for name, body in apart.items():
+        opfuse.fuse_(body, RECIPE)
+        assert torch.equal(body.linear(got[name][0]), got[name][1])
+    assert opfuse.report(model)["model.layers.0.self_attn.k_proj"].status == "joined"
+    assert x.dtype == BF16
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------------
+
+
+@each_model
+def test_what_nothing_has_changed_is_written_as_it_was_read(kind, tmp_path, without_gpu):
+    before = checkpoint(kind, tmp_path / "given")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "given", dtype=BF16)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    opfuse.fuse_(model, RECIPE)
+    assert equal(dict(model.state_dict()), state)
+    model.save_pretrained(tmp_path / "saved")
+    assert equal(load_file(tmp_path / "saved" / "model.safetensors"), before)
+    opfuse.unfuse_(model)
+    assert equal(dict(model.state_dict()), state)
+    assert any(isinstance(module, (FP8Linear, FP8Experts)) for module in model.modules())
+
+
+@each_model
+def test_a_checkpoint_is_trained_in_full_and_read_by_transformers(kind, tmp_path, without_gpu):
+    model = loaded(kind, tmp_path / "given")
+    opfuse.fuse_(model, RECIPE)
+    optimizer = opfuse.with_masters(torch.optim.AdamW(model.parameters(), lr=2e-3))
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=WORDS, labels=WORDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.8 * losses[0]
+    logits = model(input_ids=WORDS).logits
+    model.save_pretrained(tmp_path / "trained")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=BF16)
+    opfuse.fuse_(again, RECIPE)
+    assert torch.equal(again(input_ids=WORDS).logits, logits)
+    values = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "trained", dtype=BF16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    for name, value in values.state_dict().items():
+        held = model.get_parameter(name)
+        assert torch.equal(held.dequantize() if isinstance(held, QuantizedTensor) else held, value), name
+
+
+def test_a_state_dict_of_arrays_or_of_values_is_loaded(tmp_path, without_gpu):
+    model, other = loaded("dense", tmp_path), plain("dense")
+    opfuse.fuse_(model, RECIPE)
+    name = "model.layers.0.mlp.up_proj.weight"
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_parameter(name).zero_()
+    assert not model.get_parameter(name).dequantize().any()
+    model.load_state_dict(state)
+    assert equal(dict(model.state_dict()), state)
+    model.load_state_dict(other.state_dict())  # plain values are cast
+    wanted = LAYOUTS["deepseek"].quantizer.quantize(other.get_parameter(name).detach()).dequantize(BF16)
+    assert torch.equal(model.get_parameter(name).dequantize(), wanted)
+
+
+def test_copies_and_pickles_keep_their_bytes(tmp_path, without_gpu):
+    model = loaded("dense", tmp_path)
+    opfuse.fuse_(model, RECIPE)
+    logits = model(input_ids=WORDS).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(input_ids=WORDS).logits, logits)
+        assert equal(dict(other.state_dict()), dict(model.state_dict()))
+        with torch.no_grad():
+            other.get_parameter("model.layers.0.mlp.up_proj.weight").zero_()
+    assert torch.equal(model(input_ids=WORDS).logits, logits)
+
+
+def test_scales_that_are_powers_of_two_stay_in_their_dtype():
+    linear = fp8_linear(scale_dtype=torch.float8_e8m0fnu)
+    before = {name: value.clone() for name, value in linear.state_dict().items()}
+    model = Body(linear)
+    opfuse.fuse_(model, Float8BlockScaling())
+    assert equal(dict(linear.state_dict()), before)
+    with torch.no_grad():
+        linear.weight.mul_(0.7)  # cast by the rule that has such scales
+    assert linear.state_dict()["weight_scale_inv"].dtype == torch.float8_e8m0fnu
+    with torch.no_grad():
+        linear.weight.copy_(fp8_linear_values())
+    assert linear.state_dict()["weight"].dtype == torch.float8_e4m3fn
+
+
+def fp8_linear_values() -> torch.Tensor:
+    return torch.randn(256, 256, dtype=BF16)
+
+
+# -- what stays as it is -----------------------------------------------------------------------------------------------------
+
+
+def test_modules_that_are_not_converted_stay_what_they_were():
+    model = nn.Sequential(Body(fp8_linear()), Body(fp8_linear()), Body(fp8_linear()))
+    first = model[0].linear.weight
+    report = opfuse.fuse_(model, RECIPE, policy={"0": None})
+    assert model[0].linear.weight is first
+    assert type(model[0].linear) is FP8Linear
+    assert report["0.linear"].status == "kept"
+    assert type(model[1].linear) is nn.Linear
+    opfuse.fuse_(model, RECIPE, policy={"1": None})
+    assert [type(each.linear) for each in model] == [nn.Linear, FP8Linear, nn.Linear]
+    with pytest.raises(ConversionError, match="decide of a module"):
+        opfuse.fuse_(model, RECIPE, policy={"nothing": None})
+    assert [type(each.linear) for each in model] == [nn.Linear, FP8Linear, nn.Linear]
+    opfuse.unfuse_(model)
+    assert [type(each.linear) for each in model] == [FP8Linear] * 3
+
+
+def test_without_a_recipe_quantized_modules_compute_what_they_did():
+    model = nn.Sequential(Body(fp8_linear()), nn.Linear(256, 256, dtype=BF16))
+    report = opfuse.fuse_(model)
+    assert type(model[0].linear) is FP8Linear
+    assert "pass a recipe" in report["0.linear"].why
+
+
+def test_another_recipe_is_refused_at_the_call():
+    model = Body(fp8_linear())
+    opfuse.fuse_(model, MXFP8BlockScaling())
+    with pytest.raises(RecipeError, match="stored as fp8_block_2d_e4m3"):
+        model(torch.randn(32, 256, dtype=BF16))
+
+
+def refused(module: nn.Module) -> str:
+    model = nn.Sequential(Body(module), nn.Linear(256, 256, dtype=BF16))
+    report = opfuse.fuse_(model, RECIPE)
+    assert report["0.linear"].status == "refused"
+    return report["0.linear"].why
+
+
+def test_what_opfuse_cannot_hold_is_refused_with_a_reason():
+    assert "static scales of activations" in refused(fp8_linear(activation_scheme="static"))
+    assert "weight without a scale for each block" in refused(FP8Linear(256, 256))
+    odd = fp8_linear()
+    odd.weight_scale_inv = nn.Parameter(torch.ones(4, 4))
+    assert "scales torch.float32 (4, 4)" in refused(odd)
+
+
+def test_experts_with_a_clamp_are_refused(tmp_path, without_gpu):
+    model = loaded("mixture", tmp_path)
+    model.model.layers[0].mlp.experts.swiglu_limit = 7.0
+    report = opfuse.fuse_(model, RECIPE)
+    assert "a gated unit with swiglu_limit" in report["model.layers.0.mlp.experts"].why
+    assert report["model.layers.1.mlp.experts"].status == "fused"
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("adapters_first", "dora"), [(False, False), (False, True), (True, False)])
+def test_adapters_train_on_a_stored_base(adapters_first, dora, tmp_path, without_gpu):
+    """Gradients pass the stored plane; the base keeps its bytes; joined projections stay joined.
+
+    PEFT itself cannot make DoRA, which multiplies with the weight, over a module that holds FP8 codes.
+    """
+    peft = pytest.importorskip("peft")
+    model = loaded("dense", tmp_path)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    names = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]
+    if not adapters_first:
+        opfuse.fuse_(model, RECIPE)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, use_dora=dora, target_modules=names))
+    report = opfuse.fuse_(adapted, RECIPE)
+    assert report["base_model.model.model.layers.0.self_attn.q_proj.base_layer"].became == "Linear×3"
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for _ in range(6):
+        loss = adapted(input_ids=WORDS, labels=WORDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    base = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items() if "lora" not in name}
+    assert equal(base, state)
+    logits = adapted(input_ids=WORDS).logits
+    merged = adapted.merge_and_unload()
+    off = (merged(input_ids=WORDS).logits - logits).float().norm() / logits.float().norm()
+    assert off < 0.06  # the sum is cast to FP8
+    assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+# -- writing the experts of a plain model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["mixture", "Mixtral"])
+def test_experts_are_written_one_by_one_with_the_bytes_that_training_multiplies(kind, layout):
+    model = plain(kind)
+    tensors, config = opfuse.export_weights(model, layout)
+    experts = model.model.layers[0].mlp.experts
+    names = {
+        "mixture": ("model.layers.0.mlp.experts.{}.", "gate_proj", "up_proj", "down_proj"),
+        "Mixtral": ("model.layers.0.block_sparse_moe.experts.{}.", "w1", "w3", "w2"),
+    }[kind]
+    foreign = LAYOUTS[layout]
+    for i, (both, down) in enumerate(zip(experts.gate_up_proj.detach(), experts.down_proj.detach())):
+        for matrix, parts in ((both, names[1:3]), (down, names[3:])):
+            for key, array in foreign.written("", foreign.quantizer.quantize(matrix)).items():
+                found = [tensors[f"{names[0].format(i)}{part}{key}"] for part in parts]
+                assert torch.equal(torch.cat(found) if array.dim() > 1 else found[0], array)
+                assert array.dim() > 1 or all(map(torch.equal, found, found[::-1]))
+    plain_matrices = {name for name, value in tensors.items() if value.dim() == 2 and value.dtype == BF16}
+    assert not [name for name in plain_matrices if "expert" in name]
+    said = config.get("modules_to_not_convert") or config.get("ignore")
+    assert "lm_head" in said
+
+
+def test_the_config_names_what_the_files_do_not_hold():
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS)).to(BF16)
+    tensors, config = opfuse.export_weights(model, "deepseek")
+    assert tensors["model.layers.0.mlp.experts.gate_up_proj"].dtype == BF16  # transformers writes the stack itself
+    assert "model.layers.0.mlp.experts" in config["modules_to_not_convert"]
+    assert "lm_head" in config["modules_to_not_convert"]
+
+
+def test_a_tied_head_stays_plain():
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).to(BF16)
+    tensors, config = opfuse.export_weights(model, "deepseek")
+    assert "lm_head.weight_scale_inv" not in tensors
+    assert "lm_head" in config["modules_to_not_convert"]
+    with pytest.raises(ConversionError, match=r"lm_head.*a weight of its own, got that of model.embed_tokens"):
+        opfuse.export_weights(model, "deepseek", ignore=[])
+
+
+def test_gate_and_up_that_share_a_block_are_refused():
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=96, num_experts=4)).to(BF16)
+    with pytest.raises(ConversionError, match="wants matrices of multiples of 128 rows, got 2 of 96 rows"):
+        opfuse.export_weights(model, "deepseek")
+    tensors, config = opfuse.export_weights(model, "deepseek", ignore=["lm_head", "experts"])
+    assert tensors["model.layers.0.mlp.experts.gate_up_proj"].dtype == BF16
+    assert "model.layers.0.mlp.experts" in config["modules_to_not_convert"]
+
+
+def test_a_converted_fp8_model_is_exported_with_its_bytes(tmp_path, without_gpu):
+    """Also to a file that the test writes: nothing in it is a tensor of opfuse."""
+    model = loaded("mixture", tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    opfuse.fuse_(model, RECIPE)
+    tensors, _ = opfuse.export_weights(model, "deepseek")
+    save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "exported.safetensors")
+    assert equal(load_file(tmp_path / "exported.safetensors"), before)

@@ -177,16 +177,25 @@ class Converted:
 
     @property
     def entry(self) -> Conversion | None:
-        """Its line of the report; None for a part of another module's pipeline, which has none."""
-        return self.report[self.path] if self.report is not None and self.path in self.report else None
+        """Its line of the report; for a part of another module's pipeline, which has none there, one that names the other."""
+        if self.report is None:
+            return None
+        lines = {line.path: line for line in (*self.report.of("fused"), *self.report.of("joined"))}
+        above = self.path
+        while (line := lines.get(above)) is None and above:
+            above = above.rpartition(".")[0]
+        if line is None or above == self.path:
+            return line
+        return Conversion(self.path, self.kind.__name__, "joined", became=f"in {line.kind}", recipe=line.recipe)
 
     def extra_repr(self) -> str:
-        """What ``print`` shows of the module: what its class says, and what it runs as."""
+        """What ``print`` shows of the module: what its class says, and what it runs as, behind it or on a line of its own."""
         own: str = type(self.module).extra_repr(self.module)
         if (entry := self.entry) is None:
             return own
         runs = ("its own forward",) if self.change() else (entry.became, entry.recipe)
-        return ", ".join(filter(None, (own, f"opfuse: {', '.join(filter(None, runs))}")))
+        told = f"opfuse: {', '.join(filter(None, runs))}"
+        return ("\n" if "\n" in own else ", ").join(filter(None, (own, told)))
 
     def is_changed(self) -> bool:
         """Whether the module is not what it was when it was converted, of which a warning tells."""

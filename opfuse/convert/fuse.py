@@ -19,7 +19,7 @@ from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.leaves import NORM_DTYPES, asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import Choice, Filter, Policies, Policy
-from opfuse.convert.report import NONE, Conversion, Report, Status
+from opfuse.convert.report import ANY, NONE, Conversion, Report, Status
 from opfuse.convert.siblings import siblings
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
@@ -119,12 +119,15 @@ def report(model: nn.Module) -> Report:
     entries: dict[str, Conversion] = {}
     for path, module in model.named_modules():
         forward = forwards.get(module)
-        if forward is None or forward.report is None or not f".{forward.path}".endswith(f".{path}" if path else ""):
+        below = f".{path}" if path else ""
+        if forward is None or forward.report is None or not f".{forward.path}".endswith(below):
             continue
-        above = forward.path.removesuffix(path)  # where the model is in the one that was converted, with a dot behind it
+        here = f".{forward.path}".removesuffix(below) + "."  # the path of the model in the one that was converted, between dots
         for entry in forward.report:
-            if f"{entry.path}.".startswith(above):
-                entries.setdefault(entry.path.removeprefix(above), entry)
+            if f".{entry.path}.".startswith(here):
+                entries.setdefault(f".{entry.path}.".removeprefix(here).rstrip("."), entry)
+        if not path and forward.entry is not None:  # a part of another module's pipeline has no line there
+            entries.setdefault(path, forward.entry)
         if (change := forward.change()) is not None and forward.entry is not None:
             why = {"wanted": change.wanted, "got": change.got, "cure": change.cure}
             entries[path] = replace(forward.entry, status="kept", became="", recipe="", weights=0, **why)
@@ -384,4 +387,4 @@ def _elements(weight: Weight) -> int:
 
 
 def _recipe_name(forward: Converted) -> str:
-    return "autocast's" if forward.recipe is None else type(forward.recipe).__name__
+    return ANY if forward.recipe is None else type(forward.recipe).__name__

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import html
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from opfuse.errors import ConversionError, describe, nearest
-from opfuse.inspect.alike import alike, counted, starred
+from opfuse.inspect.alike import alike, common, counted, starred
 
 Status = Literal["fused", "joined", "parts", "kept", "refused"]
 STATUSES: tuple[Status, ...] = ("fused", "joined", "parts", "kept", "refused")
@@ -19,6 +20,12 @@ COLUMNS = ("module", "class", "recipe", "becomes")
 
 NONE = "none is needed"
 """The cure of a module that stays as it is for good reason."""
+
+ANY = "autocast's"
+"""The recipe of a module that has none of its own."""
+
+INFERENCE = "eval() and generate() run under these recipes; with opfuse.autocast(enabled=False) they give the original numbers"
+"""What ends a report on modules with recipes of their own."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +121,19 @@ class Report:
         return ", ".join(f"{len(self.of(status))} {status}" for status in STATUSES)
 
     def _summary(self) -> str:
-        return f"{self._numbers()}; {self.share:.1%} of the weights multiply in fused modules"
+        numbers = f"{self._numbers()}; {self.share:.1%} of the weights multiply in fused modules"
+        return f"{numbers}\n{INFERENCE}" if any(entry.recipe not in ("", ANY) for entry in self.entries) else numbers
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """The rows of the table; modules that differ only by numbers in their paths share one."""
 
-        def told(entry: Conversion) -> tuple[str, str, str]:
-            return entry.kind, entry.recipe, entry.became or entry.told
+        def told(entry: Conversion, path: str) -> tuple[str, str, str]:
+            """Its cells, with ``path`` for its own where a text quotes that, which a part of a model quotes from the whole."""
+            text = entry.became or entry.told
+            if path != entry.path:
+                text = re.sub(rf"(?<=['.]){re.escape(entry.path)}(?=')", path, text)
+            return entry.kind, entry.recipe, text
 
-        for same in alike(self.entries, lambda entry: (starred(entry.path), *told(entry))):
-            yield counted([entry.path or "(model)" for entry in same]), *told(same[0])
+        for same in alike(self.entries, lambda entry: (starred(entry.path), *told(entry, starred(entry.path)))):
+            paths = [entry.path for entry in same]
+            yield counted(paths) or "(model)", *told(same[0], common(paths))

@@ -253,6 +253,9 @@ def test_the_example_of_a_page_runs(page, tmp_path, monkeypatch):
         assert space["report"].counts == {"Linear×3": 2, "Linear": 2, "Linear×2 → SwiGLU → Linear": 2}
         (table,) = re.findall(r"```\n(module .*?)```", text, re.DOTALL)
         assert set(table.splitlines()) <= set(str(space["report"]).splitlines())
+        (shown,) = re.findall(r"```\n(\(q_proj\).*?)```", text, re.DOTALL)
+        assert {*shown.splitlines()} <= {line.strip() for line in repr(space["model"]).splitlines()}
+        assert str(opfuse.report(space["model"])) == str(space["report"])
 
 
 @pytest.mark.parametrize("name", ["Llama", pytest.param("Mixtral", marks=pytest.mark.slow)])

@@ -681,6 +681,13 @@ def shout():
     return "LOUD"
 
 
+class Wordy(nn.Linear):
+    """Says what it is on two lines."""
+
+    def extra_repr(self):
+        return "one line\nand another"
+
+
 def test_print_shows_what_a_module_runs_as():
     """Until it is changed, and no more after unfuse_; copies show it as well, but for shallow ones, which run plain."""
     model = nn.Sequential(Attention(), nn.Linear(32, 32), Shouting())
@@ -699,6 +706,75 @@ def test_print_shows_what_a_module_runs_as():
     model[0].q.in_features = 31
     assert "out_features=32, bias=True, opfuse: its own forward)" in repr(model[0].q)
     assert repr(opfuse.unfuse_(model)) == before.replace("in_features=32", "in_features=31", 1)
+
+
+def test_print_shows_what_a_part_of_a_pipeline_is_in():
+    """Each below what its class says; what an unconverted module says is as it was."""
+    model = nn.ModuleList([GatedMLP(), nn.Sequential(Wordy(32, 32), nn.GELU()), Wordy(32, 32)])
+    before = repr(model)
+    opfuse.fuse_(model, FP8)
+    shown = repr(model)
+    assert "(0): GatedMLP(\n    opfuse: Linear×2 → SwiGLU → Linear, Float8CurrentScaling\n    (gate_proj): Linear(" in shown
+    assert shown.count("bias=False, opfuse: in GatedMLP, Float8CurrentScaling)") == 3
+    assert "Wordy(\n      one line\n      and another\n      opfuse: in Sequential, Float8CurrentScaling\n    )" in shown
+    assert "(2): Wordy(\n    one line\n    and another\n    opfuse: Linear, Float8CurrentScaling\n  )" in shown
+    assert "(act_fn): SiLU()" in shown
+    model[0].act_fn = nn.ReLU()
+    assert "(0): GatedMLP(\n    opfuse: its own forward\n" in repr(model)
+    model[0].act_fn = nn.SiLU()
+    assert repr(opfuse.unfuse_(model)) == before
+
+
+def test_a_report_of_a_part_of_a_pipeline_says_what_it_is_in():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(32, 32), nn.GELU()), "a0": nn.Linear(32, 16)})
+    opfuse.fuse_(model, FP8)
+    (line,) = opfuse.report(model["a"][0])
+    assert (line.path, line.kind, line.status, line.became) == ("", "Linear", "joined", "in Sequential")
+    assert opfuse.report(model["a"]).fused == {"": "Linear → GELUErf"}  # and nothing of a0, whose path begins alike
+    assert len(opfuse.report(model["a"])) == 1
+
+
+class Choosing(nn.Module):
+    """A mixture as far as a report is concerned: its gate stands beside experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 2), nn.ModuleList([GatedMLP()])
+
+
+def test_lines_of_layers_that_say_the_same_of_their_own_paths_are_one():
+    """Its cure can be typed as it stands: a star in a policy is any layer."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([Choosing() for _ in range(3)]), "norms": nn.ModuleList()})
+    model["norms"].extend([nn.RMSNorm(32), nn.RMSNorm(64)])
+    given = opfuse.fuse_(model, FP8)
+    lines = [line.split("  ")[0] for line in str(given).splitlines()]
+    assert lines[2:6] == ["layers.*.gate ×3", "layers.*.experts.* ×3", "norms.0", "norms.1"]
+    cure = "policy={'layers.*.gate': 'default'}"
+    assert cure in str(given)
+    assert cure in str(opfuse.report(model["layers"]))
+    assert cure.replace("*", "1") in str(opfuse.report(model["layers"][1]))
+    assert cure.replace("*", "1") in given["layers.1.gate"].why
+    assert opfuse.fuse_(model, FP8, policy={"layers.*.gate": "default"}).counts["Linear"] == 3
+
+
+def test_inference_is_under_the_recipe_as_the_report_says_once():
+    """The same numbers as in training; the original ones inside of a region that is not enabled. No warning tells of it."""
+    model, x = GatedMLP(), torch.randn(16, 32)
+    plain = model(x)
+    told = str(opfuse.fuse_(model))
+    assert "eval()" not in told  # no recipe outside of autocast: the original numbers
+    told = str(opfuse.fuse_(model, FP8))
+    footer = told.splitlines()[-1]
+    assert "eval() and generate()" in footer
+    assert told.count("eval()") == 1
+    trained = model(x)
+    model.eval()
+    with torch.inference_mode():
+        assert torch.equal(model(x), trained)
+        assert not torch.equal(trained, plain)
+        with opfuse.autocast(enabled=False):
+            assert torch.equal(model(x), plain)
+    assert "opfuse.autocast(enabled=False)" in footer
 
 
 def test_a_report_at_any_time_is_of_the_model_as_it_is_now():

@@ -4,7 +4,6 @@ Names are imported when they are first used, so that ``import opfuse`` costs not
 """
 
 from importlib import import_module
-from sys import modules
 from typing import Any
 
 __version__ = "0.1.0"
@@ -12,62 +11,66 @@ __version__ = "0.1.0"
 RULE_TABLE = "opfuse.fusions:RULES"
 """Where the compiler finds the built-in fusion rules when it makes its first plan."""
 
-_MODULES = ("errors", "formats", "fusions", "keys", "kernels", "ops", "recipes", "tensors")
-
-_NAMES = {
-    "autocast": "opfuse.recipes",
-    "quantized_model_init": "opfuse.recipes",
-    "is_fp8_available": "opfuse.recipes",
-    "is_fp8_block_scaling_available": "opfuse.recipes",
-    "is_mxfp8_available": "opfuse.recipes",
-    "is_nvfp4_available": "opfuse.recipes",
-    "support": "opfuse.recipes",
-    "support_matrix": "opfuse.recipes",
-    "QuantizedTensor": "opfuse.tensors",
-    "master_weights": "opfuse.tensors.masters",
-    "with_masters": "opfuse.tensors.optimizers",
-    "TensorParallel": "opfuse.ops.parallel",
-    "quantize_master_weights": "opfuse.tensors.raw",
-    "post_all_gather_processing": "opfuse.tensors.raw",
-    "replace_raw_data": "opfuse.tensors.raw",
-    "Fusion": "opfuse.compiler.rules",
-    "fusion": "opfuse.compiler.rules",
-    "RuleSet": "opfuse.compiler.registry",
-    "use_rules": "opfuse.compiler.registry",
-    "active_rules": "opfuse.compiler.registry",
-    "register_fusion": "opfuse.compiler.registry",
-    "register_forward_fusion": "opfuse.compiler.registry",
-    "register_backward_fusion": "opfuse.compiler.registry",
-    "register_forward_backward_fusion": "opfuse.compiler.registry",
-    "on_miss": "opfuse.runtime.plans.misses",
-    "prepare_delayed": "opfuse.core.state",
-    "plain_state_dict": "opfuse.core.state",
-    "to_planes": "opfuse.tensors.files",
-    "from_planes": "opfuse.tensors.files",
-    "interpreted": "opfuse.runtime.replay.dispatch",
-    "graphed": "opfuse.runtime.graphs",
-    "kept_weights": "opfuse.runtime.weights.cast_cache",
-    "offloaded": "opfuse.runtime.offload",
-    "dump": "opfuse.runtime.plans.trace",
-    "explain": "opfuse.inspect.explain",
-    "saved": "opfuse.inspect.saved",
-    "cache_info": "opfuse.inspect.caches",
-    "watch": "opfuse.inspect.watch",
-    "host_times": "opfuse.inspect.host",
-    "compare_ranks": "opfuse.inspect.ranks",
-    "checkpoint": "opfuse.runtime.interpret.checkpoint",
-    "advise": "opfuse.inspect.advise",
-    "load": "opfuse.config",
-    "fuse_": "opfuse.convert",
-    "unfuse_": "opfuse.convert",
-    "report": "opfuse.convert",
-    "register_experts": "opfuse.convert",
-    "export_weights": "opfuse.interchange.state_dicts",
-    "import_weights": "opfuse.interchange.state_dicts",
-    "load_policy": "opfuse.config",
+GROUPS = {
+    "Convert a model": {
+        "fuse_": "opfuse.convert",
+        "unfuse_": "opfuse.convert",
+        "report": "opfuse.convert",
+        "load_policy": "opfuse.config",
+        "register_experts": "opfuse.convert",
+    },
+    "Recipes": {
+        "autocast": "opfuse.recipes",
+        "advise": "opfuse.inspect.advise",
+        "support": "opfuse.recipes",
+        "support_matrix": "opfuse.recipes",
+    },
+    "See what runs": {
+        "explain": "opfuse.inspect.explain",
+        "saved": "opfuse.inspect.saved",
+        "watch": "opfuse.inspect.watch",
+        "host_times": "opfuse.inspect.host",
+        "cache_info": "opfuse.inspect.caches",
+        "on_miss": "opfuse.runtime.plans.misses",
+        "dump": "opfuse.runtime.plans.trace",
+        "compare_ranks": "opfuse.inspect.ranks",
+    },
+    "Train": {
+        "load": "opfuse.config",
+        "checkpoint": "opfuse.runtime.interpret.checkpoint",
+        "graphed": "opfuse.runtime.graphs",
+        "kept_weights": "opfuse.runtime.weights.cast_cache",
+        "offloaded": "opfuse.runtime.offload",
+        "interpreted": "opfuse.runtime.replay.dispatch",
+        "TensorParallel": "opfuse.ops.parallel",
+    },
+    "Weights and state dicts": {
+        "export_weights": "opfuse.interchange.state_dicts",
+        "import_weights": "opfuse.interchange.state_dicts",
+        "quantized_model_init": "opfuse.recipes",
+        "with_masters": "opfuse.tensors.optimizers",
+        "master_weights": "opfuse.tensors.masters",
+        "to_planes": "opfuse.tensors.files",
+        "from_planes": "opfuse.tensors.files",
+        "prepare_delayed": "opfuse.core.state",
+        "plain_state_dict": "opfuse.core.state",
+    },
+    "Fusion rules": {
+        "register_fusion": "opfuse.compiler.registry",
+        "fusion": "opfuse.compiler.rules",
+        "Fusion": "opfuse.compiler.rules",
+        "active_rules": "opfuse.compiler.registry",
+        "use_rules": "opfuse.compiler.registry",
+        "RuleSet": "opfuse.compiler.registry",
+    },
 }
+"""Where names are, in groups: what is used daily comes first. The reference shows them in this order."""
 
-__all__ = list(_MODULES + tuple(_NAMES))
+_NAMES = {name: module for names in GROUPS.values() for name, module in names.items()}
+
+_MODULES = ("recipes", "ops", "tensors", "fusions", "errors", "formats", "keys", "kernels")
+
+__all__ = list(_NAMES) + list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -76,7 +79,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = import_module(f"opfuse.{name}")
     else:
-        raise AttributeError(f"module 'opfuse' has no attribute {name!r}", name=name, obj=modules[__name__])
+        raise import_module("opfuse.errors").no_name(__name__, name, __all__)
     globals()[name] = value
     return value
 

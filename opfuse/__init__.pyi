@@ -10,9 +10,6 @@ from opfuse import recipes as recipes
 from opfuse import tensors as tensors
 from opfuse.compiler.registry import RuleSet as RuleSet
 from opfuse.compiler.registry import active_rules as active_rules
-from opfuse.compiler.registry import register_backward_fusion as register_backward_fusion
-from opfuse.compiler.registry import register_forward_backward_fusion as register_forward_backward_fusion
-from opfuse.compiler.registry import register_forward_fusion as register_forward_fusion
 from opfuse.compiler.registry import register_fusion as register_fusion
 from opfuse.compiler.registry import use_rules as use_rules
 from opfuse.compiler.rules import Fusion as Fusion
@@ -35,10 +32,6 @@ from opfuse.inspect.watch import watch as watch
 from opfuse.interchange.state_dicts import export_weights as export_weights
 from opfuse.interchange.state_dicts import import_weights as import_weights
 from opfuse.ops.parallel import TensorParallel as TensorParallel
-from opfuse.recipes import is_fp8_available as is_fp8_available
-from opfuse.recipes import is_fp8_block_scaling_available as is_fp8_block_scaling_available
-from opfuse.recipes import is_mxfp8_available as is_mxfp8_available
-from opfuse.recipes import is_nvfp4_available as is_nvfp4_available
 from opfuse.recipes import quantized_model_init as quantized_model_init
 from opfuse.recipes import support as support
 from opfuse.recipes import support_matrix as support_matrix
@@ -50,15 +43,12 @@ from opfuse.runtime.plans.misses import on_miss as on_miss
 from opfuse.runtime.plans.trace import dump as dump
 from opfuse.runtime.replay.dispatch import interpreted as interpreted
 from opfuse.runtime.weights.cast_cache import kept_weights as kept_weights
-from opfuse.tensors import QuantizedTensor as QuantizedTensor
 from opfuse.tensors.files import from_planes as from_planes
 from opfuse.tensors.files import to_planes as to_planes
 from opfuse.tensors.masters import master_weights as master_weights
 from opfuse.tensors.optimizers import with_masters as with_masters
-from opfuse.tensors.raw import post_all_gather_processing as post_all_gather_processing
-from opfuse.tensors.raw import quantize_master_weights as quantize_master_weights
-from opfuse.tensors.raw import replace_raw_data as replace_raw_data
 
 __version__: str
 RULE_TABLE: str
+GROUPS: dict[str, dict[str, str]]
 __all__: list[str]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 
 class OpfuseError(Exception):
@@ -199,3 +199,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean 'gelu'?"`` for the known name closest to ``name``, or an empty string."""
     found = closest(name, known)
     return f"; did you mean {found!r}?" if found else ""
+
+
+def no_name(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error of a module that has not the attribute ``name``, with the nearest of those that it has.
+
+    Notebooks, logs and ``str`` show that; the suggestion of Python itself stands in its own tracebacks alone, where it would be
+    the second one, so the error has no ``name`` to look for.
+    """
+    return AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, known)}", name=None, obj=None)
+
+
+def only_names(module: str, known: Sequence[str]) -> tuple[Callable[[str], NoReturn], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of a module that lists the ``known`` names, and tells the nearest of a misspelt one."""
+
+    def get(name: str) -> NoReturn:
+        raise no_name(module, name, known)
+
+    return get, lambda: sorted(known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"support\(arch=\): wants None or \(an integer, an integer\), got '9.0'",
     ),
     "support on a number": (lambda: opfuse.support_matrix(archs=(9,)), r"support_matrix\(archs=\): wants a list, each part \("),
-    "a flag": (lambda: opfuse.is_fp8_available(native="yes"), r"is_fp8_available\(native=\): wants True or False, got 'yes'"),
+    "a flag": (lambda: recipes.is_fp8_available(native="yes"), r"is_fp8_available\(native=\): wants True or False, got 'yes'"),
     "a state dict": (lambda: opfuse.to_planes(None), r"to_planes\(state_dict=\): wants a Mapping, got None"),
     "a model for its state": (
         lambda: opfuse.to_planes(model()),
@@ -63,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a model of states": (lambda: opfuse.prepare_delayed("m"), r"prepare_delayed\(model=\): wants an nn.Module, got 'm'"),
     "raw weights": (
-        lambda: opfuse.post_all_gather_processing([X]),
+        lambda: opfuse.tensors.post_all_gather_processing([X]),
         r"weights=\): wants a list, each part a QuantizedTensor, got",
     ),
     "masters": (lambda: opfuse.master_weights(3), r"master_weights: wants parameters, got an element of type int"),
@@ -134,9 +135,43 @@ def test_what_is_listed_is_given_as_a_tuple() -> None:
     assert opfuse.support_matrix([[9, 0]]) == opfuse.support_matrix(((9, 0),))  # type: ignore[arg-type, list-item]
 
 
-def test_a_misspelt_name_is_told_the_right_one() -> None:
-    """By Python itself, which compares the name with those of the package."""
-    for wrong, right in {"fuse": "fuse_", "autocst": "autocast", "explian": "explain"}.items():
-        code = f"import opfuse; opfuse.{wrong}"
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-        assert told.endswith(f"AttributeError: module 'opfuse' has no attribute '{wrong}'. Did you mean: '{right}'?\n")
+MISSPELT = {
+    "opfuse.fuse": "fuse_",
+    "opfuse.autocst": "autocast",
+    "opfuse.explian": "explain",
+    "opfuse.recipes.Float8CurentScaling": "Float8CurrentScaling",
+    "opfuse.ops.Lineer": "Linear",
+    "opfuse.recipes.X": None,
+    "opfuse.te.fp8_autocst": "fp8_autocast",
+    "opfuse.te.ops.Lineer": "Linear",
+}
+
+
+@pytest.mark.parametrize("wrong", MISSPELT)
+def test_a_misspelt_name_is_told_the_right_one(wrong: str) -> None:
+    """In the text of the error, which notebooks show."""
+    module, _, name = wrong.rpartition(".")
+    with pytest.raises(AttributeError, match=rf"^module 'opfuse[.\w]*' has no attribute '{name}'") as raised:
+        getattr(import_module(module), name)
+    hint = f"; did you mean '{MISSPELT[wrong]}'?" if MISSPELT[wrong] else f"'{name}'"
+    assert str(raised.value).endswith(hint)
+
+
+def test_a_traceback_tells_the_right_name_once() -> None:
+    """And not again in words of Python."""
+    code = "import opfuse; opfuse.fuze_"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert told.endswith("AttributeError: module 'opfuse' has no attribute 'fuze_'; did you mean 'fuse_'?\n")
+
+
+def test_completion_offers_public_names_alone() -> None:
+    """Those that ``dir`` gives, each of which there is; each name stands in one group, and daily verbs come first."""
+    for module in (opfuse, ops, recipes):
+        assert dir(module) == sorted(module.__all__)
+        assert all(hasattr(module, name) for name in dir(module))
+    names = [name for group in opfuse.GROUPS.values() for name in group]
+    assert len(names) == len({*names})
+    assert opfuse.__all__[: len(names)] == names
+    assert names[:3] == ["fuse_", "unfuse_", "report"]
+    elsewhere = {*ops.__all__, *opfuse.tensors.__all__, "is_fp8_available"} - {"register_fusion"}
+    assert {*names} & elsewhere == set(), "a name that has a module of its own stands there alone"

@@ -87,7 +87,7 @@ def test_registered_rules_and_functions_are_told_by_their_line() -> None:
 
     rule, written = fusion("mine", "linear=basic_linear scale=constant_scale", forward=run), line()
     model, x = ops.Sequential(ops.Linear(8, 8), ops.GELU()), torch.randn(4, 8)
-    with opfuse.register_fusion(rule), opfuse.register_forward_fusion(lambda ops, *, recipe: ops, name="function"):
+    with opfuse.register_fusion(rule), opfuse.ops.register_forward_fusion(lambda ops, *, recipe: ops, name="function"):
         registered = line() - 1
         model(x)
     key = found(model)

@@ -25,7 +25,8 @@ from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, CastSpec
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
-from opfuse.recipes import DelayedScaling, Recipe, current_amax_group
+from opfuse.recipes import DelayedScaling, Recipe
+from opfuse.recipes.autocast import current_amax_group
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.quantizers.base import draws, is_library_quantizer
 from opfuse.tensors.row_collectives import PlaneTransfer

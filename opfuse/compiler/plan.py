@@ -22,7 +22,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, OpfuseError, describe
-from opfuse.recipes import current_amax_group
+from opfuse.recipes.autocast import current_amax_group
 
 
 class PlanKey(NamedTuple):

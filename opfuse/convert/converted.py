@@ -33,7 +33,8 @@ from opfuse.core.tracers import any_transformed, break_graph, check_exported, ch
 from opfuse.core.watched import Tree
 from opfuse.errors import ConversionError, Described, OpfuseWarning, describe
 from opfuse.inspect.alike import short
-from opfuse.recipes import Recipe, autocast, current_recipe, in_region
+from opfuse.recipes import Recipe, autocast, current_recipe
+from opfuse.recipes.autocast import in_region
 from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance, parameters_of
 from opfuse.runtime.compile.saved_call import CallInside

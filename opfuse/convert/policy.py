@@ -12,7 +12,6 @@ from torch import nn
 
 from opfuse.domains import uncallable
 from opfuse.errors import ConversionError, describe, nearest
-from opfuse.inspect.alike import starred
 from opfuse.inspect.heads import HEADS, heads_of
 from opfuse.recipes import Recipe, as_recipe
 
@@ -69,9 +68,7 @@ class Policies:
             return Choice(True, _recipe(said, where))
         kind = self.heads.get(id(module)) or (None if in_chain else self._named(path))
         if kind is not None and not where:
-            return Choice(
-                False, got=f"{kind}, which stays in high precision", cure=f"name it: policy={{{starred(path)!r}: 'default'}}"
-            )
+            return Choice(False, got=f"{kind}, which stays in high precision", cure=f"name it: policy={{{path!r}: 'default'}}")
         return Choice(True, self.recipe)
 
     def _named(self, path: str) -> str | None:

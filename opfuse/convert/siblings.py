@@ -27,7 +27,7 @@ from opfuse.convert.weights import MadeParameters, Weight
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.inspect.alike import short
-from opfuse.recipes import mark_region_used
+from opfuse.recipes.autocast import mark_region_used
 from opfuse.runtime.compile.custom_op import autocast_like, hindrance, moment
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import is_followed_in, place_of_call

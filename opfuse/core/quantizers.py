@@ -12,15 +12,8 @@ import torch
 
 from opfuse.domains import INTEGER
 from opfuse.errors import QuantizerError, QuantizerTypeError, describe
-from opfuse.recipes import (
-    CustomRecipe,
-    DelayedScaling,
-    QuantizerRole,
-    Recipe,
-    current_amax_group,
-    current_recipe,
-    mark_region_used,
-)
+from opfuse.recipes import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, current_recipe
+from opfuse.recipes.autocast import current_amax_group, mark_region_used
 from opfuse.recipes.counting import quantizer_of_call
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates, LastUse
 from opfuse.recipes.passes import is_trained

@@ -15,7 +15,8 @@ from opfuse.formats import dtype_name
 from opfuse.inspect.alike import alike, common, counted, starred
 from opfuse.inspect.gradients import error_of, gradients_of
 from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, observe
-from opfuse.recipes import Recipe, autocast, current_amax_group, current_recipe
+from opfuse.recipes import Recipe, autocast, current_recipe
+from opfuse.recipes.autocast import current_amax_group
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.recipes.recipe import KEEPS
 

@@ -1,5 +1,7 @@
 """Ops to compose pipelines of, and the means to add more."""
 
+from typing import TYPE_CHECKING
+
 from opfuse.compiler.registry import (
     register_backward_fusion,
     register_forward_backward_fusion,
@@ -9,6 +11,7 @@ from opfuse.compiler.registry import (
 from opfuse.core.context import Context
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, FusibleOperation
+from opfuse.errors import only_names
 from opfuse.numerics.formula import formula
 from opfuse.numerics.pointwise import Pointwise
 from opfuse.ops.activation import (
@@ -117,3 +120,6 @@ OPS: dict[str, type[FusibleOperation]] = {
     )
 }
 """Built-in ops by the name that configurations use."""
+
+if not TYPE_CHECKING:  # with which any name would pass
+    __getattr__, __dir__ = only_names(__name__, __all__)

@@ -15,7 +15,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import new_parameter
 from opfuse.errors import OpfuseWarning, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
-from opfuse.recipes import current_model_init
+from opfuse.recipes.autocast import current_model_init
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.planes import structure

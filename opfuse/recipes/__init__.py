@@ -1,17 +1,14 @@
 """Recipes: in which formats a model computes, where that is in force, and what delayed scaling remembers."""
 
-from opfuse.errors import UnknownFieldError
+from typing import TYPE_CHECKING
+
+from opfuse.errors import UnknownFieldError, only_names
 from opfuse.recipes import zoo
 from opfuse.recipes.autocast import (
     ModelInit,
     autocast,
-    current_amax_group,
-    current_model_init,
     current_recipe,
-    in_region,
-    mark_region_used,
     quantized_model_init,
-    region_source,
 )
 from opfuse.recipes.availability import (
     Support,
@@ -29,7 +26,6 @@ from opfuse.recipes.builtin import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from opfuse.recipes.counting import touch_backward, touch_forward
 from opfuse.recipes.custom import CustomRecipe, DelayedScalingRequest
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.kinds import RECIPES, recipe_of
@@ -57,21 +53,17 @@ __all__ = [
     "UnknownFieldError",
     "as_recipe",
     "autocast",
-    "current_amax_group",
-    "current_model_init",
     "current_recipe",
-    "in_region",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
-    "mark_region_used",
     "quantized_model_init",
     "recipe_of",
-    "region_source",
     "support",
     "support_matrix",
-    "touch_backward",
-    "touch_forward",
     "zoo",
 ]
+
+if not TYPE_CHECKING:  # with which any name would pass
+    __getattr__, __dir__ = only_names(__name__, __all__)

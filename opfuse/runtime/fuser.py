@@ -38,8 +38,8 @@ from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
-from opfuse.recipes import Recipe, current_amax_group, current_recipe, mark_region_used, region_source
-from opfuse.recipes.autocast import default_group
+from opfuse.recipes import Recipe, current_recipe
+from opfuse.recipes.autocast import current_amax_group, default_group, mark_region_used, region_source
 from opfuse.recipes.passes import is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
 from opfuse.runtime.compile.backward_tape import BackwardTape

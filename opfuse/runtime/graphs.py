@@ -17,7 +17,8 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import all_enrolled
 from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError, UnsupportedError, describe
-from opfuse.recipes import Recipe, autocast, in_region
+from opfuse.recipes import Recipe, autocast
+from opfuse.recipes.autocast import in_region
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.runtime.weights.cast_cache import sharded_part

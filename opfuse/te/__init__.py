@@ -7,7 +7,7 @@ name, with what to write instead; nothing is ignored. New code writes ``opfuse.o
 from collections.abc import Mapping
 from typing import Any
 
-from opfuse.errors import NotHereError, describe
+from opfuse.errors import NotHereError, describe, no_name
 from opfuse.recipes import quantized_model_init
 from opfuse.te import factories, ops, recipe
 from opfuse.te.quantizer import PlainQuantizer as Quantizer
@@ -49,5 +49,5 @@ INSTEAD: Mapping[str, str] = {
 def __getattr__(name: str) -> Any:
     """NotHereError, an AttributeError, for a name of TransformerEngine with what to use in its place."""
     if name not in INSTEAD:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise no_name(__name__, name, (*__all__, *INSTEAD))
     raise NotHereError(describe("opfuse.te", wanted="a name that it has", got=f"{name}, which it has not", cure=INSTEAD[name]))

@@ -9,10 +9,19 @@ from opfuse.tensors.casting import cast
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.ragged import RaggedPlane
+from opfuse.tensors.raw import post_all_gather_processing, quantize_master_weights, replace_raw_data
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor, rebuild
 
-__all__ = ["Plane", "QuantizedStorage", "QuantizedTensor", "Quantizer"]
+__all__ = [
+    "Plane",
+    "QuantizedStorage",
+    "QuantizedTensor",
+    "Quantizer",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
+]
 
 Quantizer.wrap = staticmethod(cast)
 torch.serialization.add_safe_globals(

@@ -131,7 +131,7 @@ def outcome(call: Callable[[], Result]) -> Result | str:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor, quantized or not."""
-    return (tensor.dequantize() if isinstance(tensor, opfuse.QuantizedTensor) else tensor).detach().clone()
+    return (tensor.dequantize() if isinstance(tensor, opfuse.tensors.QuantizedTensor) else tensor).detach().clone()
 
 
 @contextlib.contextmanager
@@ -181,7 +181,7 @@ def saved_values() -> Iterator[dict[str, object]]:
 
 
 def _flat(name: str, value: object) -> dict[str, torch.Tensor | None]:
-    if isinstance(value, opfuse.QuantizedTensor):
+    if isinstance(value, opfuse.tensors.QuantizedTensor):
         value = value.record
     if not isinstance(value, QuantizedStorage):
         return {name: None if value is None else value.detach().clone()}

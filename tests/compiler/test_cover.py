@@ -576,7 +576,7 @@ def test_a_kind_is_known_once_its_class_exists():
         lambda: FusionFunction("f", "forwards", lambda ops, *, recipe: ops),
         lambda: FusionFunction("f", "forward", lambda ops: ops),
         lambda: FusionFunction("f", "forward", lambda: ()),
-        lambda: opfuse.register_forward_fusion(lambda ops, recipes: ops),
+        lambda: opfuse.ops.register_forward_fusion(lambda ops, recipes: ops),
         lambda: ops.Sequential(rules=(rule("r", PAIR),)),
         lambda: opfuse.use_rules(None).__enter__(),
     ],
@@ -693,13 +693,13 @@ def test_s5_any_callable_is_a_fusion_function_by_identity(form):
         return new[form] if form in new else partial(fuser.method)
 
     model, x = ops.Sequential(ops.GELU()), torch.randn(3)
-    with opfuse.register_forward_fusion(first := made(), name="counted"):
+    with opfuse.ops.register_forward_fusion(first := made(), name="counted"):
         model(x), model(x)
     assert fuser.asked == 1
-    with opfuse.register_forward_fusion(first, name="counted"):
+    with opfuse.ops.register_forward_fusion(first, name="counted"):
         model(x)
     assert fuser.asked == 1, "the same function finds its plan"
-    with opfuse.register_forward_fusion(made(), name="counted"):
+    with opfuse.ops.register_forward_fusion(made(), name="counted"):
         model(x)
     assert fuser.asked == (2 if "partial" in form else 1)
 
@@ -708,7 +708,7 @@ def test_s5_any_callable_is_a_fusion_function_by_identity(form):
 def test_s5_what_cannot_be_a_fusion_function_is_refused_at_registration(func, error):
     before = default_rules()
     with pytest.raises(error, match=r"fusion function 'wrong'.*: wants .*, got .*Cure: "):
-        opfuse.register_forward_fusion(func, name="wrong")
+        opfuse.ops.register_forward_fusion(func, name="wrong")
     assert default_rules() is before
 
 

@@ -420,7 +420,7 @@ def test_a_registered_function_can_be_disabled_but_not_narrowed():
     def function(ops, *, recipe):
         return ops
 
-    with opfuse.register_forward_fusion(function, name="by_function"):
+    with opfuse.ops.register_forward_fusion(function, name="by_function"):
         assert finding("{use: by_function, when: {env.grad: true}}") == ("bad-value", "by_function")
         assert "by_function" not in config("{disable: by_function}").rules.names
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opfuse import QuantizedTensor, autocast, ops
+from opfuse import autocast, ops
 from opfuse.fusions import RULES
 from opfuse.kernels.engine.registry import Kernel
+from opfuse.tensors import QuantizedTensor
 from tests.compiler.harness import UNFUSED, Step, differences, randn, recipe_for, run, to
 
 ROWS, WIDTH = 64, 128

@@ -34,7 +34,7 @@ def counted(model: torch.nn.Module, x: torch.Tensor, recipe: recipes.Recipe | No
     sizes: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        parts = tensor.record.tensors() if isinstance(tensor, opfuse.QuantizedTensor) else (tensor,)
+        parts = tensor.record.tensors() if isinstance(tensor, opfuse.tensors.QuantizedTensor) else (tensor,)
         sizes.update({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts})
         return tensor
 
@@ -42,7 +42,7 @@ def counted(model: torch.nn.Module, x: torch.Tensor, recipe: recipes.Recipe | No
     with hooks, opfuse.autocast(enabled=recipe is not None, recipe=recipe):
         model(x)
     for parameter in model.parameters():
-        parts = parameter.record.tensors() if isinstance(parameter, opfuse.QuantizedTensor) else (parameter,)
+        parts = parameter.record.tensors() if isinstance(parameter, opfuse.tensors.QuantizedTensor) else (parameter,)
         for part in parts:
             sizes.pop(part.untyped_storage().data_ptr(), None)
     everything = sum(sizes.values())

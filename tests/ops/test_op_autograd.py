@@ -211,12 +211,12 @@ def test_a_quantized_input_is_its_dequantized_values(name, recipe):
     """Outside a region, an op takes the output of a pipeline that ends in Quantize; the gradient passes straight through."""
     op, x = TAKERS[name](), torch.randn(32, 32, requires_grad=True)
     q = quantized(recipe, x)
-    assert isinstance(q, opfuse.QuantizedTensor)
+    assert isinstance(q, opfuse.tensors.QuantizedTensor)
     plain = q.detach().dequantize().requires_grad_()
     results = []
     for given in (q, plain):
         torch.manual_seed(5)
-        outputs = [y.dequantize() if isinstance(y, opfuse.QuantizedTensor) else y for y in tuple_of(op(given))]
+        outputs = [y.dequantize() if isinstance(y, opfuse.tensors.QuantizedTensor) else y for y in tuple_of(op(given))]
         torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
         results.append(outputs)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -306,7 +306,7 @@ def test_quantized_parameters_train(name, optimizer):
     with opfuse.quantized_model_init(recipe=recipe):
         model = ops.Sequential(ops.Linear(64, 64, dtype=torch.bfloat16), ops.SiLU(), ops.Linear(64, 64, dtype=torch.bfloat16))
     weights = [model[0].weight, model[2].weight]
-    assert all(isinstance(w, opfuse.QuantizedTensor) and isinstance(w, nn.Parameter) for w in weights)
+    assert all(isinstance(w, opfuse.tensors.QuantizedTensor) and isinstance(w, nn.Parameter) for w in weights)
     before = [w.detach().dequantize().clone() for w in weights]
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     x = torch.randn(128, 64, dtype=torch.bfloat16)

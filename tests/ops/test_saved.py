@@ -20,7 +20,7 @@ def saved_by(model, x, *extras, recipe=None):
     found = []
 
     def pack(tensor):
-        if isinstance(tensor, opfuse.QuantizedTensor):
+        if isinstance(tensor, opfuse.tensors.QuantizedTensor):
             found.append(next(name for name, t in known.items() if t is tensor))
         else:
             found.append(pointers.get(tensor.data_ptr(), tensor.nbytes))
@@ -31,7 +31,7 @@ def saved_by(model, x, *extras, recipe=None):
         y = model(x, *extras)
     y = y[0] if isinstance(y, tuple) else y
     if y.requires_grad:
-        (y.dequantize() if isinstance(y, opfuse.QuantizedTensor) else y).sum().backward()
+        (y.dequantize() if isinstance(y, opfuse.tensors.QuantizedTensor) else y).sum().backward()
     return sorted(found, key=str)
 
 

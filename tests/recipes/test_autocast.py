@@ -14,12 +14,10 @@ from opfuse.recipes import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     autocast,
-    current_amax_group,
-    current_model_init,
     current_recipe,
     quantized_model_init,
 )
-from opfuse.recipes.autocast import at_outermost_exit
+from opfuse.recipes.autocast import at_outermost_exit, current_amax_group, current_model_init
 
 MX, NV = MXFP8BlockScaling(), NVFP4BlockScaling()
 

@@ -22,9 +22,8 @@ from opfuse.recipes import (
     QuantizerRole,
     autocast,
     counting,
-    touch_backward,
-    touch_forward,
 )
+from opfuse.recipes.counting import touch_backward, touch_forward
 from opfuse.recipes.delayed import LastUse
 from opfuse.recipes.passes import Pass, running
 from opfuse.recipes.pending import _update
@@ -439,6 +438,7 @@ def test_gradients_of_autocast_leave_the_tape_alone():
 RANK_PROGRAM = """
 import sys, torch, torch.distributed as dist
 from opfuse.recipes import *
+from opfuse.recipes.counting import touch_backward, touch_forward
 rank = int(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

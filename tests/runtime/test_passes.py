@@ -87,7 +87,7 @@ SCOPES = {
     "rule forward": rule(RULE, forward=forward),
     "rule backward": rule(PAIR, backward=pair_backward),
     "rule": rule(PAIR, forward=pair_forward, backward=pair_backward),
-    "fused op": partial(opfuse.register_forward_fusion, by_function),
+    "fused op": partial(opfuse.ops.register_forward_fusion, by_function),
 }
 ROLES = ("weight", "input", "grad_output")
 REPEATED = {

@@ -110,7 +110,7 @@ def test_disabled_regions_are_of_high_precision():
 def test_weights_made_under_the_former_name_live_quantized():
     with te.fp8_model_init(True, te.recipe.MXFP8BlockScaling()):
         made = te.ops.Linear(64, 64, dtype=BF16)
-    assert isinstance(made.weight, opfuse.QuantizedTensor)
+    assert isinstance(made.weight, opfuse.tensors.QuantizedTensor)
 
 
 @pytest.mark.parametrize("name", te.ops.KEYWORDS)

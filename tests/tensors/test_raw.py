@@ -51,7 +51,7 @@ def test_h18_pieces_of_masters_make_the_cast_of_the_whole(ranks, kind, at):
     pieces = [(flat[:at], 0), (flat[at:] if at < len(flat) else None, at)]
     for _ in range(2):  # each rank writes its piece; in the second round both know the amaxes of all
         for piece, start in pieces:
-            opfuse.quantize_master_weights([weight], [piece], [start])
+            opfuse.tensors.quantize_master_weights([weight], [piece], [start])
     assert same_bytes(planes(weight), planes(want))
     assert weight._version > version
 
@@ -61,10 +61,10 @@ def test_h18_pieces_of_masters_make_the_cast_of_the_whole(ranks, kind, at):
 def test_h18_whole_masters_need_no_offsets_and_another_rank_may_have_all():
     weights = [make("current", SHAPE, seed=seed) for seed in range(2)]
     before, master = planes(weights[1])[0], values(SHAPE, seed=7, dtype=torch.float32)
-    opfuse.quantize_master_weights(weights, [master, None])
+    opfuse.tensors.quantize_master_weights(weights, [master, None])
     assert torch.equal(weights[0].dequantize(), weights[0].quantizer(master).dequantize().to(weights[0].dtype))
     assert torch.equal(planes(weights[1])[0], before)
-    opfuse.quantize_master_weights([], [])
+    opfuse.tensors.quantize_master_weights([], [])
 
 
 @pytest.mark.row("H18")
@@ -73,7 +73,7 @@ def test_h18_other_formats_are_refused_by_direction_before_anything_is_written(k
     weights = [make("current", SHAPE), make(kind, SHAPE)]
     before = [planes(weight) for weight in weights]
     with pytest.raises(QuantizerError, match="wants rowwise data in FP8 under one scale of its own amax"):
-        opfuse.quantize_master_weights(weights, [torch.ones(SHAPE), torch.ones(SHAPE)])
+        opfuse.tensors.quantize_master_weights(weights, [torch.ones(SHAPE), torch.ones(SHAPE)])
     assert all(same_bytes(planes(weight), was) for weight, was in zip(weights, before))
 
 
@@ -81,7 +81,7 @@ def test_h18_other_formats_are_refused_by_direction_before_anything_is_written(k
 def test_h18_a_hybrid_is_refused_for_its_columnwise_direction():
     weight = HybridQuantizer(Float8CurrentScalingQuantizer(E4M3), MXFP8Quantizer())(values(SHAPE))
     with pytest.raises(QuantizerError, match=r"wants columnwise data in FP8 under one scale.*got mxfp8_e4m3"):
-        opfuse.quantize_master_weights([weight], [torch.ones(SHAPE)])
+        opfuse.tensors.quantize_master_weights([weight], [torch.ones(SHAPE)])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_h18_a_hybrid_is_refused_for_its_columnwise_direction():
 )
 def test_pieces_that_have_no_place_are_refused(masters, starts):
     with pytest.raises(ShapeError, match="quantize_master_weights"):
-        opfuse.quantize_master_weights([make("current", SHAPE)], masters, starts)
+        opfuse.tensors.quantize_master_weights([make("current", SHAPE)], masters, starts)
 
 
 @pytest.mark.row("H19")
@@ -100,10 +100,10 @@ def test_h19_columnwise_planes_follow_raw_data_that_was_gathered(kind):
     weight, other = make(kind, (256, 128)), make(kind, (256, 128), seed=1)
     for mine, its in zip(weight.rowwise.tensors(), other.rowwise.tensors()):
         mine.copy_(its)
-    opfuse.post_all_gather_processing([weight])
+    opfuse.tensors.post_all_gather_processing([weight])
     assert same_bytes(planes(weight), planes(other))
     with pytest.raises(QuantizerError, match="wants planes that hold the same values"):
-        opfuse.post_all_gather_processing([make("mxfp8", SHAPE)])
+        opfuse.tensors.post_all_gather_processing([make("mxfp8", SHAPE)])
 
 
 @pytest.mark.row("H19")
@@ -112,7 +112,7 @@ def test_h19_raw_data_in_a_buffer_of_ones_own_keeps_the_values(kind):
     weight = torch.nn.Parameter(make(kind, SHAPE))
     before, n = planes(weight), weight.rowwise.data.numel()
     buffer = torch.zeros(n + 16, dtype=torch.uint8)
-    opfuse.replace_raw_data(weight, buffer[16:].view(weight.rowwise.data.shape))
+    opfuse.tensors.replace_raw_data(weight, buffer[16:].view(weight.rowwise.data.shape))
     assert same_bytes(planes(weight), before)
     assert weight.rowwise.data.data_ptr() == buffer[16:].data_ptr()
     with torch.no_grad():
@@ -126,6 +126,6 @@ def test_h19_buffers_of_another_shape_or_dtype_are_refused():
     weight = make("current", SHAPE)
     for buffer in (torch.zeros(SHAPE), torch.zeros(64 * 96, dtype=torch.uint8), torch.zeros(96, 64, dtype=torch.uint8).t()):
         with pytest.raises(QuantizedTensorError, match=r"replace_raw_data: wants \(64, 96\) torch.uint8"):
-            opfuse.replace_raw_data(weight, buffer)
+            opfuse.tensors.replace_raw_data(weight, buffer)
     with pytest.raises(OpfuseError, match="rowwise data"):
-        opfuse.replace_raw_data(Float8CurrentScalingQuantizer(E4M3, rowwise=False)(values(SHAPE)), torch.zeros(1))
+        opfuse.tensors.replace_raw_data(Float8CurrentScalingQuantizer(E4M3, rowwise=False)(values(SHAPE)), torch.zeros(1))

@@ -21,7 +21,7 @@ import torch
 
 from opfuse.errors import UnsupportedError, describe
 from opfuse.events import FIRST_RUN, silenced
-from opfuse.recipes import mark_region_used
+from opfuse.recipes.autocast import mark_region_used
 from opfuse.recipes.counting import PassAround, count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass, in_compiled_autograd, running
 from opfuse.torch_private.autograd import backward_pass, outside_function, saving_hooks

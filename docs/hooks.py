@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import opfuse
-from opfuse import ops, recipes
+from opfuse import ops, recipes, tensors
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """The version stands below each page."""
+    config.copyright = f"opfuse {opfuse.__version__}"
+    return config
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -40,11 +45,13 @@ def examples(markdown: str) -> str:
 
 
 def reference(markdown: str) -> str:
-    """The docstring of every public name."""
-    parts = [markdown, "## opfuse", *(_entry(getattr(opfuse, name)) for name in opfuse._NAMES)]
-    for title, module in (("opfuse.recipes", recipes), ("opfuse.ops", ops)):
-        classes = [value for name, value in vars(module).items() if inspect.isclass(value) and name == value.__name__]
-        parts += [f"## {title}", *map(_entry, classes)]
+    """The docstring of every public name, in the place of the tables of names."""
+    parts = [markdown.partition("<!-- table: names -->")[0]]
+    for title, group in opfuse.GROUPS.items():
+        parts += [f"## {title}", *(_entry(getattr(opfuse, name)) for name in group)]
+    for module in (recipes, ops, tensors):
+        own = [getattr(module, name) for name in module.__all__ if name not in opfuse.__all__]
+        parts += [f"## {module.__name__}", *(_entry(value) for value in own)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import opfuse
@@ -31,7 +32,7 @@ from opfuse.train.study_report import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("recipes", "ops", "fusions", "cli")))
+PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("api", "recipes", "ops", "fusions", "cli")))
 """Pages with tables between marks."""
 STUDIES = {name: ROOT / "benchmarks" / "results" / f"{name}_cpu.json" for name in ("overrides", "keep")}
 """What `opfuse study NAME configs/quickstart.yaml` wrote, without the single measurements."""
@@ -152,9 +153,38 @@ def study(name: str) -> str:
     return markdown(json.loads(STUDIES[name].read_text(encoding="utf-8")))
 
 
+def names() -> str:
+    """The names of the package in their groups, with signatures."""
+    return "\n\n".join(f"### {title}\n\n{_signed(group)}" for title, group in opfuse.GROUPS.items())
+
+
+def _signed(group: Iterable[str]) -> str:
+    public = {name: getattr(opfuse, name) for name in group}
+    return table(["name", "what it does"], [[f"`{name}{signature(it)}`", _summary(it.__doc__)] for name, it in public.items()])
+
+
+def signature(function: Callable[..., object]) -> str:
+    """The arguments of a function or class: without types, without long defaults, and without what catches unknown keywords."""
+    found = inspect.signature(function)
+    shown = [each for each in found.parameters.values() if each.annotation != "Never"]
+    without = (each.replace(annotation=each.empty, default=_Shown.of(each.default)) for each in shown)
+    return str(found.replace(parameters=[*without], return_annotation=found.empty))
+
+
+class _Shown(str):
+    """A default as a signature shows it."""
+
+    __repr__ = str.__str__
+
+    @classmethod
+    def of(cls, default: object) -> object:
+        short = default is inspect.Parameter.empty or (len(repr(default)) <= 24 and not repr(default).startswith("<"))
+        return default if short else cls("...")
+
+
 def _summary(doc: str | None) -> str:
     first = " ".join((doc or "").strip().split("\n\n")[0].split())
-    return re.sub(r":\w+:`", "`", first).replace("``", "`")
+    return re.sub(r":\w+:`(?:~[\w.]*\.)?", "`", first).replace("``", "`")
 
 
 def speed() -> str:
@@ -216,6 +246,7 @@ OF_LLAMA = "Four Llama 3 8B layers of transformers (4096 tokens): forward, backw
 TABLES = {
     "speed": speed,
     "host": host,
+    "names": names,
     "support": support,
     "formats": formats,
     "presets": presets,

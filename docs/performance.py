@@ -17,6 +17,7 @@ from benchmarks.converted import COMPILED
 from benchmarks.sanitizer import TOOLS
 from docs import performance_text as prose
 from docs.performance_figures import LARGE, SMALL, of_script, shown
+from docs.performance_gains import gains
 from docs.performance_reasons import beside_products, experts, least_of_b
 from docs.tables import table
 from opfuse.kernels.engine.sources import sources_digest
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
 RECORD = ROOT / "benchmarks" / "results" / "h200.json"
 RANKS = ROOT / "benchmarks" / "results" / "h200x2.json"
+H100 = ROOT / "benchmarks" / "results" / "h100.json"
 
 
 def kernels(record: Mapping[str, Any]) -> str:
@@ -304,8 +306,8 @@ def ranks(record: Mapping[str, Any], today: str) -> str:
     return origin + prose.SEVERAL + table(("layers", *columns), rows)
 
 
-def document(record: Mapping[str, Any], several: Mapping[str, Any], today: str) -> str:
-    """The page of the records of one GPU and of several. today: as :func:`code` wants it."""
+def document(record: Mapping[str, Any], several: Mapping[str, Any], h100: Mapping[str, Any], today: str) -> str:
+    """The page of the records of an H200, of several, and of an H100. today: as :func:`code` wants it."""
     device, *versions = (f"{name} {version}" for name, version in record["versions"].items())
     head = prose.HEAD.format(
         device=f"one {device.removeprefix('device ')}",
@@ -315,13 +317,18 @@ def document(record: Mapping[str, Any], several: Mapping[str, Any], today: str) 
         code=code(record["tests"], today),
         tests=counted(record["tests"]),
     )
-    made = [*sections(record, today), ("Several GPUs", ranks(several, today))]
-    return head + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in made)
+    made = [
+        ("What you gain", gains(record, several, h100).rstrip()),
+        ("How the records were made", head.rstrip()),
+        *sections(record, today),
+        ("Several GPUs", ranks(several, today)),
+    ]
+    return prose.TITLE + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in made)
 
 
 def main() -> int:
     """Write the page, or compare it under ``--check``."""
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in (RECORD, RANKS)]
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in (RECORD, RANKS, H100)]
     if "--check" in sys.argv[1:]:
         page = DOCUMENT.read_text(encoding="utf-8")
         return int(page != document(*records, digest_of(page)))

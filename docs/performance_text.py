@@ -1,8 +1,48 @@
 """The prose of docs/performance.md, section by section; performance.py puts figures and tables to it."""
 
-HEAD = """\
-# Performance
+TITLE = "# Performance\n"
 
+GAINS = """\
+Find your task; each paragraph ends with the chapter that has its record. FP8 means block, current and delayed scaling, speeds
+are those of training steps, and a range is over these recipes.
+
+**I train an 8B model on H100s or H200s.** Four layers of Llama 3 8B, converted by `fuse_`, with AdamW on one H200: in FP8
+{llama_called} times the speed of bf16, {llama_called_over_compiled} times that of bf16 under torch.compile. Converted and
+then compiled: {llama_compiled} and {llama_compiled_over_compiled} times. On an H100 a decoder of four layers as wide, with
+{decoder_tokens} tokens, has {decoder_h100} times the speed of bf16 without torch.compile; on the H200 {decoder_h200}. Under
+FSDP2 on {ranks} H200, with weights stored in FP8, a step has {fsdp_speed} times the speed of torch's in bf16, and gathers
+{fsdp_bytes} of the bytes. Not measured: all layers of the model, a whole training run, more than {ranks} GPUs.
+[Llama](#llama-converted-with-fuse_), [CPU time](#cpu-time), [several GPUs](#several-gpus).
+
+**I fine-tune on an RTX 4090.** Nothing was measured: no GPU of compute capability 8.9 was at hand. FP8 with one scale per
+tensor or row is native there, and compared with exact products on first use; blocks, MXFP8 and NVFP4 are emulated.
+`opfuse doctor --certify` times FP8 products beside bf16 on your GPU. Adapters (LoRA) were not timed on any GPU.
+
+**I have small layers.** At hidden size 256 the CPU decides: a step takes {small} times as long as eager bf16, without a
+recipe or in FP8. As a CUDA graph (`opfuse.graphed`) a step in FP8 takes {small_graphed} times as long as called.
+`opfuse.advise(model)` says which layers are large enough. [CPU time](#cpu-time), [CUDA
+graphs](#cuda-graphs-torchcompile-offload).
+
+**I train a mixture of experts.** Two layers, each compiled, over the same in bf16, under current and block scaling:
+{mixtral_compiled} times the speed for Mixtral's few large experts (16384 tokens); {qwen_compiled} for the 128 small ones of
+Qwen3-30B-A3B with as many tokens, and {qwen_few_compiled} with 8192: many small experts gain little, and with few tokens they
+can lose. Compile the layers: called, they have {mixtral_called}, {qwen_called} and {qwen_few_called} times the speed. Not
+measured: expert parallelism. [Mixtures](#mixtures-converted-with-fuse_).
+
+**I use torch.compile.** Compiling the converted Llama layers above saves {compiling_saves} % of their step. Two decoder
+layers of ops are one graph for all recipes, with {breaks} graph breaks and {recompilations} recompilations; its first call
+takes {first_compiled} s. [Llama](#llama-converted-with-fuse_), [torch.compile](#cuda-graphs-torchcompile-offload).
+
+**Memory is short.** Four decoder layers (8192 tokens, current and block scaling) save {saved_kept} % of what bf16 saves for
+the backward pass, with a peak of {peak_kept} %; with `keep="recompute"` {saved_recomputed} %, with a peak of
+{peak_recomputed} %. Parameters and optimizer states are as in bf16. [Memory](#memory).
+
+**I want MXFP8 or NVFP4.** The GPUs of these records emulate both: a step takes {emulated} times as long as in bf16. They are
+native from compute capability 10.0 on, where nothing was measured.
+[Pipelines](#pipelines-compared-with-their-products-8192-tokens-4096-wide-14336-inside).
+"""
+
+HEAD = """\
 Measured on {device} by `{script}`, with {versions}.
 
 - Every table is measured in one process, on random data. Each section gives its date, and digests of the kernels' sources (as

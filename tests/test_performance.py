@@ -13,7 +13,8 @@ from benchmarks import calls, chained, compiling, distributed, grouped, host, pr
 from docs import performance
 from opfuse.kernels.engine.bindings import SOURCES
 
-RECORD, RANKS = (json.loads(file.read_text(encoding="utf-8")) for file in (performance.RECORD, performance.RANKS))
+FILES = (performance.RECORD, performance.RANKS, performance.H100)
+RECORD, RANKS, H100 = (json.loads(file.read_text(encoding="utf-8")) for file in FILES)
 FIGURES = {(figure["script"], figure["name"], figure["unit"]): figure for figure in RECORD["results"]}
 
 
@@ -24,7 +25,7 @@ def test_the_page_is_the_record() -> None:
     page = performance.DOCUMENT.read_text(encoding="utf-8")
     today = performance.digest_of(page)
     assert len(today) == performance.SHOWN
-    assert page == performance.document(RECORD, RANKS, today), "run `python -m docs.performance`"
+    assert page == performance.document(RECORD, RANKS, H100, today), "run `python -m docs.performance`"
 
 
 def test_a_record_says_what_of_which_code_and_machine() -> None:

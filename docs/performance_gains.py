@@ -1,0 +1,140 @@
+"""The first chapter of docs/performance.md: what a user gains, task by task, in figures of the records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks import calls
+from benchmarks.converted import COMPILED
+from docs import performance_text as prose
+from docs.performance_figures import of_script
+
+Record = Mapping[str, Any]
+
+FP8 = ("fp8_block", "fp8_current", "delayed")
+LLAMA, DECODER, SMALLEST = "converted, Llama of 4 layers 4096x4096", "host, decoder of 4 layers", "A 256x256"
+WAYS = ("called", "compiled")
+
+
+def gains(record: Record, several: Record, h100: Record) -> str:
+    """The text, from the records of an H200, of two, and of an H100."""
+    return prose.GAINS.format(
+        **llama(record),
+        **decoders(record, h100),
+        **ranks(several),
+        **small(record),
+        **mixtures(record),
+        **compiled(record),
+        **memory(record),
+        **emulated(record),
+    )
+
+
+def value(record: Record, script: str, name: str, unit: str) -> float:
+    """A figure."""
+    return float(of_script(record, script)[name][unit]["value"])
+
+
+def between(figures: Iterable[float], digits: int = 2) -> str:
+    """The smallest and the largest of some, or the one that both are, as they are shown."""
+    shown = [f"{figure:.{digits}f}" for figure in sorted(figures)]
+    return shown[0] if shown[0] == shown[-1] else f"{shown[0]} to {shown[-1]}"
+
+
+def llama(record: Record) -> dict[str, str]:
+    """Speeds of training steps of converted layers, over layers in bf16 that are called and compiled."""
+    names = {way: [f"{LLAMA}, {kind} {way}, with AdamW" for kind in FP8] for way in WAYS}
+    eager = value(record, "converted", f"{LLAMA}, eager bf16, with AdamW", "ms")
+    return {
+        **{f"llama_{way}": between(eager / value(record, "converted", name, "ms") for name in names[way]) for way in WAYS},
+        **{
+            f"llama_{way}_over_compiled": between(value(record, "converted", name, f"x {COMPILED}") for name in names[way])
+            for way in WAYS
+        },
+    }
+
+
+def decoders(record: Record, h100: Record) -> dict[str, str]:
+    """Speeds of the decoder of the chapter on CPU time, on each device."""
+    size = f"{calls.DECODER.tokens}x{calls.DECODER.hidden}"
+    names = [f"{DECODER} {size}, {kind}, step, wall" for kind in FP8]
+    found = {"h200": record, "h100": h100}
+    return {
+        "decoder_tokens": str(calls.DECODER.tokens),
+        **{
+            f"decoder_{device}": between(1 / value(each, "host", name, f"x {calls.EAGER}") for name in names)
+            for device, each in found.items()
+        },
+    }
+
+
+def ranks(several: Record) -> dict[str, str]:
+    """Speed and bytes of FSDP2 with weights stored in FP8."""
+    name = "opfuse, FP8 gathered"
+    return {
+        "ranks": str(several["ranks"]),
+        "fsdp_speed": f"{1 / value(several, 'distributed', name, 'x torch, with AdamW'):.2f}",
+        "fsdp_bytes": f"{value(several, 'distributed', name, 'x bytes of bf16'):.2f}",
+    }
+
+
+def small(record: Record) -> dict[str, str]:
+    """Times of the smallest model, called and as a CUDA graph."""
+    steps = [f"host, {SMALLEST}, {kind}, forward + backward" for kind in ("none", *FP8)]
+    graphs = [f"graphs, {SMALLEST}, {kind}, graphed" for kind in FP8]
+    return {
+        "small": between((value(record, "host", name, f"x {calls.EAGER}") for name in steps), 1),
+        "small_graphed": between(value(record, "pytorch", name, "x called") for name in graphs),
+    }
+
+
+def mixtures(record: Record) -> dict[str, str]:
+    """Speeds of mixtures whose layers are compiled, over layers in bf16 that are compiled, and of those that are called."""
+    sizes = {"mixtral": "Mixtral, 16384", "qwen": "Qwen3-30B-A3B, 16384", "qwen_few": "Qwen3-30B-A3B, 8192"}
+    return {
+        f"{key}_{way}": between(
+            value(record, "mixtures", f"two layers of {size} tokens, {kind} {way}", f"x {COMPILED}")
+            for kind in ("fp8_block", "fp8_current")
+        )
+        for key, size in sizes.items()
+        for way in WAYS
+    }
+
+
+def compiled(record: Record) -> dict[str, str]:
+    """What compiling converted layers saves, in percent, and what it costs."""
+
+    def took(name: str) -> float:
+        return value(record, "converted", f"{LLAMA}, {name}, with AdamW", "ms")
+
+    model = f"compiled, decoder of 2 layers {calls.DECODER.tokens}x{calls.DECODER.hidden}"
+    return {
+        "compiling_saves": between((round(100 - 100 * took(f"{kind} compiled") / took(f"{kind} called")) for kind in FP8), 0),
+        "first_compiled": f"{value(record, 'pytorch', f'{model}, first call', 's'):.0f}",
+        "breaks": f"{value(record, 'pytorch', f'{model}, every recipe', 'graph breaks'):.0f}",
+        "recompilations": f"{value(record, 'pytorch', f'{model}, every recipe', 'recompilations'):.0f}",
+    }
+
+
+def memory(record: Record) -> dict[str, str]:
+    """Saved bytes and peaks of decoder layers, in percent of bf16."""
+    settings = {"kept": "", "recomputed": " keep=recompute,"}
+    return {
+        f"{what}_{key}": between(
+            (
+                value(record, "memory", f"decoder of 4 layers, {kind},{setting} 8192 tokens, 4096-14336, {what}", "% of bf16")
+                for kind in ("fp8_block", "fp8_current")
+            ),
+            0,
+        )
+        for key, setting in settings.items()
+        for what in ("saved", "peak")
+    }
+
+
+def emulated(record: Record) -> dict[str, str]:
+    """Times of a step of B in formats that are emulated, relative to eager bf16."""
+    bf16 = value(record, "pipelines", "B, eager bf16, training", "ms")
+    times = (value(record, "pipelines", f"B, {kind}, training", "ms") / bf16 for kind in ("mxfp8", "nvfp4"))
+    return {"emulated": between(times)}

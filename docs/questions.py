@@ -1,8 +1,8 @@
-"""Asks the questions of docs/questions.md again, and rewrites the answers that the page has: ``python -m docs.questions``.
+"""Asks the questions of docs/questions.md and docs/symptoms.md again, and rewrites their answers: ``python -m docs.questions``.
 
-The page is its own source: a question is a heading, code that plants the case if it needs any, the one command or call that is
-asked, and what that prints. A test asks each again and compares. What differs from run to run is written the same way: keys by
-their order, milliseconds and versions by their names.
+The pages are their own source: a question is code that plants the case if it needs any, the one command or call that is asked,
+and what that prints. A test asks each again and compares. What differs from run to run is written the same way: keys by their
+order, milliseconds and versions by their names. A line that is ``…`` stands for any lines that are left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -25,11 +26,12 @@ from opfuse.cli.app import main
 from opfuse.errors import OpfuseError
 from opfuse.runtime.plans import trace
 
-DOCUMENT = Path(__file__).resolve().parent / "questions.md"
+DOCUMENT, SYMPTOMS = (Path(__file__).resolve().parent / f"{name}.md" for name in ("questions", "symptoms"))
+DOCUMENTS = (DOCUMENT, SYMPTOMS)
 
 _BODY = r"(?:(?!```).*\n)*"
 _QUESTION = re.compile(
-    rf"^### \d+\. (?P<title>.+)\n\n(?:```py\n(?P<plant>{_BODY})```\n\n)?"
+    rf"^(?:### \d+\. (?P<title>.+)\n\n)?(?:```py\n(?P<plant>{_BODY})```\n\n)?"
     rf"```(?:py|console)\n(?:\$ )?(?P<ask>{_BODY})```\n\n```text\n(?P<answer>{_BODY})```$",
     re.MULTILINE,
 )
@@ -52,7 +54,7 @@ PLAIN = (
 
 
 class Question(NamedTuple):
-    """plant: code that makes the case. ask: a command line that begins with opfuse, else code. answer: what the page says."""
+    """plant: code that makes the case. ask: a command line of opfuse or torchrun, else code. answer: what the page says."""
 
     title: str
     plant: str
@@ -72,7 +74,18 @@ def questions(page: str) -> list[Question]:
 
 
 def _question(match: re.Match[str]) -> Question:
-    return Question(match["title"], match["plant"] or "", match["ask"].strip(), match["answer"].rstrip("\n"))
+    """It has the title of its own, or of the chapter that it stands in."""
+    title = match["title"] or re.findall(r"^## (.+)$", match.string[: match.start()], re.MULTILINE)[-1]
+    return Question(title, match["plant"] or "", match["ask"].strip(), match["answer"].rstrip("\n"))
+
+
+def agrees(shown: str, printed: str) -> bool:
+    """Whether a page shows what is printed, but for lines that it leaves out."""
+    lines = (r"(?:.*\n)*" if line == LEFT_OUT else rf"{re.escape(line)}\n" for line in shown.splitlines())
+    return re.fullmatch("".join(lines), f"{printed}\n") is not None
+
+
+LEFT_OUT = "…"
 
 
 def answer(question: Question, prelude: str) -> str:
@@ -93,6 +106,11 @@ def answer(question: Question, prelude: str) -> str:
 def _ask(text: str, space: dict[str, Any]) -> None:
     if text.startswith("opfuse "):
         main(shlex.split(os.path.expandvars(text))[1:])
+        return
+    if text.startswith("torchrun "):
+        command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(text)[1:]]
+        found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        print(subprocess.run(command, capture_output=True, text=True, check=True, env=found).stdout)
         return
     try:
         exec(compile(text, "ask.py", "exec"), space)
@@ -142,14 +160,16 @@ def _plain(text: str, place: Path) -> str:
 
 
 def renewed(page: str) -> str:
-    """The page with new answers."""
+    """The page with new answers; one that still agrees keeps the lines that it shows."""
 
     def asked(match: re.Match[str]) -> str:
-        before = page[match.start() : match.start("answer")]
-        return f"{before}{answer(_question(match), prelude(page))}\n```"
+        before, question = page[match.start() : match.start("answer")], _question(match)
+        printed = answer(question, prelude(page))
+        return f"{before}{question.answer if agrees(question.answer, printed) else printed}\n```"
 
     return _QUESTION.sub(asked, page)
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(renewed(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    for document in DOCUMENTS:
+        document.write_text(renewed(document.read_text(encoding="utf-8")), encoding="utf-8")

@@ -62,6 +62,7 @@ RUN = {
     "pytorch.md": {"python": "tests/test_pytorch_page.py"},
     "questions.md": {"py": "tests/test_questions.py"},
     "recipes.md": {"python": "tests/test_readme.py"},
+    "symptoms.md": {"py": "tests/test_questions.py"},
     "torch.md": {"python": "tests/test_readme.py", "py": "tests/test_readme.py"},
     "trace.md": {"py": "tests/test_trace.py"},
     "tutorial.md": {"python": "tests/test_readme.py"},

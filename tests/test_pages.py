@@ -78,6 +78,15 @@ def test_every_block_of_python_is_run_by_a_test() -> None:
     assert [file for name, file in files if name not in file.read_text(encoding="utf-8")] == []
 
 
+def test_the_glossary_has_terms_that_a_user_meets_on_another_page() -> None:
+    inside = {"acceptance", "architecture", "conformance", "glossary", "kernels", "trace"}
+    met = " ".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md") if page.stem not in inside)
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    terms = [term for row in rows if row not in ("term", "---") for term in row.split(", ")]
+    assert terms == list(dict.fromkeys(terms))
+    assert [term for term in terms if not re.search(rf"\b{re.escape(term)}", met, re.IGNORECASE)] == []
+
+
 def test_the_map_shows_every_package_and_no_file_or_name_that_is_gone() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     package = ROOT / "opfuse"

@@ -53,6 +53,20 @@ def test_trainer_hands_a_converted_model_the_columns_that_its_forward_names(tmp_
     assert Regression(model, arguments, train_dataset=rows).train().global_step == 2
 
 
+def test_lora_trains_adapters_alone_and_peft_reads_them(tmp_path):
+    pytest.importorskip("peft", reason="of no extra: `pip install peft`")
+    losses, model, stock = script("lora").main(str(tmp_path), steps=4)
+    assert losses[-1] < losses[0]
+    words = torch.arange(16)[None]
+    with torch.no_grad(), opfuse.autocast(enabled=False):
+        assert torch.equal(stock.eval()(words).logits, model.eval()(words).logits)
+    begun = script("lora").pretrained().state_dict()
+    ended = {name: each for name, each in model.state_dict().items() if "lora_" not in name}
+    frozen = {name.removeprefix("base_model.model.").replace(".base_layer", ""): each for name, each in ended.items()}
+    assert frozen.keys() == begun.keys()
+    assert all(torch.equal(each, begun[name]) for name, each in frozen.items())
+
+
 def test_accelerate():
     state = pytest.importorskip("accelerate.state", reason="of the extra `test`")
     state.AcceleratorState._reset_state(reset_partial_state=True)  # of the Trainer before

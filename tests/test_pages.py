@@ -56,6 +56,7 @@ RUN = {
     "conformance.md": {"python": "tests/test_readme.py"},
     "fuse.md": {"py": "tests/convert/test_architectures.py"},
     "fusions.md": {"python": "tests/test_readme.py"},
+    "howto.md": {"py": "tests/test_howto.py"},
     "kernels.md": {"py": "tests/kernels/test_new_kernel.py", "python": "tests/kernels/test_contract.py"},
     "migrate.md": {"python": "tests/te/test_te.py"},
     "ops.md": {"python": "tests/test_readme.py"},

@@ -25,7 +25,7 @@ from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
 from opfuse.domains import BOOLEAN, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
-from opfuse.interchange.stored_modules import hold_arrays, hold_stored, matrices_of, why_not_held
+from opfuse.interchange.stored_modules import hold_arrays, hold_stored, stored_arrays, why_not_held
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -226,9 +226,9 @@ class _Walk:
         """
         dtype = _dtype_of(model)
         for path, module in model.named_modules():
-            if not (names := matrices_of(module)):
+            if not (arrays := stored_arrays(module)):
                 continue
-            choice, left = self.policies.of(module, path), {"weights": _matrix_elements(map(module._parameters.get, names))}
+            choice, left = self.policies.of(module, path), {"weights": max(array.numel() for array in arrays)}
             if choice.convert and choice.recipe is None:
                 choice = Choice(False, got="quantized weights and no recipe", cure="pass a recipe that multiplies FP8 blocks")
             if not choice.convert:
@@ -240,8 +240,10 @@ class _Walk:
                     **left,
                 }
             elif got := why_not_held(module):
-                cure = "load it dequantized, with quantization_config=FineGrainedFP8Config(dequantize=True)"
-                wanted = "FP8 weights in blocks of 128 x 128, and scales of activations from each call"
+                cure = "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
+                wanted = (
+                    "codes and scales in a layout that opfuse.export_weights writes, and scales of activations from each call"
+                )
                 self.left[module] = {"status": "refused", "wanted": wanted, "got": got, "cure": cure, **left}
             else:
                 hold_stored(module, path, dtype)
@@ -364,7 +366,7 @@ class _Walk:
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
     """The dtype that a model computes in whose matrices are quantized: that of most elements of its other parameters."""
-    skipped = {id(p) for module in model.modules() if matrices_of(module) for p in _parameters(module)}
+    skipped = {id(array) for module in model.modules() for array in stored_arrays(module)}
     elements: Counter[torch.dtype] = Counter()
     for p in model.parameters():
         if id(p) not in skipped and p.dtype in NORM_DTYPES:
@@ -377,9 +379,9 @@ def _parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module._parameters.values() if p is not None]
 
 
-def _matrix_elements(parameters: Iterable[nn.Parameter | None]) -> int:
+def _matrix_elements(parameters: Iterable[nn.Parameter]) -> int:
     """Elements of the parameters that are no vectors."""
-    return sum(p.numel() for p in parameters if p is not None and p.dim() > 1)
+    return sum(p.numel() for p in parameters if p.dim() > 1)
 
 
 def _elements(weight: Weight) -> int:

@@ -13,7 +13,7 @@ from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.heads import HEADS, heads_of
 from opfuse.interchange.layouts import LAYOUTS, OF_ACTIVATIONS, Foreign, layout_named, recognized, values_of
-from opfuse.interchange.stored_modules import SCALE, stored_parameters
+from opfuse.interchange.stored_modules import stored_arrays, stored_parameters
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.tensors.groups import groups_of, sizes_of
 from opfuse.tensors.storage import QuantizedStorage
@@ -48,6 +48,9 @@ def export_weights(model: nn.Module, layout: str, *, ignore: Collection[str] | N
     tensors: dict[str, torch.Tensor] = {}
     for name, value in _state_of(model).items():
         path, _, own = name.rpartition(".")
+        if path in matrices and stored_arrays(matrices[path]):  # of transformers, and not converted
+            tensors[name] = _of_layout(name, value, layout)
+            continue
         if path in matrices and (path not in ignored or isinstance(value, QuantizedTensor)):
             if value.dim() == 3 and (names := _names_in_files(model, name, value)):
                 records = [_record(f"{name}[{i}]", each, layout) for i, each in enumerate(_matrices(value))]
@@ -66,6 +69,18 @@ def export_weights(model: nn.Module, layout: str, *, ignore: Collection[str] | N
     return Exported(tensors, foreign.config(sorted(ignored)))
 
 
+def _of_layout(name: str, array: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout != _OF_TRANSFORMERS:
+        cure = f"write it as {_OF_TRANSFORMERS!r}, or convert the model first"
+        got = "codes and scales that transformers has read"
+        raise ConversionError(describe(f"export_weights {name}", wanted="a weight of opfuse or torch", got=got, cure=cure))
+    return array
+
+
+_OF_TRANSFORMERS = "deepseek"
+"""The layout of modules of transformers that hold their weights quantized."""
+
+
 def _multiplies(module: nn.Module) -> bool:
     """Whether a module is a linear layer, or has a stack of matrices."""
     stacks = any(p is not None and p.dim() == 3 for p in module._parameters.values())
@@ -75,9 +90,9 @@ def _multiplies(module: nn.Module) -> bool:
 def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of ``model``, with the stored parameters themselves where a module of another library writes arrays."""
     state: dict[str, torch.Tensor] = dict(model.state_dict())
-    for name, stored in stored_parameters(model).items():
+    for name, (stored, arrays) in stored_parameters(model).items():
+        state = {key: value for key, value in state.items() if key not in arrays}
         state[name] = stored.detach()
-        state.pop(name + SCALE, None)
     return state
 
 

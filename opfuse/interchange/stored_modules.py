@@ -1,15 +1,15 @@
 """Modules of other libraries that hold their weights quantized, as transformers' ``FP8Linear``: read as stored parameters.
 
-:func:`hold_stored` puts a :class:`~opfuse.tensors.tensor.QuantizedTensor` over the bytes of codes and scales in the place of the
-weight, and nothing in that of the scales. An ``FP8Linear`` is then what its parameters say, an ``nn.Linear``, and gets that
-class, as ``fully_shard`` gives modules one: its own forward hands codes to kernels that not every machine has. State dicts keep
-the library's names and arrays: what nothing has changed is written bit for bit as it was read. :func:`hold_arrays` undoes it.
+:func:`hold_stored` puts a :class:`~opfuse.tensors.tensor.QuantizedTensor` over the bytes of codes and scales in their place. A
+module is then what its parameters say, such as an ``nn.Linear``, and gets that class, as ``fully_shard`` gives modules one: the
+library's forward hands codes to kernels that not every machine has. State dicts keep the library's names and arrays: what nothing
+has changed is written bit for bit as it was read. :func:`hold_arrays` undoes it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -28,20 +28,6 @@ from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
 E8M0 = torch.float8_e8m0fnu
-SCALE = "_scale_inv"
-"""What follows the name of a matrix in the name of its scales."""
-
-_LIBRARY = "transformers.integrations.finegrained_fp8"
-
-
-class StoredClass(NamedTuple):
-    """A class of transformers that multiplies with stored matrices.
-
-    matrices: their names. becomes: the class of a module whose matrices are stored parameters.
-    """
-
-    matrices: tuple[str, ...]
-    becomes: type[nn.Module]
 
 
 class StoredExperts(nn.Module):
@@ -66,126 +52,155 @@ class StoredExperts(nn.Module):
         return total
 
 
-CLASSES: Mapping[str, StoredClass] = MappingProxyType(
+class StoredKind(NamedTuple):
+    """A class of transformers that multiplies with stored matrices, in the layout of DeepSeek.
+
+    becomes: the class of a module once its matrices are parameters. matrices: the names of these. The codes of a matrix have its
+    name, the scales the name of a file's with that of the matrix in the place of ``weight``; those of experts are stacks.
+    """
+
+    becomes: type[nn.Module]
+    matrices: tuple[str, ...]
+
+
+KINDS: Mapping[str, StoredKind] = MappingProxyType(
     {
-        "FP8Linear": StoredClass(("weight",), nn.Linear),
-        "FP8Experts": StoredClass(("gate_up_proj", "down_proj"), StoredExperts),
+        "FP8Linear": StoredKind(nn.Linear, ("weight",)),
+        "FP8Experts": StoredKind(StoredExperts, ("gate_up_proj", "down_proj")),
     }
 )
-"""By name. A matrix W (out, in), or one for each expert, has FP8 codes c and, under its name with :data:`SCALE`, a scale s for
-each 128 x 128 of them: W = c s.
-"""
+"""By the name of the class in ``transformers.integrations.finegrained_fp8``."""
 
-_HELD = "_opfuse_stored"
-"""The attribute of a module that says how it held its matrices."""
+_LAYOUT = LAYOUTS["deepseek"]
+
+
+class _Array(NamedTuple):
+    """An array as a module held it."""
+
+    key: str
+    dtype: torch.dtype
+    trained: bool
 
 
 class _Held(NamedTuple):
-    """What a module was: its class and, by the names of matrices, the dtype of scales and whether codes and scales trained."""
+    """What a module was: its class, and its arrays by matrix."""
 
     kind: type[nn.Module]
-    arrays: dict[str, tuple[torch.dtype, bool, bool]]
+    matrices: dict[str, list[_Array]]
 
 
-def _held(module: nn.Module) -> dict[str, tuple[torch.dtype, bool, bool]]:
+_HELD = "_opfuse_stored"
+"""The attribute of a module that says what it was; its matrices are none once :func:`hold_arrays` has undone it."""
+
+
+def _held(module: nn.Module) -> dict[str, list[_Array]]:
     held: _Held | None = vars(module).get(_HELD)
-    return {} if held is None else held.arrays
+    return {} if held is None else held.matrices
 
 
-def _class_of(module: nn.Module) -> StoredClass | None:
-    library = sys.modules.get(_LIBRARY)
-    return next((row for name, row in CLASSES.items() if type(module) is getattr(library, name, None)), None)
+def _kind_of(module: nn.Module) -> StoredKind | None:
+    library = sys.modules.get("transformers.integrations.finegrained_fp8")
+    return next((kind for name, kind in KINDS.items() if type(module) is getattr(library, name, None)), None)
 
 
-def matrices_of(module: nn.Module) -> tuple[str, ...]:
-    """The names of the matrices that a module of :data:`CLASSES` holds as arrays; none of any other module."""
-    row = _class_of(module)
-    names = () if row is None else row.matrices
-    return tuple(name for name in names if module._parameters.get(name) is not None and name not in _held(module))
+def _arrays_of(module: nn.Module, matrix: str) -> dict[str, torch.Tensor]:
+    """The arrays that a module has of a matrix, by name."""
+    keys = (matrix + part.suffix.removeprefix("weight") for part in _LAYOUT.parts)
+    return {key: array for key in keys if (array := module._parameters.get(key)) is not None}
 
 
-_CLAMPS = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
+def _apart(arrays: Iterable[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The arrays of each matrix, by their names in a file."""
+    codes, scales = (array.detach() for array in arrays)
+    pairs = [(codes, scales)] if codes.dim() == 2 else zip(codes, scales)
+    return [dict(zip((part.suffix for part in _LAYOUT.parts), pair)) for pair in pairs]
+
+
+def _fits(arrays: Mapping[str, torch.Tensor]) -> bool:
+    dims = [array.dim() for array in arrays.values()]
+    alike = dims == [2, 2] or (dims == [3, 3] and len({len(array) for array in arrays.values()}) == 1)
+    return alike and all(map(_LAYOUT.fits, _apart(arrays.values())))
+
+
+def stored_arrays(module: nn.Module) -> list[torch.Tensor]:
+    """The arrays of a module of :data:`KINDS` that :func:`hold_stored` would replace; none of any other module."""
+    kind = _kind_of(module)
+    return [] if kind is None else [array for matrix in kind.matrices for array in _arrays_of(module, matrix).values()]
+
+
+_OTHERWISE = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
 """Attributes of ``FP8Experts`` that change what is between its products; None in those of which it is act(gate) * up."""
 
 
 def why_not_held(module: nn.Module) -> str:
-    """What keeps the matrices of a module of :data:`CLASSES` from being stored parameters; empty if nothing does."""
+    """What keeps a module of :data:`KINDS` from having stored parameters; empty if nothing does."""
+    kind = _kind_of(module)
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
         return "static scales of activations, where recipes find scales in each call"
-    if given := [name for name in _CLAMPS if getattr(module, name, None) is not None]:
+    if given := [name for name in _OTHERWISE if getattr(module, name, None) is not None]:
         return f"a gated unit with {' and '.join(given)}"
-    row = _class_of(module)
-    if row is not None and (without := [name for name in row.matrices if module._parameters.get(name) is None]):
-        return f"no {without[0]}"
-    for name in matrices_of(module):
-        codes, scales = module._parameters[name], module._parameters.get(name + SCALE)
-        if codes is None or scales is None or codes.dim() != scales.dim():
-            return f"{name} without a scale for each block"
-        if not all(_LAYOUT.fits(arrays) for arrays in _arrays(codes, scales)):
-            return f"{name} {codes.dtype} {tuple(codes.shape)} with scales {scales.dtype} {tuple(scales.shape)}"
+    for matrix in kind.matrices if kind is not None else ():
+        arrays = _arrays_of(module, matrix)
+        if not _fits(arrays):
+            return ", ".join(f"{key} {array.dtype} {tuple(array.shape)}" for key, array in arrays.items()) or f"no {matrix}"
     return ""
 
 
 @torch.no_grad()
 def hold_stored(module: nn.Module, path: str, dtype: torch.dtype) -> None:
-    """Hold the matrices of a module of :data:`CLASSES` as stored parameters of the nominal ``dtype``, over the same bytes.
+    """Hold the matrices of a module of :data:`KINDS` as stored parameters of the nominal ``dtype``, over the same bytes.
 
-    Gradients are in ``dtype``, and reach a matrix if its codes had ``requires_grad``.
+    Gradients are in ``dtype``, and reach a matrix if its codes had ``requires_grad``. :func:`why_not_held` finds nothing.
     """
-    row, names = _class_of(module), matrices_of(module)
-    if row is None or not names:
+    kind = _kind_of(module)
+    if kind is None:
         return
     if _HELD not in vars(module):
         module.register_state_dict_post_hook(_write)
         module.register_load_state_dict_pre_hook(_read)
-    held = vars(module)[_HELD] = _Held(type(module), {})
-    for name in names:
-        codes, scales = (cast(nn.Parameter, module._parameters[key]) for key in (name, name + SCALE))
-        held.arrays[name] = scales.dtype, codes.requires_grad, scales.requires_grad
-        stored = _stored(f"{path}.{name}", codes, scales, dtype)
-        module._parameters[name] = nn.Parameter(stored, requires_grad=codes.requires_grad)
-        module._parameters[name + SCALE] = None
-    module.__class__ = row.becomes
+    held = _Held(type(module), {})
+    for matrix in kind.matrices:
+        arrays = _arrays_of(module, matrix)
+        held.matrices[matrix] = [_Array(key, array.dtype, array.requires_grad) for key, array in arrays.items()]
+        stored = _stored(f"{path}.{matrix}", arrays.values(), dtype)
+        module._parameters.update(dict.fromkeys(arrays))
+        module._parameters[matrix] = nn.Parameter(stored, requires_grad=held.matrices[matrix][0].trained)
+    vars(module)[_HELD] = held
+    module.__class__ = kind.becomes
 
 
 @torch.no_grad()
 def hold_arrays(module: nn.Module) -> None:
-    """Undo :func:`hold_stored`: codes and scales are arrays of the module again, with the values of the parameters now."""
+    """Undo :func:`hold_stored`: a module has arrays again, with the values of the parameters now."""
     held: _Held | None = vars(module).get(_HELD)
-    if held is None or not held.arrays:
+    if held is None or not held.matrices:
         return
-    for name, (dtype, *trained) in held.arrays.items():
-        arrays = _written(cast(QuantizedTensor, module._parameters[name]), name, dtype)
-        for key, trains in zip((name, name + SCALE), trained):
-            module._parameters[key] = nn.Parameter(arrays[key], requires_grad=trains)
-    held.arrays.clear()
+    for matrix, before in held.matrices.items():
+        arrays = _written(cast(QuantizedTensor, module._parameters[matrix]), before)
+        module._parameters.update({each.key: nn.Parameter(arrays[each.key], requires_grad=each.trained) for each in before})
+    held.matrices.clear()
     module.__class__ = held.kind
 
 
-def stored_parameters(model: nn.Module) -> dict[str, QuantizedTensor]:
-    """The parameters that :func:`hold_stored` made, by name."""
+def stored_parameters(model: nn.Module) -> dict[str, tuple[QuantizedTensor, tuple[str, ...]]]:
+    """The parameters that :func:`hold_stored` made, by name, and the names of their arrays in the state dict of ``model``."""
     return {
-        f"{path}.{name}".lstrip("."): cast(QuantizedTensor, module._parameters[name])
+        f"{path}.{matrix}".lstrip("."): (
+            cast(QuantizedTensor, module._parameters[matrix]),
+            tuple(f"{path}.{array.key}".lstrip(".") for array in before),
+        )
         for path, module in model.named_modules()
-        for name in _held(module)
+        for matrix, before in _held(module).items()
     }
 
 
 # -- between arrays and planes ---------------------------------------------------------------------------------------------------
 
-_LAYOUT = LAYOUTS["deepseek"]
-_CODES, _SCALES = (part.suffix for part in _LAYOUT.parts)
 
-
-def _arrays(codes: torch.Tensor, scales: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-    """Codes and scales of each matrix, by the names of the layout."""
-    pairs = [(codes, scales)] if codes.dim() == 2 else zip(codes, scales)
-    return [{_CODES: one.detach(), _SCALES: other.detach()} for one, other in pairs]
-
-
-def _stored(name: str, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> QuantizedTensor:
+def _stored(name: str, arrays: Iterable[torch.Tensor], dtype: torch.dtype) -> QuantizedTensor:
+    codes, scales = arrays
     layout = _LAYOUT if scales.dtype != E8M0 else replace(_LAYOUT, quantizer=_POWERS_OF_TWO)
-    matrices = [layout.read(name, arrays, dtype) for arrays in _arrays(codes, scales)]
+    matrices = [layout.read(name, each, dtype) for each in _apart((codes, scales))]
     if codes.dim() == 2:
         return matrices[0]
     sizes = (codes.shape[1],) * len(matrices)
@@ -197,39 +212,44 @@ def _stored(name: str, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.d
 _POWERS_OF_TWO = replace(cast(Any, _LAYOUT.quantizer), force_pow_2_scales=True)
 
 
-def _written(stored: QuantizedTensor, name: str, scale_dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Codes and scales by their names in the module, in the dtypes in which it held them."""
+def _written(stored: QuantizedTensor, before: list[_Array]) -> dict[str, torch.Tensor]:
+    """The arrays of a matrix by their names in the module, in the dtypes in which it held them."""
     sizes = sizes_of(stored.held)
     records = [stored.held] if sizes is None else groups_of(stored.held, sizes)
     found = [[*_LAYOUT.written("", record).values()] for record in records]
-    codes, scales = (array[0] if sizes is None else torch.stack(array) for array in zip(*found))
-    return {name: codes, name + SCALE: _scales_as(scale_dtype, scales, name)}
+    whole = [arrays[0] if sizes is None else torch.stack(arrays) for arrays in zip(*found)]
+    return {array.key: _as_held(made, array) for made, array in zip(whole, before)}
 
 
-def _scales_as(dtype: torch.dtype, scales: torch.Tensor, name: str) -> torch.Tensor:
-    """fp32 scales in ``dtype``. ConversionError for values that it does not have."""
-    held = e8m0_of_pow2(scales).view(E8M0) if dtype == E8M0 else scales.to(dtype)
-    if not torch.equal(held.to(torch.float32), scales):
-        cure = "train under a recipe with force_pow_2_scales=True" if dtype == E8M0 else "export_weights(model, 'deepseek')"
-        wanted, got = f"scales that are {dtype}", "others, which training has written"
-        raise ConversionError(describe(f"state dict {name}{SCALE}", wanted=wanted, got=got, cure=cure))
-    return held
+def _as_held(made: torch.Tensor, array: _Array) -> torch.Tensor:
+    """An array in the dtype in which it was held. fp32 scales that training has made stay fp32 where a narrower dtype lacks their
+    values; ConversionError where it is E8M0, since readers know such scales by their dtype.
+    """
+    if made.dtype == array.dtype:
+        return made
+    held = e8m0_of_pow2(made).view(E8M0) if array.dtype == E8M0 else made.to(array.dtype)
+    if torch.equal(held.to(torch.float32), made):
+        return held
+    if array.dtype == E8M0:
+        wanted, got = "scales that are powers of two", "others, which were written into the parameter"
+        cure = "cast by a quantizer with force_pow_2_scales=True"
+        raise ConversionError(describe(f"state dict {array.key}", wanted=wanted, got=got, cure=cure))
+    return made
 
 
 def _write(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """The hook of a state dict: arrays in the place of stored parameters."""
-    for name, (dtype, *_) in _held(module).items():
-        stored = state.get(prefix + name)
+    for matrix, before in _held(module).items():
+        stored = state.get(prefix + matrix)
         if isinstance(stored, QuantizedTensor):
-            state.update(
-                {prefix + key: array for key, array in _written(cast(QuantizedTensor, stored.detach()), name, dtype).items()}
-            )
+            arrays = _written(cast(QuantizedTensor, stored.detach()), before)
+            state.update({prefix + key: array for key, array in arrays.items()})
 
 
 def _read(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """The hook of loading: stored parameters in the place of arrays."""
-    for name in _held(module):
-        codes, scales = state.get(prefix + name), state.get(prefix + name + SCALE)
-        if scales is not None and codes is not None:
-            stored = cast(QuantizedTensor, module._parameters[name])
-            state[prefix + name] = _stored(prefix + name, codes, state.pop(prefix + name + SCALE), stored.dtype)
+    for matrix, before in _held(module).items():
+        keys = [prefix + array.key for array in before]
+        if all(key in state for key in keys):
+            stored = cast(QuantizedTensor, module._parameters[matrix])
+            state[prefix + matrix] = _stored(prefix + matrix, [state.pop(key) for key in keys], stored.dtype)

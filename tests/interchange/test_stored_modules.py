@@ -17,8 +17,8 @@ import opfuse
 from opfuse import ops
 from opfuse.errors import ConversionError, RecipeError
 from opfuse.interchange.layouts import LAYOUTS
-from opfuse.recipes import Float8BlockScaling, MXFP8BlockScaling
-from opfuse.tensors.quantizers import Float8BlockQuantizer
+from opfuse.recipes import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
+from opfuse.tensors.quantizers import Float8BlockQuantizer, NVFP4Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
 
 with warnings.catch_warnings():
@@ -267,6 +267,39 @@ def fp8_linear_values() -> torch.Tensor:
     return torch.randn(256, 256, dtype=BF16)
 
 
+READ_FROM_FILES = {
+    "deepseek": RECIPE,
+    "fp8_block": Float8BlockScaling(scale_rule="compressed_tensors", use_f32_scales=True),
+    "fp8_dynamic": CustomRecipe(qfactory="fp8_row_scaled"),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": CustomRecipe(qfactory=lambda role: NVFP4Quantizer()),
+}
+
+
+@pytest.mark.parametrize("layout", READ_FROM_FILES)
+def test_a_plain_model_takes_the_bytes_of_any_layout(layout, tmp_path):
+    """By ``load_state_dict(import_weights(...), assign=True)``; it trains from them, and is exported with them."""
+    tensors, _ = opfuse.export_weights(plain("dense"), layout)
+    model = plain("dense")
+    model.load_state_dict(opfuse.import_weights(tensors, nearest_scale=True), assign=True)
+    assert equal(opfuse.export_weights(model, layout).tensors, tensors)
+    report = opfuse.fuse_(model, READ_FROM_FILES[layout])
+    assert {entry.status for entry in report if entry.kind == "Linear" and entry.path != "lm_head"} <= {"fused", "joined"}
+    assert "quantize[weight" not in str(opfuse.explain(model, input_ids=WORDS))
+    optimizer = opfuse.with_masters(torch.optim.AdamW(model.parameters(), lr=2e-3))
+    losses = []
+    for _ in range(4):
+        loss = model(input_ids=WORDS, labels=WORDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.9 * losses[0]
+    read = opfuse.import_weights(opfuse.export_weights(model, layout).tensors, nearest_scale=True)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(model.get_parameter(name).dequantize(torch.float32), read[name].dequantize(torch.float32))
+
+
 # -- what stays as it is -----------------------------------------------------------------------------------------------------
 
 
@@ -310,10 +343,10 @@ def refused(module: nn.Module) -> str:
 
 def test_what_opfuse_cannot_hold_is_refused_with_a_reason():
     assert "static scales of activations" in refused(fp8_linear(activation_scheme="static"))
-    assert "weight without a scale for each block" in refused(FP8Linear(256, 256))
+    assert "weight_scale_inv torch.float32 ()" in refused(FP8Linear(256, 256))
     odd = fp8_linear()
     odd.weight_scale_inv = nn.Parameter(torch.ones(4, 4))
-    assert "scales torch.float32 (4, 4)" in refused(odd)
+    assert "weight_scale_inv torch.float32 (4, 4)" in refused(odd)
 
 
 def test_experts_with_a_clamp_are_refused(tmp_path, without_gpu):
@@ -424,3 +457,12 @@ def test_a_converted_fp8_model_is_exported_with_its_bytes(tmp_path, without_gpu)
     tensors, _ = opfuse.export_weights(model, "deepseek")
     save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "exported.safetensors")
     assert equal(load_file(tmp_path / "exported.safetensors"), before)
+
+
+def test_an_fp8_model_that_is_not_converted_is_exported_as_it_is(tmp_path, without_gpu):
+    model = loaded("dense", tmp_path)
+    tensors, config = opfuse.export_weights(model, "deepseek")
+    assert equal(tensors, dict(model.state_dict()))
+    assert config["modules_to_not_convert"] == ["lm_head"]
+    with pytest.raises(ConversionError, match="write it as 'deepseek', or convert the model first"):
+        opfuse.export_weights(model, "fp8_block")

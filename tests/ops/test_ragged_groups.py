@@ -258,7 +258,7 @@ def test_b24_scales_of_groups_are_those_where_the_host_knows_the_sizes(name, kin
     wanted = [*steps(models[0])]
     cast = request.getfixturevalue("on_device")
     for got, want in zip(steps(models[1]), wanted, strict=True):
-        assert all(map(same, got, want))
+        assert all(same(one + 0, other + 0) for one, other in zip(got, want, strict=True))  # zeros of either sign are zeros
     assert len(cast) == len(SIZES) * 2 * layers
 
 

@@ -13,7 +13,7 @@ from opfuse.errors import OpfuseError, QuantizedTensorError, ShapeError
 from opfuse.recipes import MXFP8BlockScaling
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.copied_view import CopiedView
-from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
+from opfuse.tensors.quantizers import Float8BlockQuantizer, HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
 from opfuse.tensors.rows import slice_rows
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 from tests.turns import in_turn
@@ -479,3 +479,21 @@ def test_gradients_flow_through_views_and_slices():
     expected[32:] = 3
     assert type(w.grad) is torch.Tensor
     assert torch.equal(w.grad, expected)
+
+
+@pytest.mark.parametrize("quantizer", [Float8BlockQuantizer(torch.float8_e4m3fn), MXFP8Quantizer()], ids=["blocks", "mx"])
+def test_rows_one_below_the_other_keep_their_bytes(quantizer):
+    parts = [
+        QuantizedTensor(quantizer.quantize(torch.randn(rows, 160, dtype=torch.bfloat16)), quantizer=quantizer)
+        for rows in (128, 256, 96)
+    ]
+    whole = torch.cat(parts)
+    assert isinstance(whole, QuantizedTensor)
+    assert torch.equal(whole.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    for usage in whole.usages:
+        assert torch.equal(whole.dequantize(usage=usage), torch.cat([part.dequantize(usage=usage) for part in parts]))
+    assert torch.equal(whole.plane("rowwise").data, torch.cat([part.plane("rowwise").data for part in parts]))
+    in_blocks = quantizer.quantize(parts[0]).plane("rowwise").format.family == "mx"
+    assert isinstance(torch.cat(parts[::-1]), QuantizedTensor) is in_blocks  # 96 rows end blocks of 32, and none of 128
+    assert not isinstance(torch.cat([parts[0], parts[0].dequantize()]), QuantizedTensor)
+    assert not isinstance(torch.cat(parts[:1] * 2, dim=1), QuantizedTensor)

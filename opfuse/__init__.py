@@ -47,6 +47,7 @@ GROUPS = {
     "Weights and state dicts": {
         "export_weights": "opfuse.interchange.state_dicts",
         "import_weights": "opfuse.interchange.state_dicts",
+        "weight_updates": "opfuse.interchange.updates",
         "quantized_model_init": "opfuse.recipes",
         "with_masters": "opfuse.tensors.optimizers",
         "master_weights": "opfuse.tensors.masters",

@@ -31,6 +31,7 @@ from opfuse.inspect.saved import saved as saved
 from opfuse.inspect.watch import watch as watch
 from opfuse.interchange.state_dicts import export_weights as export_weights
 from opfuse.interchange.state_dicts import import_weights as import_weights
+from opfuse.interchange.updates import weight_updates as weight_updates
 from opfuse.ops.parallel import TensorParallel as TensorParallel
 from opfuse.recipes import quantized_model_init as quantized_model_init
 from opfuse.recipes import support as support

@@ -15,7 +15,9 @@ from opfuse.inspect.heads import HEADS, heads_of
 from opfuse.interchange.layouts import LAYOUTS, OF_ACTIVATIONS, Foreign, layout_named, recognized, values_of
 from opfuse.interchange.stored_modules import stored_arrays, stored_parameters
 from opfuse.ops.linear import BasicLinear, Linear
+from opfuse.recipes import Recipe
 from opfuse.tensors.groups import groups_of, sizes_of
+from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -30,43 +32,108 @@ class Exported(NamedTuple):
 
 
 @checked_arguments(ConversionError)
-def export_weights(model: nn.Module, layout: str, *, ignore: Collection[str] | None = None) -> Exported:
+def export_weights(
+    model: nn.Module,
+    layout: str,
+    *,
+    ignore: Collection[str] | None = None,
+    recipe: Recipe | None = None,
+    dtype: torch.dtype | None = None,
+) -> Exported:
     """The state dict of ``model`` with the weights of its linear layers and experts as the library of ``layout`` stores them.
 
-    A weight stored in the layout's format is written bit for bit, without a copy; a plain one is cast by the layout's scale rule.
+    A weight stored in the layout's format is written bit for bit, without a copy. A plain one is cast by the layout's scale rule;
+    recipe, dtype: by that of the recipe that the model trains under, and from ``dtype``, in which it computes (torch.autocast's,
+    or that of FSDP2's policy; None: the weight's own): these are the bytes that training multiplies.
+
     Experts' matrices in one parameter are written one by one, under the names that transformers gives them in files, if it gives
     them any. Other entries stay as they are, as do modules named in ``ignore``, by their full name or its last parts (None:
     output heads and routers, also by what the model says of them, and modules whose weight is an embedding's). The config names
     every module with a matrix that stays plain.
 
-    ConversionError for an unknown layout, a name in ``ignore`` that no module with matrices has, a weight that is an embedding's,
-    and a weight that is stored in another format or whose size the format cannot take.
+    ConversionError for an unknown layout, a recipe of another format, a name in ``ignore`` that no module with matrices has, a
+    weight that is an embedding's, and a weight that is stored in another format or whose size the format cannot take.
     """
-    foreign = layout_named(layout, LAYOUTS)
-    matrices = {path: module for path, module in model.named_modules() if _multiplies(module)}
-    ignored = _ignored(model, matrices, ignore)
+    writer = LayoutWriter(model, layout, ignore, recipe, dtype)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in _state_of(model).items():
+        tensors |= writer.written(name, value)
+    return Exported(tensors, writer.config)
+
+
+class LayoutWriter:
+    """Turns entries of a model's state dict into those of a file in a layout. Arguments and errors: :func:`export_weights`.
+
+    matrices: the modules that multiply, by path. ignored: those of them that are written plain.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: str,
+        ignore: Collection[str] | None,
+        recipe: Recipe | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.layout, self.dtype = model, layout, dtype
+        self.foreign = layout_named(layout, LAYOUTS)
+        self.quantizer = self.foreign.quantizer if recipe is None else _cast_of(recipe, layout)
+        self.matrices = {path: module for path, module in model.named_modules() if _multiplies(module)}
+        self.ignored = _ignored(model, self.matrices, ignore)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The ``quantization_config`` for what was written."""
+        return self.foreign.config(sorted(self.ignored))
+
+    def written(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The entries of the file for one of the state dict."""
         path, _, own = name.rpartition(".")
-        if path in matrices and stored_arrays(matrices[path]):  # of transformers, and not converted
-            tensors[name] = _of_layout(name, value, layout)
-            continue
-        if path in matrices and (path not in ignored or isinstance(value, QuantizedTensor)):
-            if value.dim() == 3 and (names := _names_in_files(model, name, value)):
-                records = [_record(f"{name}[{i}]", each, layout) for i, each in enumerate(_matrices(value))]
-                tensors |= _written_apart(model, name, foreign, records, names)
-                continue
+        if path in self.matrices and stored_arrays(self.matrices[path]):  # of transformers, and not converted
+            return {name: _of_layout(name, value, self.layout)}
+        if path in self.matrices and (path not in self.ignored or isinstance(value, QuantizedTensor)):
+            if value.dim() == 3 and (names := _names_in_files(self.model, name, value)):
+                records = [self._record(f"{name}[{i}]", each) for i, each in enumerate(_matrices(value))]
+                return _written_apart(self.model, name, self.foreign, records, names)
             if own == "weight" and value.dim() == 2:
-                tensors |= foreign.written(path, _record(name, value, layout))
-                continue
+                return self.foreign.written(path, self._record(name, value))
         if isinstance(value, QuantizedTensor):
             wanted, got = "a weight of a linear layer, or experts that transformers writes one by one", repr(value)
             cure = "dequantize() the weight first"
             raise ConversionError(describe(f"export_weights {name}", wanted=wanted, got=got, cure=cure))
-        tensors[name] = value
-        if value.dim() > 1 and path in matrices:
-            ignored.add(path)
-    return Exported(tensors, foreign.config(sorted(ignored)))
+        if value.dim() > 1 and path in self.matrices:
+            self.ignored.add(path)
+        return {name: value}
+
+    def _record(self, name: str, value: torch.Tensor) -> QuantizedStorage:
+        """The planes of a weight in the format of the layout."""
+        where, fmt = f"export_weights {name}", self.foreign.format
+        if isinstance(value, QuantizedTensor):
+            plane = value.record.rowwise
+            if plane is None or plane.format.as_stored != fmt:
+                known = [each for each, other in LAYOUTS.items() if plane is not None and other.format == plane.format.as_stored]
+                cure = f"write it as {' or '.join(known)}" if known else "dequantize() the weight first"
+                got = "columnwise data alone" if plane is None else plane.format
+                raise ConversionError(describe(where, wanted=f"a weight in {fmt}", got=got, cure=cure))
+            return value.record
+        quantizer, plain = self.quantizer.wanting(rowwise=True, columnwise=False), value.detach().to(self.dtype or value.dtype)
+        if not quantizer.is_quantizable(plain):
+            cure = f"leave it plain: ignore=[{name.removesuffix(_WEIGHT)!r}, ...]"
+            got = f"{plain.dtype} {tuple(plain.shape)}"
+            raise ConversionError(describe(where, wanted=f"sizes and a dtype for {fmt}", got=got, cure=cure))
+        return quantizer.quantize(plain)
+
+
+def _cast_of(recipe: Recipe, layout: str) -> Quantizer:
+    """How ``recipe`` casts weights. ConversionError if it is in another format than that of the layout."""
+    quantizer = BasicLinear(1, 1, device="meta").stored_quantizer("weight", recipe)
+    made, wanted = quantizer.formats[0].as_stored, LAYOUTS[layout].format
+    if made != wanted:
+        known = [each for each, other in LAYOUTS.items() if other.format == made]
+        cure = f"use the layout {' or '.join(known)}" if known else "leave recipe out, which casts by the layout's rule"
+        where = f"export_weights recipe={type(recipe).__name__}"
+        raise ConversionError(describe(where, wanted=f"weights in {wanted}, the format of {layout!r}", got=made, cure=cure))
+    return quantizer
 
 
 def _of_layout(name: str, array: torch.Tensor, layout: str) -> torch.Tensor:
@@ -113,25 +180,6 @@ def _ignored(model: nn.Module, matrices: Mapping[str, nn.Module], ignore: Collec
             got = f"that of {tied}, which readers take for both"
             raise ConversionError(describe(f"export_weights {path}", wanted="a weight of its own", got=got, cure=cure))
     return found
-
-
-def _record(name: str, value: torch.Tensor, layout: str) -> QuantizedStorage:
-    """The planes of a weight in the format of a layout."""
-    quantizer = LAYOUTS[layout].quantizer.wanting(columnwise=False)
-    where = f"export_weights {name}"
-    if isinstance(value, QuantizedTensor):
-        plane = value.record.rowwise
-        if plane is None or plane.format.as_stored != quantizer.formats[0]:
-            known = [each for each, other in LAYOUTS.items() if plane is not None and other.format == plane.format.as_stored]
-            cure = f"write it as {' or '.join(known)}" if known else "dequantize() the weight first"
-            got = "columnwise data alone" if plane is None else plane.format
-            raise ConversionError(describe(where, wanted=f"a weight in {quantizer.formats[0]}", got=got, cure=cure))
-        return value.record
-    if not quantizer.is_quantizable(value):
-        wanted = f"sizes and a dtype for {quantizer.formats[0]}"
-        cure = f"leave it plain: ignore=[{name.removesuffix(_WEIGHT)!r}, ...]"
-        raise ConversionError(describe(where, wanted=wanted, got=f"{value.dtype} {tuple(value.shape)}", cure=cure))
-    return quantizer.quantize(value.detach())
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------------

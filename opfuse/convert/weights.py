@@ -113,6 +113,7 @@ class MadeParameters(nn.Module):
     scale, and how many state dicts had been loaded when they were looked at.
     """
 
+    temporary = True  # what an op reads here is made for one call
     sources: Mapping[str, Sequence[Source]]
     blanks: dict[str, torch.Tensor]
     reached: list[bool]

@@ -277,6 +277,8 @@ def saved_operand(ctx: Context, operand: Any, role: str) -> Any:
     """
     if role in ctx.rematerialized:
         return ctx.op.parameter(role) if role in ctx.op.parameter_names else None
+    if isinstance(operand, QuantizedTensor) and getattr(ctx.op.owner, "temporary", False):
+        operand = operand.held  # of this call alone, so nobody writes it: the plane that is read is enough
     if not isinstance(operand, QuantizedStorage):
         return operand
     try:

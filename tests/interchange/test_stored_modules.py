@@ -466,3 +466,17 @@ def test_an_fp8_model_that_is_not_converted_is_exported_as_it_is(tmp_path, witho
     assert config["modules_to_not_convert"] == ["lm_head"]
     with pytest.raises(ConversionError, match="write it as 'deepseek', or convert the model first"):
         opfuse.export_weights(model, "fp8_block")
+
+
+def test_joined_weights_keep_one_plane_for_the_backward_pass():
+    """As the cast of a plain weight does: they are made for one call, and the backward product reads one of their planes."""
+    found = []
+    for model in (plain("dense"), plain("dense")):
+        if found:
+            model.load_state_dict(opfuse.import_weights(opfuse.export_weights(model, "deepseek").tensors), assign=True)
+        opfuse.fuse_(model, RECIPE)
+        saved = opfuse.explain(model.model.layers[0].mlp, torch.randn(64, 256, dtype=BF16, requires_grad=True)).saved
+        found.append([(value.name, value.usages, value.bytes) for value in saved if value.memory == "own"])
+    (cast_last,) = (value for value in found[0] if value not in found[1])
+    assert cast_last[0] == "w"  # that of the lone projection, which is a parameter where it is stored
+    assert [value for value in found[0] if value != cast_last] == found[1]

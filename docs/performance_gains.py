@@ -9,11 +9,12 @@ from benchmarks import calls
 from benchmarks.converted import COMPILED
 from docs import performance_text as prose
 from docs.performance_figures import of_script
+from docs.tables import llama_speeds
 
 Record = Mapping[str, Any]
 
 FP8 = ("fp8_block", "fp8_current", "delayed")
-LLAMA, DECODER, SMALLEST = "converted, Llama of 4 layers 4096x4096", "host, decoder of 4 layers", "A 256x256"
+DECODER, SMALLEST = "host, decoder of 4 layers", "A 256x256"
 WAYS = ("called", "compiled")
 
 
@@ -44,14 +45,10 @@ def between(figures: Iterable[float], digits: int = 2) -> str:
 
 def llama(record: Record) -> dict[str, str]:
     """Speeds of training steps of converted layers, over layers in bf16 that are called and compiled."""
-    names = {way: [f"{LLAMA}, {kind} {way}, with AdamW" for kind in FP8] for way in WAYS}
-    eager = value(record, "converted", f"{LLAMA}, eager bf16, with AdamW", "ms")
+    speeds = llama_speeds(record["results"])
     return {
-        **{f"llama_{way}": between(eager / value(record, "converted", name, "ms") for name in names[way]) for way in WAYS},
-        **{
-            f"llama_{way}_over_compiled": between(value(record, "converted", name, f"x {COMPILED}") for name in names[way])
-            for way in WAYS
-        },
+        **{f"llama_{way}": between(speeds[f"{kind} {way}"].over_eager for kind in FP8) for way in WAYS},
+        **{f"llama_{way}_over_compiled": between(speeds[f"{kind} {way}"].over_compiled for kind in FP8) for way in WAYS},
     }
 
 
@@ -104,13 +101,10 @@ def mixtures(record: Record) -> dict[str, str]:
 
 def compiled(record: Record) -> dict[str, str]:
     """What compiling converted layers saves, in percent, and what it costs."""
-
-    def took(name: str) -> float:
-        return value(record, "converted", f"{LLAMA}, {name}, with AdamW", "ms")
-
+    over = {name: speed.over_compiled for name, speed in llama_speeds(record["results"]).items()}
     model = f"compiled, decoder of 2 layers {calls.DECODER.tokens}x{calls.DECODER.hidden}"
     return {
-        "compiling_saves": between((round(100 - 100 * took(f"{kind} compiled") / took(f"{kind} called")) for kind in FP8), 0),
+        "compiling_saves": between((round(100 - 100 * over[f"{kind} called"] / over[f"{kind} compiled"]) for kind in FP8), 0),
         "first_compiled": f"{value(record, 'pytorch', f'{model}, first call', 's'):.0f}",
         "breaks": f"{value(record, 'pytorch', f'{model}, every recipe', 'graph breaks'):.0f}",
         "recompilations": f"{value(record, 'pytorch', f'{model}, every recipe', 'recompilations'):.0f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -157,15 +158,39 @@ def describe(where: str, *, wanted: object, got: object, cure: str) -> Described
     >>> describe("Linear(4, 8) input", wanted="last dimension 4", got=5, cure="pass a tensor of shape (..., 4)")
     'Linear(4, 8) input: wants last dimension 4, got 5. Cure: pass a tensor of shape (..., 4).'
     """
-    problem = f"{where}: wants {wanted}, got {got}"
+    return _described(f"{where}: wants {wanted}, got {got}", str(wanted), str(got), cure)
+
+
+def notice(where: str, *, got: str, cure: str) -> Described:
+    """The sentence of a warning where nothing was wanted: what happened, and the cure.
+
+    >>> notice("mlp has changed since fuse_", got="'act' was SiLU(), is GELU()", cure="call opfuse.fuse_ again")
+    "mlp has changed since fuse_: 'act' was SiLU(), is GELU(). Cure: call opfuse.fuse_ again."
+    """
+    return _described(f"{where}: {got}", "", got, cure)
+
+
+def _described(problem: str, wanted: str, got: str, cure: str) -> Described:
     made = Described(f"{_ended(problem)} Cure: {_ended(cure.rstrip('.'))}")
-    made.problem, made.wanted, made.got, made.cure = problem, str(wanted), str(got), cure
+    made.problem, made.wanted, made.got, made.cure = problem, wanted, got, cure
     return made
 
 
 def number_of(count: int, noun: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+
+
+def with_article(name: str) -> str:
+    """The name of a class behind the article that it is spoken with: ``a ReLU``, ``an LSTM``, ``a UNet``."""
+    spelled = re.match(r"[A-Z](?=[A-Z\d])", name)
+    vowel = name[:1] in "AEFHILMNORSX" if spelled else re.match(r"(?!uni|eu|one)[aeiou]", name, re.IGNORECASE)
+    return f"an {name}" if vowel else f"a {name}"
 
 
 def problem_of(error: OpfuseError) -> str:

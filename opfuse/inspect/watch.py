@@ -14,7 +14,7 @@ from torch import nn
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.protocol import RunsOps
 from opfuse.domains import NUMBER
-from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest
+from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest, notice
 from opfuse.events import GroupRan
 from opfuse.inspect.casts import DeviceFigures, figures
 from opfuse.inspect.writers import WATCHED, sink_of
@@ -28,23 +28,26 @@ ALARMS: Mapping[str, float] = {"nonfinite": 0.0, "saturated": 0.01, "flushed": 0
 
 _WARNINGS = {
     "nonfinite": (
-        "a share that is not finite of at most",
-        "look at the op before it: opfuse.watch tells of every cast, and the first one is the cause",
+        "are NaN or infinite",
+        "look at the op that made these values: opfuse.watch tells of every cast, and the first alarm is the cause",
     ),
     "saturated": (
-        "a share saturated of at most",
+        "saturated",
         "give the scale room: margin of delayed scaling, a rule that rounds scales up, or E5M2 for this tensor",
     ),
     "flushed": (
-        "a share flushed to zero of at most",
+        "that were not zero became zero",
         "use finer blocks or a wider exponent: MXFP8, E5M2 for gradients, or backward_override='high_precision'",
     ),
     "sqnr": (
-        "a signal-to-noise ratio, in dB, of at least",
+        "the signal-to-noise ratio",
         "leave this layer in high precision, or give it more bits: opfuse advise says what was measured",
     ),
 }
-"""What a warning says is wanted of each figure, before its limit, and what to do."""
+"""What a warning says of each figure, and what to do."""
+
+_OF_WEIGHT = "check the weight after loading: if it is finite there, the optimizer wrote it one step earlier"
+"""What to do about a weight that is not finite, which no op makes."""
 
 RECORDS = 10_000
 """The latest records that a watch keeps."""
@@ -164,8 +167,14 @@ class Watch:
                 continue
             self._warned.add(place)
             where = f"op {record['op']}, {record['tensor']}, step {record['step']}"
-            wanted, cure = _WARNINGS[name]
-            text = describe(where, wanted=f"{wanted} {limit}", got=f"{value:.3g} in {record['format']}", cure=cure)
+            what, cure = _WARNINGS[name]
+            if name == "sqnr":
+                got = f"{what} is {value:.3g} dB (limit {limit:.3g} dB)"
+            else:
+                got = f"{100 * value:.3g} % of the values {what} (limit {100 * limit:.3g} %)"
+            if name == "nonfinite" and record["tensor"].startswith("weight"):
+                cure = _OF_WEIGHT
+            text = notice(where, got=f"{got}, cast to {record['format']}", cure=cure)
             warnings.warn(text, OpfuseWarning, stacklevel=2)
 
     def __str__(self) -> str:

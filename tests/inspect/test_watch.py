@@ -110,7 +110,7 @@ def test_a_look_at_experts_tells_of_each_operand() -> None:
             model(x, torch.tensor([40, 0, 56])).square().sum().backward()
     told = {(record["tensor"], record["plane"]) for record in watch.records}
     assert len(str(watch).splitlines()) == 1 + len(told)
-    assert sum("wants a signal-to-noise ratio" in str(each.message) for each in alarms) == len(told)
+    assert sum("the signal-to-noise ratio is " in str(each.message) for each in alarms) == len(told)
     both = {(name, plane) for name in ("input", "grad_output") for plane in ("rowwise", "columnwise")}
     assert told == both | {(f"weight{i}", "rowwise") for i in range(3)}
 
@@ -130,9 +130,24 @@ def test_a_scale_that_is_too_small_saturates() -> None:
     assert cast["saturated"] == pytest.approx(1.5 / 32)
     assert cast["op"] == "0"
     text = next(str(each.message) for each in told if "saturated" in str(each.message))
-    assert text.startswith(
-        "op 0, input, step 1: wants a share saturated of at most 0.01, got 0.0469 in fp8_tensor_e4m3. Cure: give the scale room"
-    )
+    said = "4.69 % of the values saturated (limit 1 %), cast to fp8_tensor_e4m3. Cure: give the scale room"
+    assert text.startswith(f"op 0, input, step 1: {said}")
+
+
+def test_the_cure_of_a_weight_that_is_not_finite_is_not_that_of_an_input() -> None:
+    """An op made the input, and none the weight."""
+    model = ops.Sequential(ops.Linear(32, 32, bias=False), ops.Linear(32, 32, bias=False))
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = torch.nan
+    with warnings.catch_warnings(record=True) as told, opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+        warnings.simplefilter("always")
+        with opfuse.watch(model, alarms={"nonfinite": 0.0}):
+            model(torch.ones(32, 32))
+    weight, after = (str(each.message) for each in told)
+    assert weight.startswith("op 0, weight, step 1: 0.0977 % of the values are NaN or infinite (limit 0 %), cast to")
+    assert "Cure: check the weight after loading" in weight
+    assert after.startswith("op 1, input, step 1: ")
+    assert "Cure: look at the op that made these values" in after
 
 
 RECIPES = {"mxfp8": recipes.MXFP8BlockScaling, "delayed": recipes.DelayedScaling, "nvfp4": recipes.NVFP4BlockScaling}

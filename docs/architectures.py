@@ -50,14 +50,14 @@ def row(name: str, report: opfuse.Report) -> list[str]:
     for entry in report.entries:
         counts.update(column for column, text in KINDS.items() if re.fullmatch(text, entry.became))
         counts["norms"] += entry.became.count("Norm")
-    left = Counter(re.split("[;,:]", entry.got)[0] for entry in report.entries if entry.weights and not entry.became)
+    left = Counter(re.split("[;,:]| stays", entry.got)[0] for entry in report.entries if entry.weights and not entry.became)
     told = "; ".join(f"{why} ×{count}" if count > 1 else why for why, count in left.items())
     return [name, *(str(counts[column] or "") for column in COLUMNS), told]
 
 
 def left(name: str, error: ConversionError) -> list[str]:
     """The row of a model that ``fuse_`` leaves alone."""
-    return [name, *([""] * len(COLUMNS)), f"all of it{str(error).partition(f'in a {name}')[2].partition('. Cure')[0]}"]
+    return [name, *([""] * len(COLUMNS)), f"all of it{str(error).partition(f'{name} without any')[2].partition('. Cure')[0]}"]
 
 
 def converted(name: str) -> list[str]:

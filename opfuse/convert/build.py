@@ -71,7 +71,7 @@ class Build:
             self._op(leaf.op, path, leaf)
             return
         if not self.policies.allows(child, self._named(path)):
-            raise NotRecorded(f"{path}, which the filter leaves alone", "submodules that may be converted")
+            raise NotRecorded(f"{path}, for which filter_fn returned False", "submodules that may be converted")
         inner = chain_of(child)
         if len(inner.arguments) != 1:
             raise NotRecorded(f"{path}, which takes {len(inner.arguments)} arguments", "submodules of one argument")
@@ -185,7 +185,7 @@ def _joined_path(parent: str, name: str) -> str:
 def build(module: nn.Module, path: str, policies: Policies) -> tuple[Converted, Build]:
     """The new forward of a module whose forward is a chain with a product, and how it was made. NotRecorded for any other."""
     if "forward" in vars(module):
-        raise NotRecorded("a forward of this very object", "the forward of its class")
+        raise NotRecorded("one that was put in its place", "the forward of its class")
     chain = chain_of(module)
     made = Build(module, path, policies, PipelineRun(path=path))
     made.add(chain.steps)
@@ -216,20 +216,22 @@ NARROW = 1024
 
 
 def build_norm(module: nn.Module, path: str, recipe: Recipe | None) -> Converted:
-    """The new forward of a norm that no pipeline begins with, such as the one before attention. NotRecorded for any other module.
+    """The new forward of a norm that no pipeline begins with, such as the one before attention. NotRecorded for any other module,
+    whose ``got`` is a clause.
 
     Models write an RMS norm as several sums, casts and products, seven in transformers, each a kernel over the whole tensor. In a
     graph of torch.compile the norm stays as it is: the compiler makes one kernel of it and of the sum before it.
     """
     columns = next(p.numel() for p in module._parameters.values() if p is not None)
     if columns < NARROW:
-        raise NotRecorded(f"vectors of {columns}", f"a norm of {NARROW} columns or more")
+        norm = "norm" in type(module).__name__.lower()  # for the reader alone: to read a forward takes long
+        small = f"a norm of {columns} columns; norms run as ops from {NARROW} on"
+        raise NotRecorded(small if norm else "it has no matrix to multiply with", "a wide norm")
     if (hindered := obstacle(module, called=True)) is not None:
-        raise NotRecorded(hindered[0], "a plain norm", hindered[1])
+        raise NotRecorded(f"it has {hindered[0]}", "a plain norm", hindered[1])
     leaf = norm_of(module)
     if leaf is None:
-        got = f"a {type(module).__name__}, whose forward is no LayerNorm or RMSNorm"
-        raise NotRecorded(got, "a norm that opfuse has")
+        raise NotRecorded("its forward computes neither a LayerNorm nor an RMSNorm", "a norm that opfuse has")
     run = PipelineRun([leaf.op], ["norm"], made=[] if leaf.made is None else [leaf.made], path=path)
     proven = Proven(ranks=range(1, 65), dtypes=NORM_DTYPES, in_graph=False)
     return Converted(module, path, arguments=required_arguments(module), run=run, members={}, recipe=recipe, proven=proven)

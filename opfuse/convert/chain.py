@@ -68,8 +68,8 @@ def chain_of(module: nn.Module) -> TracedChain:
         raise NotRecorded("none", "a forward")
     names = required_arguments(module)
     if not 1 <= len(names) <= MOST_ARGUMENTS:
-        got = f"a forward that needs {', '.join(names) or 'nothing'}"
-        raise NotRecorded(got, f"a forward that needs 1 to {MOST_ARGUMENTS} tensors")
+        got = f"one with {len(names)}: {', '.join(names)}" if names else "one without any"
+        raise NotRecorded(got, f"a forward with 1 or {MOST_ARGUMENTS} required arguments")
     widths, chain = _first_chain(module, names)
     like = first_parameter(module)
     in_autocast = torch.amp.autocast_mode.is_autocast_available("cpu" if like is None else like.device.type)

@@ -33,6 +33,7 @@ from torch import nn
 from torch.overrides import get_overridable_functions
 
 from opfuse.core.operation import FusibleOperation
+from opfuse.errors import with_article
 
 
 class NotRecorded(BaseException):
@@ -203,7 +204,7 @@ class CodeReach:
                     self._step(function, cells, *step)
         for name in self.names.keys() - METHODS:
             if name in FIELDS or any(name in vars(kind) for kind in self.of_torch):
-                self.refused.append(f"{name}, which {self.names[name]} reads")
+                self.refused.append(f"{self.names[name]}, which also reads {name}")
 
     def _step(self, function: FunctionType, cells: Mapping[str, Any], opname: str, name: Any, then: tuple[str, ...]) -> None:
         where = function.__qualname__
@@ -211,11 +212,11 @@ class CodeReach:
             self._name(name, where)
         elif opname in WRITES or (opname in ("STORE_DEREF", "DELETE_DEREF") and name in cells):
             what = WRITES.get(opname, "a variable of a function around it")
-            self.refused.append(f"a write to {what}{f' {name}' * isinstance(name, str)} in {where}")
+            self.refused.append(f"{where}, which also writes to {what}{f' ({name})' * isinstance(name, str)}")
         elif opname in GLOBALS and name in function.__globals__:
             self._follow(function.__globals__.get, name, name, then, where)
         elif opname in GLOBALS and name not in self.known:
-            self.refused.append(f"{name}, which {where} reads")
+            self.refused.append(f"{where}, which also reads {name}")
         elif opname in CELLS and name in cells and name != "__class__":
             self._follow(contents, cells[name], name, then, where)
 
@@ -273,8 +274,8 @@ class CodeReach:
                     self.add_class(type(value))
             case _:
                 what = "function" if isinstance(value, FUNCTIONS) else "class" if isinstance(value, type) else ""
-                got = f"the {what} {value.__name__}" if what else f"a {type(value).__name__}"
-                self.refused.append(f"{name}, {got}, which {where} reads")
+                got = f"the {what} {value.__name__}" if what else with_article(type(value).__name__)
+                self.refused.append(f"{where}, which also reads {name} ({got})")
         for each in inside:
             self._value(each, name, where, plain=plain)
 

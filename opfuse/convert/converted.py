@@ -31,7 +31,7 @@ from opfuse.convert.weights import replica, stand_ins, taking
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, enrolled, outside, prepared
 from opfuse.core.watched import Tree
-from opfuse.errors import ConversionError, Described, OpfuseWarning, describe
+from opfuse.errors import ConversionError, Described, OpfuseWarning, describe, notice
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe
 from opfuse.recipes.autocast import in_region
@@ -208,8 +208,8 @@ class Converted:
     def warn_of_copy(self) -> None:
         """Say that a shallow copy of the module, which may have other parameters, runs the forward of its class."""
         cure = "call opfuse.fuse_ on a copy.deepcopy, or use DistributedDataParallel in place of DataParallel"
-        got = "a shallow copy of it, which computes in high precision"
-        self.warn(describe(self.label, wanted="calls of the module that fuse_ converted", got=got, cure=cure), level=5)
+        got = "this is a shallow copy of a converted module; it runs in high precision"
+        self.warn(notice(self.label, got=got, cure=cure), level=5)
 
     def warn(self, text: str, level: int) -> None:
         """Warn once of what keeps calls from the pipeline. level: of the stack, where the call is."""

@@ -24,7 +24,7 @@ from opfuse.convert.siblings import siblings
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
 from opfuse.domains import BOOLEAN, checked_arguments
-from opfuse.errors import ConversionError, describe, nearest
+from opfuse.errors import ConversionError, describe, listed, nearest, with_article
 from opfuse.interchange.stored_modules import hold_arrays, hold_stored, stored_arrays, why_not_held
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -129,7 +129,7 @@ def report(model: nn.Module) -> Report:
         if not path and forward.entry is not None:  # a part of another module's pipeline has no line there
             entries.setdefault(path, forward.entry)
         if (change := forward.change()) is not None and forward.entry is not None:
-            why = {"wanted": change.wanted, "got": change.got, "cure": change.cure}
+            why = {"wanted": "", "got": f"it has changed since fuse_ ({change.got})", "cure": change.cure}
             entries[path] = replace(forward.entry, status="kept", became="", recipe="", weights=0, **why)
     return Report(tuple(replace(entries[path], path=path) for path, _ in model.named_modules() if path in entries))
 
@@ -149,7 +149,7 @@ def unfuse_(model: AnyModule) -> AnyModule:
 
 
 def _none_converted(where: str, model: nn.Module) -> ConversionError:
-    got, cure = f"none in a {type(model).__name__}", "call opfuse.fuse_ first"
+    got, cure = f"none in {with_article(type(model).__name__)}", "call opfuse.fuse_ first"
     return ConversionError(describe(where, wanted="modules that fuse_ has converted", got=got, cure=cure))
 
 
@@ -195,10 +195,11 @@ def _restore(forwards: dict[nn.Module, Converted]) -> None:
 
 def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:
     first = next((entry for entry in entries if entry.status in ("refused", "kept") and entry.weights), None)
-    why = first and f"; {first.path or 'the model itself'} wants {first.wanted}, got {first.got}"
-    got = f"none in a {type(model).__name__}{why or ''}"
+    where = "" if first is None else f"{first.path}: " if first.path else "it " if first.wanted else ""
+    why = f"; {where}{first.problem}" if first else ""
+    got = f"{with_article(type(model).__name__)} without any{why}"
     cure = first.cure if first and first.cure != NONE else "pass a model with linear layers"
-    return ConversionError(describe("fuse_", wanted="modules that can be converted", got=got, cure=cure))
+    return ConversionError(describe("fuse_", wanted="a model with layers to convert", got=got, cure=cure))
 
 
 class _Walk:
@@ -230,20 +231,14 @@ class _Walk:
                 continue
             choice, left = self.policies.of(module, path), {"weights": max(array.numel() for array in arrays)}
             if choice.convert and choice.recipe is None:
-                choice = Choice(False, got="quantized weights and no recipe", cure="pass a recipe that multiplies FP8 blocks")
+                got = "its weights are quantized, and it has no recipe"
+                cure = "to convert it, pass a recipe that multiplies FP8 blocks"
+                choice = Choice(False, got=got, cure=cure)
             if not choice.convert:
-                self.left[module] = {
-                    "status": "kept",
-                    "wanted": "to be converted",
-                    "got": choice.got,
-                    "cure": choice.cure,
-                    **left,
-                }
+                self.left[module] = {"status": "kept", "got": choice.got, "cure": choice.cure, **left}
             elif got := why_not_held(module):
                 cure = "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
-                wanted = (
-                    "codes and scales in a layout that opfuse.export_weights writes, and scales of activations from each call"
-                )
+                wanted = "FP8 codes with a scale for each 128 x 128, and scales of activations from each call"
                 self.left[module] = {"status": "refused", "wanted": wanted, "got": got, "cure": cure, **left}
             else:
                 hold_stored(module, path, dtype)
@@ -257,8 +252,8 @@ class _Walk:
             self._add(module, path, **self.left[module])
         elif isinstance(module, FusibleOperation):
             if elements := _matrix_elements(module.parameters()):
-                got, cure = "an op of opfuse already", "run it inside of opfuse.autocast(recipe=…)"
-                self._add(module, path, "kept", weights=elements, wanted="a module of torch", got=got, cure=cure)
+                got, cure = "it is an op of opfuse already", "call it inside of opfuse.autocast(recipe=…) to quantize it"
+                self._add(module, path, "kept", weights=elements, got=got, cure=cure)
         elif (weight := weight_of(module)) is not None:
             self._single(module, path, _elements(weight), (weight.in_features, weight.out_features), partial(build_alone, weight))
         elif (experts := experts_of(module)) is not None:
@@ -280,11 +275,12 @@ class _Walk:
         choice, hindered = self.policies.of(module, path), obstacle(module, called=True)
         entry = partial(self._add, module, path, weights=elements)
         if not choice.convert:
-            entry("kept", wanted="to be converted", got=choice.got, cure=choice.cure)
+            entry("kept", got=choice.got, cure=choice.cure)
         elif hindered is not None:
-            entry("refused", wanted="a plain product", got=hindered[0], cure=hindered[1])
+            entry("refused", wanted="a linear layer without extras", got=hindered[0], cure=hindered[1])
         elif choice.recipe is not None and (why := unfit(choice.recipe, *sizes)) is not None:
-            entry("refused", wanted=why[0], got=why[1], cure="give it another recipe in the policy, or other sizes")
+            cure = f"give it other sizes, or another recipe, as in policy={{{path!r}: recipes.Float8CurrentScaling()}}"
+            entry("refused", wanted=why[0], got=why[1], cure=cure)
         else:
             self.forwards[module] = forward = make(path, choice.recipe)
             names = " → ".join(type(op).__name__ for op in forward.run.ops)
@@ -329,12 +325,12 @@ class _Walk:
             choice = self.policies.of(module, path)
             try:
                 if not choice.convert:
-                    raise NotRecorded(choice.got, "to be converted", choice.cure)
+                    raise NotRecorded(choice.got, "", choice.cure)
                 self.forwards[module] = norm = build_norm(module, path, choice.recipe)
                 became = type(norm.run.ops[0]).__name__
                 self._update(path, status="fused", became=became, recipe=_recipe_name(norm))
             except NotRecorded as no:
-                self._update(path, wanted=no.wanted, got=no.got, cure=no.cure or NONE)
+                self._update(path, got=no.got, cure=no.cure or NONE)
 
     def _unknown_parameters(self, module: nn.Module, path: str) -> None:
         """Report a module with parameters of its own that is no op."""
@@ -343,19 +339,20 @@ class _Walk:
             return
         elements = _matrix_elements(parameters)
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            self._add(module, path, "kept", wanted="a product", got="an embedding, which multiplies nothing", cure=NONE)
+            self._add(module, path, "kept", got="an embedding is a table lookup, with nothing to multiply", cure=NONE)
         elif not elements and not module._modules:
             self.lone.append((path, module))
             self._add(module, path, "kept")
         elif elements and not (choice := self.policies.of(module, path)).convert:
-            self._add(module, path, "kept", weights=elements, wanted="a product to convert", got=choice.got, cure=choice.cure)
+            self._add(module, path, "kept", weights=elements, got=choice.got, cure=choice.cure)
         elif (why := why_refused(module)) is not None:
             wanted, got, cure = why
             self._add(module, path, "refused", weights=elements, wanted=wanted, got=got, cure=cure)
         else:
-            names = ", ".join(name for name, p in module._parameters.items() if p is not None)
-            got = f"{names} of its own, which its forward reads"
-            self._add(module, path, "kept", wanted="a linear layer", got=got, cure=NONE)
+            names = listed([name for name, p in module._parameters.items() if p is not None])
+            kind = with_article(type(module).__name__)
+            got = f"opfuse has no op for {kind}, whose forward uses its own {names}"
+            self._add(module, path, "kept", got=got, cure=NONE)
 
     def _add(self, module: nn.Module, path: str, status: Status, **fields: Any) -> None:
         self.entries.setdefault(path, Conversion(path, type(module).__name__, status, **fields))

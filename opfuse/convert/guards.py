@@ -7,7 +7,7 @@ forward was tried on. Otherwise its own forward runs, over its converted submodu
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -18,7 +18,7 @@ from torch import nn
 
 from opfuse.convert.code import CONSTANTS, FUNCTIONS, names_read, reach_of
 from opfuse.convert.pipeline import is_matrix
-from opfuse.errors import Described, describe
+from opfuse.errors import Described, notice
 from opfuse.runtime.compile.custom_op import autocast_dtype
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.tensors import no_torch_function
@@ -197,16 +197,16 @@ class Outside:
     def __reduce__(self) -> tuple[Any, ...]:
         return Outside, (self.kinds, [then if isinstance(then, CONSTANTS) else None for _, _, then in self.places])
 
-    def change(self) -> tuple[str, str] | None:
+    def change(self) -> str | None:
         """What was read and what is there now, of something that is another one; None: nothing."""
         for get, key, then in self.places:
             now = get(key)
             if now is not then and not _is_same(now, then):
                 name = key if isinstance(key, str) else "a variable of a function around it"
-                return f"{name} {then!r:.80}", f"{now!r:.80}"
+                return f"{name} was {then!r:.80}, is {now!r:.80}"
         for function, code, defaults, named in self.parts:
             if function.__code__ is not code or function.__defaults__ is not defaults or function.__kwdefaults__ is not named:
-                return f"the code and defaults of {function.__qualname__}", "others"
+                return f"the code or the defaults of {function.__qualname__} were replaced"
         return None
 
 
@@ -231,23 +231,28 @@ class ModuleGuard:
             member = self.members[path] if path else self.module
             if not settings.hold(member):
                 wanted, got = settings.named, settings_of(member).named
-                names = [name for name in wanted | got if not _is_same(wanted.get(name), got.get(name))]
-                return self._told(
-                    path, *(" ".join(f"{ {name: now.get(name) for name in names} }".split()) for now in (wanted, got))
-                )
+                return self._told(path, ", ".join(_changes(wanted, got)))
             if not path:
                 continue
             if has_hooks(member):
-                return self._told(path, "no hooks on a module that runs as a part of another", "some, for which it is called")
+                return self._told(path, "a hook was added to a module that is fused into another; it is called by itself now")
             own = vars(member).get("forward")
             if getattr(own, "__self__", own) is not self.forwards.get(path):
-                return self._told(path, "its forward", "another one, put in its place")
+                return self._told(path, "its forward was replaced")
         outside = self.outside.change()
         if outside is None and self.members and has_global_hooks():
-            outside = "no hooks of all modules", "some, for which its submodules are called"
-        return None if outside is None else self._told("", *outside)
+            outside = "hooks for all modules were registered; its submodules are called for them"
+        return None if outside is None else self._told("", outside)
 
-    def _told(self, path: str, wanted: str, got: str) -> Described:
+    def _told(self, path: str, got: str) -> Described:
         rest = "until then the module's own forward runs, over its converted submodules"
         cure = f"call opfuse.fuse_ again if this is to stay; {rest}"
-        return describe(f"{self.label}.{path}".rstrip("."), wanted=f"what it was when fuse_ ran, {wanted}", got=got, cure=cure)
+        return notice(f"{self.label}.{path}".rstrip(".") + " has changed since fuse_", got=got, cure=cure)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """What differs between settings, by name."""
+    for name in {**before, **now}:
+        if not _is_same(before.get(name), now.get(name)):
+            was, became = (repr(each[name]) if name in each else "missing" for each in (before, now))
+            yield " ".join(f"{name!r} was {was}, is {became}".split())

@@ -23,6 +23,7 @@ from opfuse.convert.record import recordings, required_arguments
 from opfuse.convert.weights import MadeParameters, Weight, borrowing
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
+from opfuse.errors import with_article
 from opfuse.ops import OPS, activation
 from opfuse.ops.activation import Activation, GatedActivation
 from opfuse.ops.norm import LayerNorm, RMSNorm
@@ -150,8 +151,8 @@ def why_refused(module: nn.Module) -> tuple[str, str, str] | None:
     named = {name: p.dim() for name, p in module._parameters.items() if p is not None}
     if named.get("weight") != 2 or not named.keys() <= {"weight", "bias"} or module._modules:
         return None
-    got = f"{type(module).__name__}, whose forward is another one than that of nn.Linear"
-    return "a plain product x W^T + b or x W + b", got, "call an nn.Linear, and have a module around it do what else is done"
+    got = f"{with_article(type(module).__name__)}, whose forward computes something else"
+    return "a linear layer, x W^T + b or x W + b", got, "call an nn.Linear, and have a module around it do what else is done"
 
 
 # -- ops -------------------------------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def _obstacles(module: nn.Module, called: bool) -> Iterator[tuple[str, str]]:
     if not called and any(getattr(kind, name) is not getattr(nn.Module, name) for name in CALLS):
         yield "a call of its own around its forward", "write it as a forward, or as a module around this one"
     if "forward" in vars(module):
-        yield "a forward of this very object", "convert the model before others replace its forward"
+        yield "a forward that was put in the place of its own", "convert the model before others replace its forward"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         yield "a matrix that nn.MultiheadAttention reads without calling the module", "write attention of nn.Linear modules"
     if is_parametrized(module):
@@ -265,4 +266,4 @@ def _obstacles(module: nn.Module, called: bool) -> Iterator[tuple[str, str]]:
             yield f"a {name} that is no parameter", "remove the weight norm, the pruning or the property that makes it"
     for name, value in module._parameters.items():
         if value is not None and is_foreign(value):
-            yield f"{name} as a {type(value).__name__}", "convert the model before it is sharded"
+            yield f"a {name} that is {with_article(type(value).__name__)}", "convert the model before it is sharded"

@@ -18,7 +18,9 @@ import torch
 
 from opfuse.convert.weights import MOST_APART, MadeParameters, Weight, product_of, stand_ins
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import Described, OpfuseError, describe
+from opfuse.errors import Described, OpfuseError, notice
+from opfuse.formats import ROWWISE
+from opfuse.numerics.layouts import Layout
 from opfuse.ops.linear import BasicLinear
 from opfuse.recipes import Recipe, current_recipe
 from opfuse.runtime.fuser import OperationFuser
@@ -74,9 +76,9 @@ class PipelineRun:
         """What keeps weights from sharing a scale, which they could when their product was made; None: nothing."""
         if all(made.may_share_a_scale for made in self.made):
             return None
-        wanted = f"weights of one product whose largest values are at most {MOST_APART:g} times apart"
+        got = f"the largest values of the loaded weights are more than {MOST_APART:g} times apart, too far to share one product"
         cure = "call opfuse.fuse_ again, which gives each a product of its own; until then modules run one by one"
-        return describe(self.path, wanted=wanted, got="others, since a state dict was loaded", cure=cure)
+        return notice(f"{self.path} has changed since fuse_", got=got, cure=cure)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.
@@ -153,31 +155,46 @@ def padded(x: torch.Tensor, spare: int) -> torch.Tensor:
 def _fits(op: BasicLinear, recipe: Recipe, rows: int, trains: bool) -> bool:
     """Whether ``recipe`` can cast an input of ``op``, of ``rows`` rows, and, if it trains, the output's gradient."""
     shapes = {"input": (rows, op.in_features), "grad_output": (rows, op.out_features)}
-    return _error(op, recipe, shapes if trains else {"input": shapes["input"]}, trains=trains) is None
+    return _misfit(op, recipe, shapes if trains else {"input": shapes["input"]}, trains=trains) is None
 
 
 def unfit(recipe: Recipe, columns: int, rows: int) -> tuple[str, str] | None:
     """What a recipe wants of a matrix (rows, columns) and of what it multiplies, and what these are; None: it can take them."""
     op = BasicLinear(columns, rows, device="meta", dtype=torch.float32)
     shapes = {"weight": (rows, columns), "input": (BLOCKS[-1], columns), "grad_output": (BLOCKS[-1], rows)}
-    error = _error(op, recipe, shapes, trains=True)
-    if error is None:
-        return None
-    match error.args:
-        case [Described() as text]:
+    names = {"weight": ("output features", "input features"), "input": ("rows", "input features")}
+    match _misfit(op, recipe, shapes, trains=True):
+        case None:
+            return None
+        case role, Layout() as layout, _:
+            axis = layout.usage == ROWWISE
+            size, name = shapes[role][axis], names.get(role, ("rows", "output features"))[axis]
+            return f"sizes divisible by {layout.format.multiple} for {type(recipe).__name__}", f"{size} {name}"
+        case _, _, OpfuseError(args=[Described() as text]):
             return text.wanted, text.got
-    return "operands that its quantizers take", str(error)
+        case _, _, error:
+            return "operands that its quantizers take", str(error)
 
 
-def _error(op: BasicLinear, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], *, trains: bool) -> OpfuseError | None:
-    """The error of the first operand, of ``shapes`` by role, that the recipe cannot cast; None: it can cast all of them."""
+def _misfit(
+    op: BasicLinear, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], *, trains: bool
+) -> tuple[str, Layout | None, OpfuseError] | None:
+    """The role of the first operand, of ``shapes`` by role, that the recipe cannot cast, the plane whose blocks its sizes do not
+    fill, and the error; None: it can cast all of them.
+    """
     for role, shape in shapes.items():
+        found = list[Layout]()
+
+        def told(layout: Layout, found: list[Layout] = found) -> str:
+            found.append(layout)
+            return ""
+
         widest, _ = op.make_quantizer(role, recipe)
         quantizer = op.narrow_quantizer(widest, role, recipe.backward_override, ("dgrad", "wgrad") if trains else ())
         if quantizer is None:
             continue
         try:
-            quantizer.check(shape, (quantizer.input_dtypes or (torch.float32,))[0], where=role, cure=lambda _: "")
+            quantizer.check(shape, (quantizer.input_dtypes or (torch.float32,))[0], where=role, cure=told)
         except OpfuseError as error:
-            return error
+            return role, found[0] if found else None, error
     return None

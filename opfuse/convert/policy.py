@@ -31,6 +31,9 @@ class Choice(NamedTuple):
     cure: str = ""
 
 
+FUNCTION = "function"
+"""What stands for a pattern where a policy is a function."""
+
 ADAPTER = "a low-rank adapter"
 ADAPTERS = ("lora_A", "lora_B")
 """Steps of paths of adapters' matrices, which are small and whose updates are smaller."""
@@ -60,15 +63,19 @@ class Policies:
     def of(self, module: nn.Module, path: str, *, in_chain: bool = False) -> Choice:
         """The choice for the module at ``path``. in_chain: it is a part of a chain, such as the gate of a gated unit."""
         if self.filter_fn is not None and not self.filter_fn(module, path):
-            return Choice(False, got="filter_fn said no", cure="have filter_fn return True for it")
+            return Choice(False, got="filter_fn returned False for it", cure="return True to convert it")
         where, said = self._said(module, path)
         if said is None:
-            return Choice(False, got=f"policy {where}: None", cure="give it a recipe there")
+            by, cure = (
+                ("it returned None", "return a recipe") if where == FUNCTION else (f"{where}: None", "give it a recipe there")
+            )
+            return Choice(False, got=f"your policy leaves it alone ({by})", cure=f"{cure} to convert it")
         if where and said != "default":
             return Choice(True, _recipe(said, where))
         kind = self.heads.get(id(module)) or (None if in_chain else self._named(path))
         if kind is not None and not where:
-            return Choice(False, got=f"{kind}, which stays in high precision", cure=f"name it: policy={{{path!r}: 'default'}}")
+            got, cure = f"{kind} stays in high precision by default", f"to convert it, pass policy={{{path!r}: 'default'}}"
+            return Choice(False, got=got, cure=cure)
         return Choice(True, self.recipe)
 
     def _named(self, path: str) -> str | None:
@@ -89,7 +96,7 @@ class Policies:
             return "", "default"
         if not isinstance(self.policy, Mapping):
             said = self.policy(module, path)
-            return ("function" if said != "default" else ""), said
+            return (FUNCTION if said != "default" else ""), said
         self.asked.append(path)
         for pattern, said in self.policy.items():
             if self._fits(path, pattern):
@@ -107,7 +114,8 @@ class Policies:
         unused = [pattern for pattern in self.patterns if pattern not in self.used]
         if unused:
             got, cure = self._unused(unused[0], [*paths])
-            raise ConversionError(describe("fuse_ policy", wanted="patterns that decide of a module", got=got, cure=cure))
+            wanted = "patterns that match a module with weights"
+            raise ConversionError(describe("fuse_ policy", wanted=wanted, got=got, cure=cure))
 
     def _unused(self, pattern: str, paths: Sequence[str]) -> tuple[str, str]:
         """Why a pattern decided of nothing, and what to do about it."""
@@ -115,11 +123,12 @@ class Policies:
         decided = [path for path in self.asked if path in fitting]
         if decided:
             first = next(each for each in self.patterns if self._fits(decided[0], each))
-            return f"{pattern!r}, which fits only where {first!r} stands before it and decides", self._sorted(paths)
+            got = f"{pattern!r}, which matches only modules that {first!r}, listed before it, already covers"
+            return got, self._sorted(paths)
         example = next(iter(get_close_matches(pattern, self.asked, 1, 0)), "")
         write = f"write the path of a module with weights, as {example!r}, or a pattern of such paths"
         if fitting:
-            return f"{pattern!r}, which fits {fitting[0]!r} and no module with weights", write
+            return f"{pattern!r}, which matches {fitting[0]!r} and no module with weights", write
         return f"{pattern!r}{nearest(pattern, paths)}", write
 
     def _sorted(self, paths: Sequence[str]) -> str:
@@ -131,7 +140,7 @@ class Policies:
         }
         kept, left = [each for each in order if each in deciding], [each for each in order if each not in deciding]
         without = f", without {', '.join(map(repr, left))}" if left else ""
-        return f"write the patterns in the order {', '.join(map(repr, kept))}{without}; the first that fits counts"
+        return f"write the patterns in the order {', '.join(map(repr, kept))}{without}; the first that matches counts"
 
 
 def _refuse(name: str, wanted: str, got: str, example: str) -> NoReturn:

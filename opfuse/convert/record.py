@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from opfuse.convert.code import NotRecorded, check_effects, codes_of
 from opfuse.core.operation import FusibleOperation
+from opfuse.errors import with_article
 from opfuse.torch_private.dispatch import GRAD_MODE
 from opfuse.torch_private.modules import forget_global_hook, has_global_hooks, has_hooks
 from opfuse.torch_private.sizes import is_untold, told, untold
@@ -216,7 +217,7 @@ class _ForwardRecorder(TorchFunctionMode):
     def finish(self, result: Any) -> RecordedForward:
         """The whole, with the result."""
         if not isinstance(result, torch.Tensor):
-            raise NotRecorded(f"a {type(result).__name__} as its result", "one tensor")
+            raise NotRecorded(f"{with_article(type(result).__name__)} as its result", "one tensor")
         if self.reads_size and any(map(_tells_stand_ins, {code for kind in self.kinds for code in codes_of(kind)})):
             _refused()
         self.graph.output(self._argument(result))
@@ -239,7 +240,7 @@ class _ForwardRecorder(TorchFunctionMode):
         if get_ident() != self.thread:
             return
         if has_hooks(module):
-            raise NotRecorded(f"hooks of a {type(module).__name__}", "submodules without hooks")
+            raise NotRecorded(f"hooks of {with_article(type(module).__name__)}", "submodules without hooks")
         self.inside.append(module)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -249,7 +250,8 @@ class _ForwardRecorder(TorchFunctionMode):
         if not self.inside:
             path = self.paths.get(id(module))
             if path is None:
-                raise NotRecorded(f"the call of a {type(module).__name__} that is no submodule", "calls of submodules")
+                got = f"the call of {with_article(type(module).__name__)} that is no submodule"
+                raise NotRecorded(got, "calls of submodules")
             self.pauses = True
             try:
                 self._write(path, args, kwargs, result, op="call_module")

@@ -34,7 +34,8 @@ class Conversion:
 
     status: "fused"; "joined", its op is in the pipeline of the module that reads it; "parts", it stays as it is, and its
     submodules have entries of their own; "kept", on request or by default; "refused", it cannot be fused. became: the ops that it
-    runs as now. weights: how many elements the matrices have that it multiplies with. wanted, got, cure: why it is not fused.
+    runs as now. weights: how many elements the matrices have that it multiplies with. got: why it is not fused; of "parts" and
+    "refused" what was found where ``wanted`` was needed. cure: what to do about it.
     """
 
     path: str
@@ -49,14 +50,27 @@ class Conversion:
 
     @property
     def why(self) -> str:
-        """Why it is not fused, in one sentence; empty if it is."""
-        return "" if self.became else describe(self.path or "model", wanted=self.wanted, got=self.got, cure=self.cure)
+        """Why it is not fused, and the cure; empty if it is."""
+        where = self.path or "model"
+        cure = "" if self.cure == NONE else f" {self.cure[:1].upper()}{self.cure[1:]}."
+        match self.status:
+            case _ if self.became:
+                return ""
+            case "kept":
+                return f"{where} is not converted: {self.got}.{cure}"
+            case "parts":
+                return f"{where} is converted submodule by submodule: as one pipeline it {self.problem}."
+        return describe(where, wanted=self.wanted, got=self.got, cure=self.cure)
+
+    @property
+    def problem(self) -> str:
+        """What :attr:`why` says but for the cure."""
+        return f"wants {self.wanted}, got {self.got}" if self.wanted else self.got
 
     @property
     def told(self) -> str:
         """What the table says of a module that is not fused; :attr:`why` says more."""
-        got = {"parts": "", "refused": f"wants {self.wanted}, got {self.got}"}.get(self.status, self.got)
-        parts = got, ("" if self.cure == NONE else self.cure)
+        parts = "" if self.status == "parts" else self.problem, "" if self.cure == NONE else self.cure
         return f"{self.status}: {'; '.join(part for part in parts if part)}"
 
 
@@ -99,7 +113,8 @@ class Report:
         found = next((entry for entry in self.entries if entry.path == path), None)
         if found is None:
             got = f"{path!r}{nearest(path, [entry.path for entry in self.entries])}"
-            raise ConversionError(describe("report", wanted="a path that has a line", got=got, cure="see report.entries"))
+            wanted, cure = "the path of a module in the report", "print(report) lists them"
+            raise ConversionError(describe("report", wanted=wanted, got=got, cure=cure))
         return found
 
     def __repr__(self) -> str:
@@ -121,7 +136,7 @@ class Report:
         return ", ".join(f"{len(self.of(status))} {status}" for status in STATUSES)
 
     def _summary(self) -> str:
-        numbers = f"{self._numbers()}; {self.share:.1%} of the weights multiply in fused modules"
+        numbers = f"{self._numbers()}; fused modules hold {self.share:.1%} of the matrix weights"
         return f"{numbers}\n{INFERENCE}" if any(entry.recipe not in ("", ANY) for entry in self.entries) else numbers
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:

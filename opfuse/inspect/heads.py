@@ -8,6 +8,7 @@ from torch import nn
 
 OUTPUT_HEAD = "the output head"
 ROUTER = "a router"
+TIED = "a matrix tied to an embedding"
 
 HEADS = {
     "lm_head": OUTPUT_HEAD,
@@ -33,4 +34,4 @@ def heads_of(model: nn.Module) -> Iterator[tuple[int, str]]:
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         if not isinstance(module, nn.Embedding) and id(module._parameters.get("weight")) in tied:
-            yield id(module), "tied to an embedding"
+            yield id(module), TIED

@@ -208,10 +208,10 @@ def test_a_model_with_dropouts_trains():
         (
             "GPT2",
             "transformer.h.0.ln_2",
-            "vectors of 64",
+            "a norm of 64 columns; norms run as ops from 1024 on",
         ),
-        ("Llama", "model.layers.1.input_layernorm", "vectors of 64"),
-        ("Qwen3Moe", "model.layers.0.mlp.gate", "a router, which stays in high precision"),
+        ("Llama", "model.layers.1.input_layernorm", "a norm of 64 columns"),
+        ("Qwen3Moe", "model.layers.0.mlp.gate", "a router stays in high precision by default"),
     ],
 )
 def test_why_a_module_stays(name, path, got):

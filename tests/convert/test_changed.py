@@ -176,16 +176,20 @@ def unlike(y):
 @pytest.mark.parametrize(
     ("make", "change", "told"),
     [
-        (Global, lambda model, patch: patch.setitem(globals(), "SMOOTH", False), "SMOOTH True, got False"),
-        (Global, lambda model, patch: patch.setitem(globals(), "helper", F.relu), "helper <function helper"),
-        (Global, lambda model, patch: patch.setattr(Global, "function", property(lambda self: F.relu)), "'function': <property"),
-        (Global, lambda model, patch: patch.setattr(F, "gelu", F.silu), "gelu <built-in"),
-        (closed, lambda model, patch: model.change(), "a variable of a function around it True, got False"),
-        (Exactly, lambda model, patch: setattr(model, "_on", 1), r"{'_on': True}, got {'_on': 1}"),
+        (Global, lambda model, patch: patch.setitem(globals(), "SMOOTH", False), "SMOOTH was True, is False"),
+        (Global, lambda model, patch: patch.setitem(globals(), "helper", F.relu), "helper was <function helper"),
+        (
+            Global,
+            lambda model, patch: patch.setattr(Global, "function", property(lambda self: F.relu)),
+            "'function' was <property",
+        ),
+        (Global, lambda model, patch: patch.setattr(F, "gelu", F.silu), "gelu was <built-in"),
+        (closed, lambda model, patch: model.change(), "a variable of a function around it was True, is False"),
+        (Exactly, lambda model, patch: setattr(model, "_on", 1), "'_on' was True, is 1"),
         (
             Global,
             lambda model, patch: patch.setattr(helper, "__code__", unlike.__code__),
-            "and defaults of helper, got others",
+            "or the defaults of helper were replaced",
         ),
         (Default, lambda model, patch: patch.setattr(Default.forward, "__defaults__", (F.silu,)), "defaults of Default.forward"),
     ],
@@ -210,25 +214,33 @@ def hooked(model):
 
 
 CHANGES = {
-    "an attribute of the module": (Switched, negate, r"Switched: wants .*{'negate': False}, got {'negate': True}"),
-    "a private one": (Settled, lambda model: setattr(model, "_on", False), r"wants .*{'_on': True}, got {'_on': False}"),
-    "a function": (Settled, lambda model: setattr(model, "act", F.relu), r"{'act': <.*gelu.*>}, got {'act': <.*relu.*>}"),
-    "over a default": (Settled, lambda model: setattr(model, "smooth", False), r"{'smooth': True}, got {'smooth': False}"),
-    "a default": (settled, lambda model: setattr(type(model), "smooth", False), r"{'smooth': True}, got {'smooth': False}"),
-    "over a method": (Switched, lambda model: setattr(model, "act", F.relu), r"{'act': <.*act.*>}, got {'act': <.*relu.*>}"),
+    "an attribute of the module": (Switched, negate, "Switched has changed since fuse_: 'negate' was False, is True"),
+    "a private one": (Settled, lambda model: setattr(model, "_on", False), "'_on' was True, is False"),
+    "a function": (Settled, lambda model: setattr(model, "act", F.relu), "'act' was <.*gelu.*>, is <.*relu.*>"),
+    "over a default": (Settled, lambda model: setattr(model, "smooth", False), "'smooth' was True, is False"),
+    "a default": (settled, lambda model: setattr(type(model), "smooth", False), "'smooth' was True, is False"),
+    "over a method": (Switched, lambda model: setattr(model, "act", F.relu), "'act' was <.*act.*>, is <.*relu.*>"),
     "a field of a config": (Configured, lambda model: setattr(model.config, "smooth", False), r"'smooth', True.*'smooth', False"),
     "a keyword of a partial": (bound, lambda model: model.act.keywords.update(approximate="none"), r"'tanh'.*'none'"),
-    "an attribute of an activation": (block, lambda model: setattr(model[2], "approximate", "tanh"), r"2: .*got {'approximate'"),
-    "eps": (block, lambda model: setattr(model[0], "eps", 0.5), r"Sequential.0: wants what it was .* got {'eps': 0.5}"),
-    "a bias that is gone": (block, lose_a_bias, r"got {'parameters': \(\('weight', [^b]*\)\)?,\)}"),
-    "a bias": (lambda: block(bias=False), get_a_bias, r"got {'parameters': .*'weight'.*'bias'"),
-    "other sizes": (block, widened, r"Sequential.1: wants .*'out_features': 64.*got .*'out_features': 96"),
-    "a weight norm": (block, lambda model: parametrizations.weight_norm(model[1]), r"got {.*'parametrizations': ModuleDict\("),
-    "a forward": (block, another_forward, r"Sequential.1: wants .*its forward, got another one, put in its place"),
-    "one more step": (block, lambda model: model.append(nn.Tanh()), r"wants .* {'4': None}, got {'4': Tanh\(\)}"),
-    "one step less": (block, lambda model: model.pop(3), r"Sequential: wants .* {'3': Linear\(.*}, got {'3': None}"),
-    "another submodule": (GatedMLP, replaced, r"GatedMLP: wants .* {'up_proj': Linear\(.*}, got {'up_proj': Linear\("),
-    "a hook": (GatedMLP, hooked, r"up_proj: wants .*no hooks on a module that runs as a part of another, got some"),
+    "an attribute of an activation": (
+        block,
+        lambda model: setattr(model[2], "approximate", "tanh"),
+        "2 has changed since fuse_: 'approximate'",
+    ),
+    "eps": (block, lambda model: setattr(model[0], "eps", 0.5), "Sequential.0 has changed since fuse_: 'eps' was .*, is 0.5"),
+    "a bias that is gone": (block, lose_a_bias, r"is \(\('weight', [^b]*\)\)?,\). Cure"),
+    "a bias": (lambda: block(bias=False), get_a_bias, "'parameters' was .*, is .*'weight'.*'bias'"),
+    "other sizes": (block, widened, "Sequential.1 has changed since fuse_: 'out_features' was 64, is 96"),
+    "a weight norm": (
+        block,
+        lambda model: parametrizations.weight_norm(model[1]),
+        r"'parametrizations' was missing, is ModuleDict\(",
+    ),
+    "a forward": (block, another_forward, "Sequential.1 has changed since fuse_: its forward was replaced"),
+    "one more step": (block, lambda model: model.append(nn.Tanh()), r"'4' was missing, is Tanh\(\)"),
+    "one step less": (block, lambda model: model.pop(3), r"Sequential has changed since fuse_: '3' was Linear\(.*\), is missing"),
+    "another submodule": (GatedMLP, replaced, r"GatedMLP has changed since fuse_: 'up_proj' was Linear\(.*\), is Linear\("),
+    "a hook": (GatedMLP, hooked, "up_proj has changed since fuse_: a hook was added to a module that is fused"),
 }
 
 
@@ -442,10 +454,10 @@ def test_ops_of_opfuse_are_told_of():
     report = opfuse.fuse_(model, FP8)
     assert report["0.0"].status == "kept"
     assert report.share == 0.5
-    with pytest.raises(ConversionError, match=r"report: wants a path that has a line, got '00'; did you mean '0.0'"):
+    with pytest.raises(ConversionError, match=r"report: wants the path of a module in the report, got '00'; did you mean '0.0'"):
         report["00"]
     with pytest.raises(
-        ConversionError, match=r"0.0 wants a module of torch, got an op of opfuse already. Cure: run it inside of"
+        ConversionError, match=r"got a ModuleList without any; 0\.0: it is an op of opfuse already. Cure: call it inside of"
     ):
         opfuse.fuse_(model[:1], FP8)
 
@@ -503,7 +515,7 @@ def test_an_activation_that_was_bound_to_what_it_needs_is_watched(act, other):
     assert torch.equal(copy.deepcopy(model)(X), wanted)
     assert torch.equal(pickle.loads(pickle.dumps(model))(X), wanted)
     model.act = other
-    with pytest.warns(OpfuseWarning, match=r"wants what it was when fuse_ ran, \{'act': .*Cure: call opfuse\.fuse_ again"):
+    with pytest.warns(OpfuseWarning, match=r"has changed since fuse_: 'act' was .*Cure: call opfuse\.fuse_ again"):
         assert not torch.equal(model(X), wanted)
     opfuse.fuse_(model, FP8)
     assert not torch.equal(model(X), wanted)
@@ -534,7 +546,7 @@ def test_a_copy_of_the_attributes_computes_with_its_own_parameters(make, copied)
     wanted = copied(model)(X)
     opfuse.fuse_(model, FP8)
     before = model(X)
-    with pytest.warns(OpfuseWarning, match=r"wants calls of the module that fuse_ converted, got a shallow copy"):
+    with pytest.warns(OpfuseWarning, match="this is a shallow copy of a converted module"):
         assert torch.equal(copied(model)(X), wanted)
     assert torch.equal(copied(model)(X), wanted)
     assert torch.equal(model(X), before)

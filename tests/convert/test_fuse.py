@@ -162,8 +162,10 @@ def test_the_report_tells_of_every_module_with_parameters():
         "layers.1.attention.v": "joined",
         "lm_head": "kept",
     }
-    assert report["lm_head"].why.startswith("lm_head: wants to be converted, got tied to an embedding")
-    assert "name it: policy={'lm_head': 'default'}" in report["lm_head"].why
+    assert report["lm_head"].why == (
+        "lm_head is not converted: a matrix tied to an embedding stays in high precision by default. "
+        "To convert it, pass policy={'lm_head': 'default'}."
+    )
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64)
     assert report.share == matrices / (matrices + 48 * 32)
     text, page = str(report), report._repr_html_()
@@ -365,7 +367,7 @@ def test_a_policy_gives_recipes_by_pattern_or_function():
     mx = MXFP8BlockScaling()
     report = opfuse.fuse_(model, FP8, policy={"layers.1": None, "*.mlp": mx, "lm_head": FP8})
     assert report["layers.1.mlp"].status == "parts"
-    assert report["layers.1.mlp.gate_proj"].got == "policy 'layers.1': None"
+    assert report["layers.1.mlp.gate_proj"].got == "your policy leaves it alone ('layers.1': None)"
     assert report["layers.0.mlp"].recipe == "MXFP8BlockScaling"
     with plans_used() as plans:
         model(words)
@@ -388,8 +390,10 @@ def test_sizes_that_a_recipe_cannot_take_are_told_at_once():
     model = nn.Sequential(nn.Linear(32, 40), nn.ReLU(), nn.Linear(40, 32))
     report = opfuse.fuse_(nn.ModuleList([model, nn.Linear(32, 32)]), MXFP8BlockScaling())
     assert report.fused == {"1": "Linear"}
-    assert "divisible by 32 for columnwise mxfp8_e4m3 data, got 40 of shape (40, 32). Cure: give it another" in report["0.0"].why
-    assert "divisible by 32 for columnwise mxfp8_e4m3 data, got 40 of shape (40, 32); give it another recipe" in str(report)
+    assert "sizes divisible by 32 for MXFP8BlockScaling, got 40 output features. Cure: give it other" in report["0.0"].why
+    assert "wants sizes divisible by 32 for MXFP8BlockScaling, got 40 output features; give it other sizes" in str(report)
+    assert report["0.0"].cure.endswith("policy={'0.0': recipes.Float8CurrentScaling()}")
+    assert opfuse.fuse_(model, MXFP8BlockScaling(), policy={"0": Float8CurrentScaling()})["0"].recipe == "Float8CurrentScaling"
     assert model(torch.randn(3, 32)).shape == (3, 32)
 
 
@@ -407,7 +411,7 @@ def test_hooks_that_come_later_are_told_once():
     model, x = GatedMLP(), torch.randn(32, 32)
     opfuse.fuse_(model, FP8)
     model.up_proj.register_forward_hook(lambda *_: None)
-    with pytest.warns(OpfuseWarning, match="up_proj: wants .*no hooks on a module that runs as a part of another, got some"):
+    with pytest.warns(OpfuseWarning, match="up_proj has changed since fuse_: a hook was added to a module that is fused"):
         model(x)
     model(x)
 
@@ -417,7 +421,7 @@ def test_hooks_of_all_modules_that_come_later_are_told_once():
     opfuse.fuse_(model, FP8)
     hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
     try:
-        with pytest.warns(OpfuseWarning, match=r"GatedMLP: wants .*no hooks of all modules"):
+        with pytest.warns(OpfuseWarning, match="GatedMLP has changed since fuse_: hooks for all modules were registered"):
             model(x)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -472,12 +476,16 @@ class Twice(nn.Linear):
 
 
 OTHERS = {
-    "a linear layer with a forward of its own": (Twice(32, 32), "refused", "Twice, whose forward is another"),
-    "other matrices": (nn.Bilinear(4, 4, 4), "kept", "weight, bias of its own, which its forward reads"),
-    "a convolution": (nn.Conv2d(4, 4, 4), "kept", "weight, bias of its own, which its forward reads"),
-    "a table": (nn.EmbeddingBag(4, 4), "kept", "an embedding, which multiplies nothing"),
-    "half a norm": (nn.LayerNorm(32, bias=False), "kept", "vectors of 32"),
-    "a factor": (nn.PReLU(4), "kept", "vectors of 4"),
+    "a linear layer with a forward of its own": (Twice(32, 32), "refused", "a Twice, whose forward computes something else"),
+    "other matrices": (
+        nn.Bilinear(4, 4, 4),
+        "kept",
+        "opfuse has no op for a Bilinear, whose forward uses its own weight and bias",
+    ),
+    "a cell": (nn.RNNCell(4, 4, bias=False), "kept", "opfuse has no op for an RNNCell, whose forward uses its own weight_ih and"),
+    "a table": (nn.EmbeddingBag(4, 4), "kept", "an embedding is a table lookup, with nothing to multiply"),
+    "half a norm": (nn.LayerNorm(32, bias=False), "kept", "a norm of 32 columns; norms run as ops from 1024 on"),
+    "a factor": (nn.PReLU(4), "kept", "it has no matrix to multiply with"),
 }
 
 
@@ -492,14 +500,14 @@ def test_why_a_module_is_not_converted_is_what_keeps_it(name):
 
 def test_what_cannot_be_converted_is_kept_where_that_is_asked_for():
     model = nn.ModuleDict({"first": Twice(32, 32), "gate": Table(), "experts": nn.Linear(32, 32)})
-    assert opfuse.fuse_(model, FP8)["gate"].got == "a router, which stays in high precision"
+    assert opfuse.fuse_(model, FP8)["gate"].got == "a router stays in high precision by default"
     report = opfuse.fuse_(model, FP8, policy={"first": None, "gate": "default"})
-    assert (report["first"].status, report["first"].got) == ("kept", "policy 'first': None")
+    assert (report["first"].status, report["first"].got) == ("kept", "your policy leaves it alone ('first': None)")
     assert report.fused["gate"] == "Linear"
     del model["experts"]
     assert opfuse.fuse_(model, FP8).fused == {"gate": "Linear"}  # without experts beside it a gate is no router
     report = opfuse.fuse_(model, FP8, filter_fn=lambda module, path: path != "first")
-    assert (report["first"].status, report["first"].got) == ("kept", "filter_fn said no")
+    assert (report["first"].status, report["first"].got) == ("kept", "filter_fn returned False for it")
 
 
 def test_fusing_again_starts_anew():
@@ -507,19 +515,19 @@ def test_fusing_again_starts_anew():
     first = opfuse.fuse_(model, FP8)
     assert opfuse.fuse_(model, FP8) == first
     own = {path: converted(module) for path, module in model.named_modules()}
-    with pytest.raises(ConversionError, match=r"patterns that decide of a module, got 'layer.0'; did you mean 'layers.0"):
+    with pytest.raises(
+        ConversionError, match=r"patterns that match a module with weights, got 'layer.0'; did you mean 'layers.0"
+    ):
         opfuse.fuse_(model, FP8, policy={"layer.0": None})
     assert {path: converted(module) for path, module in model.named_modules()} == own
 
 
 def test_errors_say_what_to_do():
-    with pytest.raises(ConversionError, match=r"wants modules that can be converted, got none in a ReLU"):
+    with pytest.raises(ConversionError, match=r"wants a model with layers to convert, got a ReLU without any"):
         opfuse.fuse_(nn.ReLU())
-    with pytest.raises(
-        ConversionError, match=r"the model itself wants to be converted, got filter_fn said no. Cure: have filter_fn"
-    ):
+    with pytest.raises(ConversionError, match=r"got a Linear without any; filter_fn returned False for it. Cure: return True"):
         opfuse.fuse_(nn.Linear(4, 4), filter_fn=lambda *_: False)
-    with pytest.raises(ConversionError, match=r"got none in a Conv2d. Cure: pass a model with linear layers"):
+    with pytest.raises(ConversionError, match=r"got a Conv2d without any. Cure: pass a model with linear layers"):
         opfuse.fuse_(nn.Conv2d(3, 3, 3))
     with pytest.raises(
         ConversionError, match=r"fuse_ policy '0': wants a recipe, None or 'default', got 'none'. Cure: None leaves"

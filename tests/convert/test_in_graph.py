@@ -214,7 +214,7 @@ def test_a_bias_that_goes_after_compiling_goes(name):
     torch.testing.assert_close(call(x), plain(x))
     for each in (model, plain):
         each.get_submodule(name).bias = None
-    with pytest.warns(OpfuseWarning, match=f"{name}: wants what it was when fuse_ ran, .*'bias'"):
+    with pytest.warns(OpfuseWarning, match=f"{name} has changed since fuse_: .*'bias'"):
         found = call(x)
     torch.testing.assert_close(found, plain(x))
 

@@ -24,7 +24,7 @@ FP8 = Float8CurrentScaling()
 
 def kept(report):
     """Paths of products that a policy keeps, without their last names."""
-    return {entry.path.rpartition(".")[0] for entry in report.of("kept") if entry.got.startswith("policy")}
+    return {entry.path.rpartition(".")[0] for entry in report.of("kept") if entry.got.startswith("your policy")}
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_layers_are_counted_from_both_ends(pattern, layers):
 @pytest.mark.parametrize("pattern", ["layers.-3", "layers.-0", "layer.-1"])
 def test_a_layer_that_there_is_not_is_an_error(pattern):
     with pytest.raises(
-        ConversionError, match=r"patterns that decide of a module, got .* as '[a-z.0-9]+', or a pattern"
+        ConversionError, match=r"patterns that match a module with weights, got .* as '[a-z.0-9]+', or a pattern"
     ) as raised:
         opfuse.fuse_(Model(), FP8, policy={pattern: None})
     (path,) = re.findall(r" as '(.*?)'", str(raised.value))
-    assert opfuse.fuse_(Model(), FP8, policy={path: None})[path].got == f"policy {path!r}: None"
+    assert opfuse.fuse_(Model(), FP8, policy={path: None})[path].got == f"your policy leaves it alone ({path!r}: None)"
 
 
 ANY = {"*": "default"}
@@ -63,7 +63,7 @@ def test_the_cure_of_an_order_that_decides_of_nothing_works(policy, order, witho
     def model():
         return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
 
-    with pytest.raises(ConversionError, match="stands before it and decides") as raised:
+    with pytest.raises(ConversionError, match="listed before it, already covers") as raised:
         opfuse.fuse_(model(), FP8, policy=policy)
     cure = str(raised.value).partition("Cure: write the patterns in the order ")[2].partition("; ")[0]
     kept, _, left = cure.partition(", without ")
@@ -71,19 +71,22 @@ def test_the_cure_of_an_order_that_decides_of_nothing_works(policy, order, witho
     assert (typed, untyped) == (order, without)
     report = opfuse.fuse_(model(), FP8, policy={each: policy[each] for each in typed})
     said = {entry.got for entry in report.of("kept")}
-    assert said == {f"policy {each!r}: None" for each in typed if policy[each] is None}
+    assert said == {f"your policy leaves it alone ({each!r}: None)" for each in typed if policy[each] is None}
 
 
 @pytest.mark.parametrize(
     ("policy", "told"),
     [
         ({3: None}, r"wants patterns of paths, which are texts, got 3\. Cure: write policy="),
-        ({"*": FP8, "layers.0": None}, r"got 'layers\.0', which fits only where '\*' stands before it and decides\. "),
+        (
+            {"*": FP8, "layers.0": None},
+            r"got 'layers\.0', which matches only modules that '\*', listed before it, already covers\. ",
+        ),
         (
             {"*.act_fn": None},
-            r"got '\*\.act_fn', which fits 'layers\.0\.mlp\.act_fn' and no module with weights\. Cure: write the path",
+            r"got '\*\.act_fn', which matches 'layers\.0\.mlp\.act_fn' and no module with weights\. Cure: write the path",
         ),
-        ({"*": FP8, "layers.1": None, "layers.0": None}, r"got 'layers\.1', which fits only where '\*'"),
+        ({"*": FP8, "layers.1": None, "layers.0": None}, r"got 'layers\.1', which matches only modules that '\*'"),
         ({"layers.-2": FP8, "layers.0.mlp": None}, r"Cure: write the patterns in the order 'layers\.0\.mlp', 'layers\.-2'; "),
     ],
 )

@@ -63,7 +63,7 @@ def test_as_many_rows_as_a_recipe_wants_where_gradients_are(run, name, trains):
 
 
 def test_a_matrix_that_a_quantizer_of_the_users_own_refuses_stays_as_it_is_for_the_reason_that_this_gives():
-    wanted = "the model itself wants operands that its quantizers take, got whole tiles. Cure: "
+    wanted = "got a Linear without any; it wants operands that its quantizers take, got whole tiles. Cure: "
     with pytest.raises(ConversionError, match=wanted):
         opfuse.fuse_(nn.Linear(32, 40), RECIPES["tiles"])
 

@@ -1,35 +1,63 @@
-"""A model converter for TorchTitan, by the ModelConverter protocol of its releases up to 0.2.2.
+"""A converter for TorchTitan, by the protocol of its release 0.3: it is given a model's config, and returns one.
 
-TorchTitan creates the model on the meta device, converts it, shards it, and then allocates and initializes it. Register
-the class once, and name it in the job's TOML: `[model] converters = ["opfuse"]`.
+TorchTitan builds the model on the meta device, shards it, and then allocates and initializes it. The converter's config builds
+the same model and converts it, before anything shards it. Name the converter where the model's spec is made:
 
-    from torchtitan.protocols.model_converter import register_model_converter
-    register_model_converter(OpfuseConverter, "opfuse")
+    spec = model_registry("8B", converters=[OpfuseConverter.Config()])
 
-TorchTitan 0.3 has no such protocol: call `opfuse.fuse_` at the top of the model's parallelize function.
+Without torchtitan the script runs a small model whose config has the same protocol.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 import opfuse
 
+try:
+    from torchtitan.protocols.model import ModelConfigConverter
+except ImportError:  # what the protocol asks for
 
-class OpfuseConverter:
-    """Implements `torchtitan.protocols.model_converter.ModelConverter`: two methods, and these arguments.
+    class ModelConfigConverter:  # type: ignore[no-redef]
+        class Config:
+            _owner: Any = None
 
-    The first and the last block and the output head stay in high precision; other blocks compute under the recipe.
-    """
+            def build(self) -> Any:
+                return self._owner(self)
 
-    def __init__(self, job_config: object, parallel_dims: object) -> None:
-        self.recipe = opfuse.recipes.Float8CurrentScaling()
+        def __init_subclass__(cls) -> None:
+            cls.Config._owner = cls
 
-    def convert(self, model: nn.Module) -> None:
-        policy = {"layers.0": None, "layers.-1": None, "output": None}
-        print(opfuse.fuse_(model, self.recipe, policy=policy))
 
-    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """Nothing to do: scales are found in each call."""
+POLICY = {"layers.0": None, "layers.-1": None}
+"""The first and the last block stay in high precision, as the output head does by default."""
+
+
+class OpfuseConverter(ModelConfigConverter):
+    """Implements ``ModelConfigConverter``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        recipe: str = "Float8CurrentScaling"
+
+    def __init__(self, config: Config) -> None:
+        self.recipe = getattr(opfuse.recipes, config.recipe)()
+
+    def convert(self, model_config: Any) -> Any:
+        kind, recipe = type(model_config), self.recipe
+
+        class Converted(kind):  # of the same fields; a config has slots, so its build cannot be replaced
+            __slots__ = ()
+
+            def build(self, **options: Any) -> nn.Module:
+                model = kind.build(self, **options)
+                print(opfuse.fuse_(model, recipe, policy=POLICY))
+                return model
+
+        model_config.__class__ = Converted
+        return model_config
 
 
 class FeedForward(nn.Module):
@@ -56,17 +84,27 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, width: int = 64, depth: int = 4, vocabulary: int = 128) -> None:
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        width: int = 64
+        depth: int = 4
+        vocabulary: int = 128
+
+        def build(self) -> nn.Module:
+            return Model(self)
+
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleDict({str(i): Block(width) for i in range(depth)})
-        self.norm, self.output = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        width = config.width
+        self.tok_embeddings = nn.Embedding(config.vocabulary, width)
+        self.layers = nn.ModuleDict({str(i): Block(width) for i in range(config.depth)})
+        self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, config.vocabulary, bias=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.tok_embeddings(words)
         for layer in self.layers.values():
             x = layer(x)
-        return self.output(self.norm(x))
+        return self.lm_head(self.norm(x))
 
     def init_weights(self) -> None:
         for module in self.modules():
@@ -75,16 +113,14 @@ class Model(nn.Module):
 
 
 def main(steps: int = 5) -> list[float]:
-    """What TorchTitan's Trainer does with a converter, on one process."""
-    converter = OpfuseConverter(job_config=None, parallel_dims=None)
+    """What TorchTitan's Trainer does with a model's config, on one process."""
+    config = OpfuseConverter.Config().build().convert(Model.Config())
     with torch.device("meta"):
-        model = Model()
-    converter.convert(model)
+        model = config.build()
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     model.init_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    optimizer.register_step_post_hook(lambda *_: converter.post_optimizer_hook(model))
 
     words = torch.arange(33).repeat(4, 1) + torch.arange(4)[:, None]
     losses = []

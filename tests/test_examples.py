@@ -98,7 +98,8 @@ def test_torchtitan_converts_on_the_meta_device(capsys):
     assert losses[-1] < 0.8 * losses[0]
     told = capsys.readouterr().out
     assert "Linear×2 → SwiGLU → Linear" in told
-    assert "'output': None" in told
+    assert "layers.0.feed_forward" in told
+    assert "your policy leaves it alone ('layers.0': None)" in told
 
 
 def test_the_policy_that_acts_is_the_one_that_learns():

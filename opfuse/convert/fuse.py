@@ -18,7 +18,7 @@ from opfuse.convert.converted import OWN, Converted, converted, installed
 from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.leaves import NORM_DTYPES, asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
-from opfuse.convert.policy import Choice, Filter, Policies, Policy
+from opfuse.convert.policy import ADAPTERS, Choice, Filter, Policies, Policy
 from opfuse.convert.report import ANY, NONE, Conversion, Report, Status
 from opfuse.convert.siblings import siblings
 from opfuse.convert.weights import Weight
@@ -225,7 +225,7 @@ class _Walk:
         """Have the modules of other libraries that hold their matrices quantized hold them as parameters, if they are to multiply
         under a recipe; without one they compute what they did.
         """
-        dtype = _dtype_of(model)
+        dtype, tied = _dtype_of(model), dict[int, nn.Parameter]()
         for path, module in model.named_modules():
             if not (arrays := stored_arrays(module)):
                 continue
@@ -241,7 +241,7 @@ class _Walk:
                 wanted = "FP8 codes with a scale for each 128 x 128, and scales of activations from each call"
                 self.left[module] = {"status": "refused", "wanted": wanted, "got": got, "cure": cure, **left}
             else:
-                hold_stored(module, path, dtype)
+                hold_stored(module, path, dtype, tied)
 
     def visit(self, module: nn.Module, path: str) -> None:
         """Convert ``module``, or what is in it."""
@@ -362,11 +362,14 @@ class _Walk:
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype that a model computes in whose matrices are quantized: that of most elements of its other parameters."""
+    """The dtype that a model computes in whose matrices are quantized: that of most elements of its other parameters.
+
+    Adapters may have another one.
+    """
     skipped = {id(array) for module in model.modules() for array in stored_arrays(module)}
     elements: Counter[torch.dtype] = Counter()
-    for p in model.parameters():
-        if id(p) not in skipped and p.dtype in NORM_DTYPES:
+    for name, p in model.named_parameters():
+        if id(p) not in skipped and p.dtype in NORM_DTYPES and not {*ADAPTERS}.intersection(name.split(".")):
             elements[p.dtype] += p.numel()
     return elements.most_common(1)[0][0] if elements else torch.bfloat16
 

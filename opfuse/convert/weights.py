@@ -70,7 +70,7 @@ class Weight:
         if (self.in_features, self.has_bias) != (other.in_features, other.has_bias):
             return False
         if isinstance(mine, QuantizedTensor) or isinstance(others, QuantizedTensor):
-            return _keep_their_bytes((mine, others))
+            return _may_be_one((mine, others)) and _may_be_one((others, mine))
         return _may_share_a_scale((self.largest, other.largest))
 
 
@@ -88,10 +88,12 @@ def _may_share_a_scale(largest: Iterable[float]) -> bool:
     return not sizes or max(sizes) <= MOST_APART * min(sizes)
 
 
-def _keep_their_bytes(matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether stored matrices, one below the other, are a stored matrix of the same bytes, so that none is cast again."""
+def _may_be_one(matrices: Sequence[torch.Tensor | None]) -> bool:
+    """Whether matrices, one below the other, may be cast under one scale or, if they are stored, are so with the same bytes."""
     stored = [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)]
-    return len(stored) == len(matrices) and may_join([matrix.held for matrix in stored])
+    if stored:
+        return len(stored) == len(matrices) and may_join([matrix.held for matrix in stored])
+    return _may_share_a_scale(map(_largest, matrices))
 
 
 def _largest(matrix: torch.Tensor | None) -> float:
@@ -132,8 +134,7 @@ class MadeParameters(nn.Module):
         """
         if self.loads != LOADS[0]:
             parts = [module._parameters[own] for module, own, _ in self.sources.get("weight", ())]
-            kept = any(isinstance(part, QuantizedTensor) for part in parts)  # joined, they have the scales that they have apart
-            self.__dict__.update(near=kept or len(parts) < 2 or _may_share_a_scale(map(_largest, parts)), loads=LOADS[0])
+            self.__dict__.update(near=len(parts) < 2 or _may_be_one(parts), loads=LOADS[0])
         return self.near
 
     def fill(self) -> None:

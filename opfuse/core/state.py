@@ -237,11 +237,16 @@ def _stateful(model: nn.Module) -> Iterator[StatefulModule]:
             yield from getattr(vars(module).get(NAMESPACE), "ops", {}).values()
 
 
+def is_delayed_state(key: str) -> bool:
+    """Whether a key of a state dict is one of delayed scaling."""
+    return _STATE.fullmatch(key) is not None
+
+
 @checked_arguments(QuantizedTensorError)
 def plain_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict that torch's own modules load strictly: without states, and with quantized tensors, also those saved plane by
     plane, decoded.
     """
     whole = from_planes(state_dict)
-    kept = {name: value for name, value in whole.items() if not _STATE.fullmatch(name)}
+    kept = {name: value for name, value in whole.items() if not is_delayed_state(name)}
     return {name: value.dequantize() if isinstance(value, QuantizedTensor) else value for name, value in kept.items()}

@@ -272,6 +272,8 @@ def _weights(tensors: Mapping[str, torch.Tensor], known: Mapping[str, Foreign]) 
     scales = {part.suffix for foreign in known.values() for part in foreign.parts[1:]}
     suffixes = {part.suffix for foreign in known.values() for part in foreign.parts}
     paths = {name.rpartition(".")[0]: None for name in tensors if name.rpartition(".")[2] in scales}
+    codes = {name.removesuffix(_WEIGHT): None for name, each in tensors.items() if name.endswith(_WEIGHT) and each.dtype == FP8}
+    paths |= codes  # also those whose scales are missing, which fit no layout
     for path in paths:
         yield path, {suffix: tensors[f"{path}.{suffix}"] for suffix in sorted(suffixes) if f"{path}.{suffix}" in tensors}
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from opfuse.core.state import is_delayed_state
 from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.heads import HEADS, heads_of
@@ -47,7 +48,7 @@ def export_weights(
     or that of FSDP2's policy; None: the weight's own): these are the bytes that training multiplies.
 
     Experts' matrices in one parameter are written one by one, under the names that transformers gives them in files, if it gives
-    them any. Other entries stay as they are, as do modules named in ``ignore``, by their full name or its last parts (None:
+    them any. Other entries stay as they are, as do plain modules named in ``ignore``, by their full name or its last parts (None:
     output heads and routers, also by what the model says of them, and modules whose weight is an embedding's). The config names
     every module with a matrix that stays plain.
 
@@ -78,7 +79,8 @@ class LayoutWriter:
         self.model, self.layout, self.dtype = model, layout, dtype
         self.foreign = layout_named(layout, LAYOUTS)
         self.quantizer = self.foreign.quantizer if recipe is None else _cast_of(recipe, layout)
-        self.matrices = {path: module for path, module in model.named_modules() if _multiplies(module)}
+        named = model.named_modules(remove_duplicate=False)
+        self.matrices = {path: module for path, module in named if _multiplies(module)}
         self.ignored = _ignored(model, self.matrices, ignore)
 
     @property
@@ -90,8 +92,10 @@ class LayoutWriter:
         """The entries of the file for one of the state dict."""
         path, _, own = name.rpartition(".")
         if path in self.matrices and stored_arrays(self.matrices[path]):  # of transformers, and not converted
+            self.ignored.discard(path)
             return {name: _of_layout(name, value, self.layout)}
         if path in self.matrices and (path not in self.ignored or isinstance(value, QuantizedTensor)):
+            self.ignored.discard(path)
             if value.dim() == 3 and (names := _names_in_files(self.model, name, value)):
                 records = [self._record(f"{name}[{i}]", each) for i, each in enumerate(_matrices(value))]
                 return _written_apart(self.model, name, self.foreign, records, names)
@@ -155,8 +159,10 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of ``model``, with the stored parameters themselves where a module of another library writes arrays."""
-    state: dict[str, torch.Tensor] = dict(model.state_dict())
+    """The state dict of ``model``, with the stored parameters themselves where a module of another library writes arrays, and
+    without scales of delayed scaling.
+    """
+    state = {name: value for name, value in model.state_dict().items() if not is_delayed_state(name)}
     for name, (stored, arrays) in stored_parameters(model).items():
         state = {key: value for key, value in state.items() if key not in arrays}
         state[name] = stored.detach()
@@ -205,8 +211,17 @@ def _as_in_files(model: nn.Module, name: str, stack: torch.Tensor) -> dict[str, 
     revert = getattr(library, "revert_weight_conversion", None)
     if revert is None or not hasattr(model, "config"):
         return {name: stack}
-    parts: dict[str, torch.Tensor] = revert(model, {name: stack})
+    loaded = vars(model).pop(_LOADED, None)  # what dequantized a checkpoint when it was loaded has no reverse
+    try:
+        parts: dict[str, torch.Tensor] = revert(model, {name: stack})
+    finally:
+        if loaded is not None:
+            vars(model)[_LOADED] = loaded
     return parts
+
+
+_LOADED = "_weight_conversions"
+"""Where a model of transformers keeps how its checkpoint was renamed and stacked; without it, what its class says counts."""
 
 
 def _written_apart(

@@ -111,7 +111,7 @@ def _arrays_of(module: nn.Module, matrix: str) -> dict[str, torch.Tensor]:
 
 def _apart(arrays: Iterable[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The arrays of each matrix, by their names in a file."""
-    codes, scales = (array.detach() for array in arrays)
+    codes, scales = (array.detach().contiguous() for array in arrays)
     pairs = [(codes, scales)] if codes.dim() == 2 else zip(codes, scales)
     return [dict(zip((part.suffix for part in _LAYOUT.parts), pair)) for pair in pairs]
 
@@ -141,16 +141,19 @@ def why_not_held(module: nn.Module) -> str:
         return f"a gated unit with {' and '.join(given)}"
     for matrix in kind.matrices if kind is not None else ():
         arrays = _arrays_of(module, matrix)
+        if matrix == "gate_up_proj" and (rows := arrays[matrix].shape[1] // 2) % 128:
+            return f"gate and up of {rows} rows, whose scales transformers joins as if blocks of 128 ended there"
         if not _fits(arrays):
             return ", ".join(f"{key} {array.dtype} {tuple(array.shape)}" for key, array in arrays.items()) or f"no {matrix}"
     return ""
 
 
 @torch.no_grad()
-def hold_stored(module: nn.Module, path: str, dtype: torch.dtype) -> None:
+def hold_stored(module: nn.Module, path: str, dtype: torch.dtype, tied: dict[int, nn.Parameter]) -> None:
     """Hold the matrices of a module of :data:`KINDS` as stored parameters of the nominal ``dtype``, over the same bytes.
 
     Gradients are in ``dtype``, and reach a matrix if its codes had ``requires_grad``. :func:`why_not_held` finds nothing.
+    tied: the parameters that were made, by the ``id()`` of their codes, so that modules with one matrix share it again.
     """
     kind = _kind_of(module)
     if kind is None:
@@ -162,22 +165,31 @@ def hold_stored(module: nn.Module, path: str, dtype: torch.dtype) -> None:
     for matrix in kind.matrices:
         arrays = _arrays_of(module, matrix)
         held.matrices[matrix] = [_Array(key, array.dtype, array.requires_grad) for key, array in arrays.items()]
-        stored = _stored(f"{path}.{matrix}", arrays.values(), dtype)
+        codes = arrays[matrix]
+        if id(codes) not in tied:
+            stored = _stored(f"{path}.{matrix}", arrays.values(), dtype)
+            tied[id(codes)] = nn.Parameter(stored, requires_grad=codes.requires_grad)
         module._parameters.update(dict.fromkeys(arrays))
-        module._parameters[matrix] = nn.Parameter(stored, requires_grad=held.matrices[matrix][0].trained)
+        module._parameters[matrix] = tied[id(codes)]
     vars(module)[_HELD] = held
     module.__class__ = kind.becomes
 
 
 @torch.no_grad()
 def hold_arrays(module: nn.Module) -> None:
-    """Undo :func:`hold_stored`: a module has arrays again, with the values of the parameters now."""
+    """Undo :func:`hold_stored`: a module has arrays again, with the values of the parameters now.
+
+    A parameter that something else was put in the place of, such as plain values or a shard, stays: the library multiplies it.
+    """
     held: _Held | None = vars(module).get(_HELD)
     if held is None or not held.matrices:
         return
     for matrix, before in held.matrices.items():
-        arrays = _written(cast(QuantizedTensor, module._parameters[matrix]), before)
-        module._parameters.update({each.key: nn.Parameter(arrays[each.key], requires_grad=each.trained) for each in before})
+        stored = module._parameters[matrix]
+        if isinstance(stored, QuantizedTensor):
+            arrays, trains = _written(stored, before), (stored.requires_grad, *(each.trained for each in before[1:]))
+            made = {key: nn.Parameter(array, requires_grad=each) for (key, array), each in zip(arrays.items(), trains)}
+            module._parameters.update(made)
     held.matrices.clear()
     module.__class__ = held.kind
 
@@ -189,8 +201,9 @@ def stored_parameters(model: nn.Module) -> dict[str, tuple[QuantizedTensor, tupl
             cast(QuantizedTensor, module._parameters[matrix]),
             tuple(f"{path}.{array.key}".lstrip(".") for array in before),
         )
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=False)
         for matrix, before in _held(module).items()
+        if isinstance(module._parameters[matrix], QuantizedTensor)
     }
 
 
@@ -213,11 +226,14 @@ _POWERS_OF_TWO = replace(cast(Any, _LAYOUT.quantizer), force_pow_2_scales=True)
 
 
 def _written(stored: QuantizedTensor, before: list[_Array]) -> dict[str, torch.Tensor]:
-    """The arrays of a matrix by their names in the module, in the dtypes in which it held them."""
+    """The arrays of a matrix by their names in the module, in the dtypes in which it held them; copies.
+
+    Planes are no plain arrays: one is a transposed copy, scales may be padded. Who writes to arrays of them would write a part.
+    """
     sizes = sizes_of(stored.held)
     records = [stored.held] if sizes is None else groups_of(stored.held, sizes)
     found = [[*_LAYOUT.written("", record).values()] for record in records]
-    whole = [arrays[0] if sizes is None else torch.stack(arrays) for arrays in zip(*found)]
+    whole = [arrays[0].clone() if sizes is None else torch.stack(arrays) for arrays in zip(*found)]
     return {array.key: _as_held(made, array) for made, array in zip(whole, before)}
 
 
@@ -228,7 +244,8 @@ def _as_held(made: torch.Tensor, array: _Array) -> torch.Tensor:
     if made.dtype == array.dtype:
         return made
     held = e8m0_of_pow2(made).view(E8M0) if array.dtype == E8M0 else made.to(array.dtype)
-    if torch.equal(held.to(torch.float32), made):
+    back = held.to(torch.float32)
+    if bool(((back == made) | (back.isnan() & made.isnan())).all()):
         return held
     if array.dtype == E8M0:
         wanted, got = "scales that are powers of two", "others, which were written into the parameter"
@@ -246,10 +263,27 @@ def _write(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata
             state.update({prefix + key: array for key, array in arrays.items()})
 
 
-def _read(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The hook of loading: stored parameters in the place of arrays."""
+def _read(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """The hook of loading: stored parameters in the place of arrays. Plain values and stored ones are left to the parameter.
+
+    Codes without their scales are no values: the scales are missing then. So torch says of those of other sizes and dtypes.
+    """
+    _, _, missing, _, errors = others  # beside the metadata and whether loading is strict: keys that are missing and unexpected
     for matrix, before in _held(module).items():
-        keys = [prefix + array.key for array in before]
-        if all(key in state for key in keys):
-            stored = cast(QuantizedTensor, module._parameters[matrix])
-            state[prefix + matrix] = _stored(prefix + matrix, [state.pop(key) for key in keys], stored.dtype)
+        keys, codes = [prefix + array.key for array in before], state.get(prefix + matrix)
+        if codes is None or isinstance(codes, QuantizedTensor) or codes.dtype in _VALUES:
+            continue
+        absent = [key for key in keys if key not in state]
+        given = {key: state.pop(key) for key in keys if key in state}
+        missing += absent
+        shape = module._parameters[matrix].shape  # type: ignore[union-attr]
+        if not absent and (codes.shape != shape or not _fits(given)):
+            got = ", ".join(f"{key} {array.dtype} {tuple(array.shape)}" for key, array in given.items())
+            wanted = f"codes {tuple(shape)} and a scale for each 128 x 128"
+            errors.append(describe(prefix + matrix, wanted=wanted, got=got, cure="load a checkpoint of this model"))
+        elif not absent:
+            copies = [array.detach().clone() for array in given.values()]
+            state[prefix + matrix] = _stored(prefix + matrix, copies, module._parameters[matrix].dtype)  # type: ignore[union-attr]
+
+
+_VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -55,4 +55,9 @@ def _master(parameter: torch.Tensor) -> torch.Tensor:
         master = torch.empty_like(parameter, dtype=torch.float32).copy_(preserved)
         if not strayed(parameter, master):
             return master
-    return torch.empty_like(parameter, dtype=torch.float32).copy_(parameter)
+    return torch.empty_like(parameter, dtype=torch.float32).copy_(exact(parameter))
+
+
+def exact(parameter: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter in fp32, without a rounding to its nominal dtype: a master at them is cast to the same bytes."""
+    return parameter.detach().to(torch.float32)

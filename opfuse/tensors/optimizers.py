@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from opfuse.errors import OpfuseWarning, OptimizerError, ShapeError, describe
-from opfuse.tensors.masters import master_weights, stored_in, strayed
+from opfuse.tensors.masters import exact, master_weights, stored_in, strayed
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.operations import copy_each
 from opfuse.torch_private.tensors import version_of
@@ -88,7 +88,7 @@ class _Masters:
         self._adopt(optimizer)
         others = [p for p in self.of if self._seen[p] != _write_stamp(p) and strayed(p, self.of[p])]
         for p in others:
-            self.of[p].copy_(p)
+            self.of[p].copy_(exact(p))
         self._remember(self.of)
         if others:
             got = f"{len(others)} of {len(self.of)} with other values"
@@ -206,7 +206,7 @@ class _Masters:
         loading, self._loading = self._loading, {}
         missing = [p for p, values in loading.items() if values is None]
         for p, values in loading.items():
-            self.of[p].copy_(p if values is None else values)
+            self.of[p].copy_(exact(p) if values is None else values)
         self._cast([p for p, values in loading.items() if values is not None])
         self._remember(loading)
         if missing:

@@ -17,7 +17,7 @@ import opfuse
 from opfuse import ops
 from opfuse.errors import ConversionError, RecipeError
 from opfuse.interchange.layouts import LAYOUTS
-from opfuse.recipes import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
+from opfuse.recipes import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import Float8BlockQuantizer, NVFP4Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -480,3 +480,200 @@ def test_joined_weights_keep_one_plane_for_the_backward_pass():
     (cast_last,) = (value for value in found[0] if value not in found[1])
     assert cast_last[0] == "w"  # that of the lone projection, which is a parameter where it is stored
     assert [value for value in found[0] if value != cast_last] == found[1]
+
+
+# -- state that is damaged, shared or incomplete -----------------------------------------------------------------------------
+
+
+def converted_body(**options: Any) -> tuple[Body, dict[str, torch.Tensor]]:
+    model = Body(fp8_linear(**options))
+    opfuse.fuse_(model, RECIPE)
+    return model, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_codes_without_their_scales_are_missing():
+    model, state = converted_body()
+    del state["linear.weight_scale_inv"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*linear.weight_scale_inv"):
+        model.load_state_dict(state)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert "linear.weight_scale_inv" in model.load_state_dict(state, strict=False).missing_keys
+    assert equal(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("layout", ["deepseek", "fp8_block", "fp8_dynamic", "mxfp8"])
+def test_import_refuses_codes_without_their_scales(layout):
+    tensors, _ = opfuse.export_weights(nn.Sequential(nn.Linear(256, 256, bias=False)), layout)
+    alone = {name: value for name, value in tensors.items() if name == "0.weight"}
+    with pytest.raises(ConversionError, match="0: wants a weight in one of"):
+        opfuse.import_weights(alone)
+
+
+@pytest.mark.parametrize("scales", [(1, 1), (2, 1), (2, 3)])
+def test_arrays_of_other_sizes_or_dtypes_are_refused(scales):
+    model, state = converted_body()
+    with pytest.raises(RuntimeError, match="wants codes"):
+        model.load_state_dict(state | {"linear.weight_scale_inv": torch.ones(scales)})
+    for dtype in (torch.float8_e5m2, torch.int8):
+        with pytest.raises(RuntimeError, match="wants codes"):
+            model.load_state_dict(state | {"linear.weight": state["linear.weight"].view(torch.uint8).view(dtype)})
+    assert equal(dict(model.state_dict()), state)
+
+
+def test_writes_to_what_was_loaded_or_saved_do_not_reach_a_part_of_a_weight():
+    """Of codes, scales and the transposed codes, an array would be the memory of some alone."""
+    model, state = converted_body()
+    other = Body(fp8_linear())
+    opfuse.fuse_(other, RECIPE)
+    other.load_state_dict(model.state_dict(), assign=True)
+    held = model.state_dict()
+    with torch.no_grad():
+        model.linear.weight.copy_(5 * torch.randn(256, 256))
+    assert equal(dict(other.state_dict()), state)
+    assert equal(dict(held), state)
+    for usage in ("rowwise", "columnwise"):
+        weight = other.linear.weight
+        assert torch.equal(weight.dequantize(torch.float32, usage), weight.dequantize(torch.float32))
+
+
+def test_modules_with_one_matrix_share_it_after_the_conversion():
+    one, other = fp8_linear(), fp8_linear()
+    other.weight, other.weight_scale_inv = one.weight, one.weight_scale_inv
+    model = nn.Sequential(Body(one), Body(other))
+    opfuse.fuse_(model, RECIPE)
+    assert one.weight is other.weight
+    assert len({id(p) for p in model.parameters()}) == 5
+
+
+def test_a_step_that_changes_nothing_keeps_the_bytes():
+    """Masters start from the values themselves, which bf16 does not have."""
+    model, state = converted_body()
+    optimizer = opfuse.with_masters(torch.optim.SGD(model.linear.parameters(), lr=0.0))
+    for _ in range(2):
+        model(torch.randn(64, 256, dtype=BF16)).float().square().mean().backward()
+        optimizer.step()
+        assert equal(dict(model.state_dict()), state)
+        model.load_state_dict(state)  # after which masters start anew
+
+
+class Projections(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.q, self.k, self.v = parts
+
+    def forward(self, hidden):
+        q = self.q(hidden)
+        k = self.k(hidden)
+        v = self.v(hidden)
+        return torch.cat([q, k, v], dim=-1)
+
+
+@pytest.mark.parametrize("rows", [(320, 128, 128), (128, 320, 128), (128, 128, 320)], ids=str)
+def test_weights_with_a_common_block_are_not_joined(rows):
+    """A block of rows of two weights would have one scale: the smaller one would be lost."""
+    parts = [fp8_linear(256, count) for count in rows]
+    with torch.no_grad():
+        parts[1].weight_scale_inv.mul_(1e-6)
+    values = [
+        part.weight.float() * part.weight_scale_inv.repeat_interleave(128, 0).repeat_interleave(128, 1)[: part.weight.shape[0]]
+        for part in parts
+    ]
+    model = Projections(*parts)
+    norm = nn.LayerNorm(256, dtype=BF16)
+    whole = nn.Sequential(norm, model)
+    opfuse.fuse_(whole, RECIPE)
+    x = torch.randn(64, 256, dtype=BF16)
+    for got, value in zip(whole(x).split(rows, -1), values):
+        wanted = norm(x).float() @ value.t()
+        assert (got.float() - wanted).norm() < 0.04 * wanted.norm()
+    assert "quantize[weight" not in str(opfuse.explain(whole, x))
+
+
+def test_experts_whose_scales_do_not_part_gate_from_up_are_refused(tmp_path, without_gpu, monkeypatch):
+    monkeypatch.setitem(
+        MODELS,
+        "mixture",
+        lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=96, num_experts=4)),
+    )
+    model = plain("mixture")
+    tensors, config = opfuse.export_weights(model, "deepseek", ignore=["lm_head", "experts"])
+    for name in [name for name in tensors if "experts" in name]:
+        stack = tensors.pop(name)
+        for i, matrix in enumerate(stack):
+            parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2))) if "gate_up" in name else {"down_proj": matrix}
+            for part, value in parts.items():
+                path = f"{name.rpartition('.')[0]}.{i}.{part}"
+                tensors |= LAYOUTS["deepseek"].written(path, LAYOUTS["deepseek"].quantizer.quantize(value.contiguous()))
+    model.config.quantization_config = config | {"modules_to_not_convert": ["lm_head"]}
+    model.save_pretrained(tmp_path, state_dict=dict(tensors))
+    loaded_model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+    report = opfuse.fuse_(loaded_model, RECIPE)
+    assert "gate and up of 96 rows" in report["model.layers.0.mlp.experts"].why
+
+
+def test_scales_that_are_not_numbers_stay_so():
+    linear = fp8_linear(scale_dtype=torch.float8_e8m0fnu)
+    linear.weight_scale_inv.data.view(torch.uint8)[0, 1] = 255
+    model = Body(linear)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    opfuse.fuse_(model, Float8BlockScaling())
+    assert equal(dict(model.state_dict()), state)
+
+
+def test_unfuse_keeps_values_and_flags_that_were_given_since():
+    model, state = converted_body()
+    model.linear.weight.requires_grad_(False)
+    opfuse.unfuse_(model)
+    assert not model.linear.weight.requires_grad
+    assert equal(dict(model.state_dict()), state)
+    opfuse.fuse_(model, RECIPE)
+    model.load_state_dict({"linear.weight": torch.ones(256, 256, dtype=BF16)}, strict=False, assign=True)
+    opfuse.unfuse_(model)
+    assert type(model.linear) is FP8Linear
+    assert model.linear.weight.dtype == BF16
+    assert torch.equal(model(torch.ones(1, 256, dtype=BF16)), model.linear(model.norm(torch.ones(1, 256, dtype=BF16))))
+
+
+def test_the_dtype_of_a_model_is_not_that_of_its_adapters(tmp_path, without_gpu):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(loaded("dense", tmp_path), peft.LoraConfig(r=64, target_modules="all-linear"))
+    opfuse.fuse_(adapted, RECIPE)
+    weight = adapted.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight
+    assert (type(weight.data), weight.dtype) == (QuantizedTensor, BF16)
+    adapted(input_ids=WORDS, labels=WORDS).loss.backward()
+
+
+# -- what the config says ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stored_weight_is_not_named_among_the_plain_ones(tmp_path, without_gpu):
+    model = loaded("dense", tmp_path)
+    for each in (model, opfuse.fuse_(model, RECIPE) and model):
+        tensors, config = opfuse.export_weights(each, "deepseek", ignore=["q_proj", "lm_head"])
+        assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+        assert config["modules_to_not_convert"] == ["lm_head"]
+
+
+def test_a_module_of_two_names_is_written_alike_under_both():
+    layer = nn.Linear(256, 256, dtype=BF16)
+    tensors, config = opfuse.export_weights(nn.ModuleDict({"a": layer, "b": layer}), "deepseek")
+    assert equal(
+        {name: value for name, value in tensors.items() if name[0] == "a"},
+        {name.replace("b", "a", 1): value for name, value in tensors.items() if name[0] == "b"},
+    )
+    assert "modules_to_not_convert" not in config
+
+
+def test_a_mixture_that_was_dequantized_when_it_was_loaded_is_exported(tmp_path):
+    before = checkpoint("mixture", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16, quantization_config=FineGrainedFP8Config(dequantize=True))
+    tensors, _ = opfuse.export_weights(model, "deepseek")
+    assert tensors.keys() == before.keys()
+
+
+def test_scales_of_delayed_scaling_are_not_exported():
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    opfuse.fuse_(model, DelayedScaling())
+    opfuse.prepare_delayed(model, DelayedScaling())
+    assert "delayed" in str(model.state_dict().keys())
+    assert "delayed" not in str(opfuse.export_weights(model, "deepseek").tensors.keys())

@@ -51,7 +51,7 @@ Measured on {device} by `{script}`, with {versions}.
 - A figure in parentheses is the limit that the project sets itself. A figure that misses its limit is **bold**.
 - Bandwidths count the fewest bytes that a kernel can move.
 - Two pipelines come up again and again, with inputs and weights in bf16. **A** is Linear, GELU, Linear, with biases. **B** is
-  RMSNorm, Linear to twice the inner width, SwiGLU, Linear, without biases; the README shows its training step.
+  RMSNorm, Linear to twice the inner width, SwiGLU, Linear, without biases; [ops.md](ops.md#speed) shows its training step.
 - Recipes go by their kind: `delayed` is DelayedScaling, `fp8_current` Float8CurrentScaling, `fp8_block` Float8BlockScaling,
   `mxfp8` and `nvfp4` the emulated formats, `none` opfuse without a recipe.
 - *Product* means matrix product (GEMM): fprop of the forward pass, dgrad and wgrad of the backward pass.

@@ -71,13 +71,16 @@ def test_every_table_has_a_page() -> None:
 
 
 def test_what_the_readme_quotes_is_printed(names: dict[str, Any]) -> None:
-    (quoted,) = re.findall(r"Eight of the lines it prints:\n\n```\n(.*?)```", TEXT, re.DOTALL)
-    x = torch.randn(128, 256, requires_grad=True)
-    with recipes.autocast(recipe=recipes.MXFP8BlockScaling(backward_override="dequantized")):
-        printed = str(opfuse.explain(names["mlp"], x)).splitlines()
+    """What is saved and what is fused stands before what is not."""
+    (quoted,) = re.findall(r"Eight of the lines it prints on a CPU:\n\n```\n(.*?)```", TEXT, re.DOTALL)
+    x = torch.randn(128, 256, dtype=torch.bfloat16, requires_grad=True)
+    with recipes.autocast(recipe=recipes.MXFP8BlockScaling(backward_override="dequantized", keep="recompute")):
+        printed = f"{opfuse.saved(names['mlp'], x)}\n{opfuse.explain(names['mlp'], x)}".splitlines()
     lines = quoted.splitlines()
     assert len(lines) == 8
     assert [line for line in printed if line in lines] == lines
+    fused, refused = ([line for line in lines if word in line] for word in ("epilogue(", " missed "))
+    assert lines.index(fused[-1]) < lines.index(refused[0])
 
 
 def test_first_example_trains_and_explains(names: dict[str, Any]) -> None:

@@ -74,6 +74,11 @@ def kinds() -> tuple[NodeKind, ...]:
     return (*casts, *_declared.values())
 
 
+def classes_named(word: str) -> list[type[BasicOperation]]:
+    """Every class of ops whose kind is ``word``; none for a trait, and for what ops are called that share a kind."""
+    return [cls for cls in _below(BasicOperation) if cls.kind == word]
+
+
 def check_rules(rules: Iterable[Fusion]) -> None:
     """FusionError for a rule with a word that no op has, or with a guard on what cannot be read."""
     known = kinds()

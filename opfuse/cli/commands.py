@@ -11,7 +11,6 @@ import typer
 
 _CONFIG = "A YAML file, or the name of a configuration of the package, such as quickstart."
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help=_CONFIG, show_default=False)]
-Configs = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help=_CONFIG, show_default=False)]
 StepsOption = Annotated[int | None, typer.Option(min=1, help="Number of steps; replaces the file's.", show_default=False)]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed; replaces the file's.", show_default=False)]
 _AUTO = "auto: a GPU if there is one."
@@ -100,15 +99,29 @@ def explain(
 
 
 def check(
-    configs: Configs,
+    configs: Annotated[list[Path] | None, typer.Argument(metavar="CONFIG...", help=_CONFIG, show_default=False)] = None,
+    *,
     format: Annotated[FindingFormat, typer.Option(help="Output format.")] = FindingFormat.text,
     values: Annotated[bool, typer.Option("--values", help="Also show every setting and where it was given.")] = False,
+    rule: Annotated[
+        str | None, typer.Option(metavar="MODULE:RULE", help="Run a fusion rule of yours against its ops.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help=f"Device to run --rule on; {_AUTO}")] = "auto",
     as_json: Json = False,
 ) -> None:
-    """Report all errors in configurations, with line and column."""
-    from opfuse.cli.check import check
+    """Report all errors in configurations, with line and column; or compare a fusion rule with the ops that it takes."""
+    if bool(configs) == (rule is not None):
+        raise typer.BadParameter("name a CONFIG, or a fusion rule by --rule MODULE:RULE, not both")
+    if rule is None:
+        from opfuse.cli.check import check
 
-    check(configs, format="json" if as_json else format.value, values=values)
+        check(configs or [], format="json" if as_json else format.value, values=values)
+        return
+    if values or format is FindingFormat.github:
+        raise typer.BadParameter("--rule prints text, or JSON under --json")
+    from opfuse.cli.check_rule import check_rule
+
+    check_rule(rule, device=device, as_json=as_json or format is FindingFormat.json)
 
 
 def parity(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from opfuse.config.examples import examples
 from opfuse.config.expand import expand
 from opfuse.config.expect import PlannedCall, unmet
 from opfuse.config.findings import Finding, Loc, Span, refuse, shown, similar
-from opfuse.config.models import Text, Train, UserFile, Watching
+from opfuse.config.models import DATA, Text, Train, UserFile, Watching
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.policies import Choices, is_policy, loads_policy
 from opfuse.config.report import report
@@ -117,17 +117,26 @@ def loads(data: str | bytes, path: str = "<text>") -> Config:
 
 def checked(data: str | bytes, path: str = "<text>") -> tuple[Finding, ...]:
     """What ``opfuse check`` finds in ``data``. ConfigError with all findings if it cannot be loaded."""
-    config, root, document = _validated(data, path)
+    config, root, document = _validated(data, path, beside=_report_outside)
     call = PlannedCall(config.pipeline, config.rules, config.recipe, config.dtype, config.train.batch_size, config.columns)
-    if isinstance(root.data, UserFile) and not (config.folder / root.data.path).is_file():
-        help = "write the path from the folder of this file, or an absolute one"
-        document.report(document.find(("data", "path")), "no-file", f"there is no file {shown(root.data.path)}", help)
-    for name in () if root.data is not None else _waiting(document):
-        help = "add `data: {kind: pydoc_topics}`, or `data: {kind: text, path: FILE}` with a text of yours"
-        document.report(document.find((name,), on="key"), "missing-key", f"{name!r} needs a key 'data' in the file", help)
+    _report_outside(document)
     for problem in unmet(root.fusions.rules, call):
         document.report(document.find(problem.loc), problem.code, problem.message, problem.help)
     return tuple(document.findings)
+
+
+def _report_outside(document: Document) -> None:
+    """Report what no section shows by itself: a file of data that is not there, and sections that wait for data."""
+    plain = document.root.plain()
+    data = plain.get("data") if isinstance(plain, dict) else None
+    if isinstance(data, dict) and issubclass(DATA.get(str(data.get("kind")), Text), UserFile):
+        file = data.get("path")
+        if isinstance(file, str) and file and not (Path(document.path).parent / file).is_file():
+            help = "write the path from the folder of this file, or an absolute one"
+            document.report(document.find(("data", "path")), "no-file", f"there is no file {shown(file)}", help)
+    for name in () if data is not None else _waiting(document):
+        help = "add `data: {kind: pydoc_topics}`, or `data: {kind: text, path: FILE}` with a text of yours"
+        document.report(document.find((name,), on="key"), "missing-key", f"{name!r} needs a key 'data' in the file", help)
 
 
 def _waiting(document: Document) -> list[str]:
@@ -139,7 +148,10 @@ OF_ALL_OPS: tuple[Loc, ...] = ((), ("pipeline",), ("pipeline", "ops"))
 """Places whose errors are those of the pipeline as a whole, which is not known where it is written out in part."""
 
 
-def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
+def _validated(
+    data: str | bytes, path: str, *, beside: Callable[[Document], None] = lambda document: None
+) -> tuple[Config, Root, Document]:
+    """beside: reports more, where there are findings already."""
     content = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
     document = read(content, path)
     refuse(document.findings)
@@ -152,9 +164,12 @@ def _validated(data: str | bytes, path: str) -> tuple[Config, Root, Document]:
         report(document, error, SECTIONS, skip=OF_ALL_OPS if written == "in part" else ())
         known = {finding.span for finding in document.findings[:before]}
         document.findings[before:] = [finding for finding in document.findings[before:] if finding.span not in known]
+        beside(document)
         refuse(document.findings)
         raise
-    refuse(document.findings)
+    if document.findings:
+        beside(document)
+        refuse(document.findings)
     entries = tuple(replace(entry, source=document.source(("pipeline", "ops", i))) for i, entry in enumerate(root.pipeline.ops))
     rules = _with_places(root.fusions.apply(), root, document)
     places = _places(root, document)

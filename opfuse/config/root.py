@@ -28,9 +28,9 @@ class Root(FileSection):
 
     @model_validator(mode="after")
     def _runs(self) -> Self:
-        problem = trial(self.pipeline.ops, self.recipe, self.pipeline.torch_dtype, rows=self.train.batch_size, data=self.data)
-        if problem is not None:
-            raise Refused(problem)
+        problems = trial(self.pipeline.ops, self.recipe, self.pipeline.torch_dtype, rows=self.train.batch_size, data=self.data)
+        if problems:
+            raise Refused(*problems)
         return self
 
 

@@ -38,51 +38,82 @@ class Tensor(NamedTuple):
 
 def trial(
     entries: Sequence[PipelineEntry], recipe: Recipe | None, dtype: torch.dtype, *, rows: int, data: Text | None
-) -> Problem | None:
-    """The first problem that ``rows`` samples would meet on their way through the pipeline, or None.
+) -> list[Problem]:
+    """The problems that ``rows`` samples would meet on their way through the pipeline.
 
-    Ends early, without a problem, where an op takes tensors from the caller or where nothing tells the input's columns.
+    Ends early where an op takes tensors from the caller or where nothing tells the input's columns. Behind an op that its input
+    does not fit, it goes on as if it did, and tells no problem that may be one with the first.
     """
     if (refusal := recipe.training_refusal() if recipe is not None else None) is not None:
-        return Problem("refused-recipe", *sentence(refusal), ("recipe",))
+        return [Problem("refused-recipe", *sentence(refusal), ("recipe",))]
     columns = data.columns if data is not None else input_columns(entries)
     if columns is None:
-        return None
+        return []
     if (problem := _too_large((rows, columns), ("pipeline", "ops", 0) if data is None else ("data",))) is not None:
-        return problem
+        return [problem]
     with without_compiler():
-        last = _shape(entries, recipe, torch.Size((rows, columns)), dtype)
-    if isinstance(last, Problem) and data is not None and last.loc == ("pipeline", "ops", 0):
-        given = f"; a sample of the data has {columns} columns, context {data.context} x embedding {data.embedding}"
-        return replace(last, message=last.message.removesuffix(".") + given)
-    if isinstance(last, Problem) or data is None or last is None or last[-1] == data.classes:
-        return last if isinstance(last, Problem) else None
-    message = f"the pipeline returns {last[-1]} columns, {data.kind} has {data.classes} classes"
-    return Problem("does-not-fit", message, f"end with out_features: {data.classes}", ("pipeline", "ops", len(entries) - 1))
+        found = _Rehearsal(entries, recipe, dtype)
+        last = found.shape(torch.Size((rows, columns)))
+    if data is None:
+        return found.problems
+    given = f"; a sample of the data has {columns} columns, context {data.context} x embedding {data.embedding}"
+    problems = [
+        replace(problem, message=problem.message.removesuffix(".") + given) if problem.loc == ("pipeline", "ops", 0) else problem
+        for problem in found.problems
+    ]
+    if found.sure and last is not None and last[-1] != data.classes:
+        message = f"the pipeline returns {last[-1]} columns, {data.kind} has {data.classes} classes"
+        cure = f"end with out_features: {data.classes}"
+        problems.append(Problem("does-not-fit", message, cure, ("pipeline", "ops", len(entries) - 1)))
+    return problems
 
 
-def _shape(
-    entries: Sequence[PipelineEntry], recipe: Recipe | None, shape: torch.Size, dtype: torch.dtype
-) -> torch.Size | Problem | None:
-    """The shape of the pipeline's output for an input of ``shape``; None where it depends on the caller's tensors."""
-    channels: dict[str, Tensor] = {}
-    few = _few_groups(entries)
-    for i, entry in enumerate(entries):
-        alone = _with_groups(replace(entry, extra_input=(), extra_output=()), few)
+class _Rehearsal:
+    """The way through a pipeline, and the problems on it. sure: whether the columns are those that the file means."""
+
+    def __init__(self, entries: Sequence[PipelineEntry], recipe: Recipe | None, dtype: torch.dtype) -> None:
+        self.entries, self.recipe, self.dtype = entries, recipe, dtype
+        self.problems: list[Problem] = []
+        self.sure = True
+        self._few = _few_groups(entries)
+
+    def shape(self, shape: torch.Size) -> torch.Size | None:
+        """The shape of the output for an input of ``shape``; None where it depends on the caller's tensors, or is unknown."""
+        channels: dict[str, Tensor] = {}
+        for i, entry in enumerate(self.entries):
+            if any(name not in channels for name in entry.extra_input):
+                return None  # of an op that made none
+            outputs = self._outputs(i, shape, [channels[name] for name in entry.extra_input])
+            if outputs is None:
+                return None
+            for output in outputs:
+                if (problem := _too_large(output.shape, ("pipeline", "ops", i))) is not None:
+                    self.problems.append(problem)
+                    return None
+            self.sure = self.sure or "out_features" in dict(entry.arguments)
+            shape = outputs[0].shape
+            channels |= dict(zip(entry.extra_output, outputs[1:]))
+        return shape
+
+    def _outputs(self, i: int, shape: torch.Size, extras: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """The outputs of one op; if its input does not fit, for the columns that it asks for."""
+        entry = self.entries[i]
+        alone = _with_groups(replace(entry, extra_input=(), extra_output=()), self._few)
+        inputs = Tensor(shape, self.dtype), *extras
         try:
-            inputs = Tensor(shape, dtype), *(channels[name] for name in entry.extra_input)
-            outputs = _rehearse(alone, inputs, recipe, dtype)
+            return _rehearse(alone, inputs, self.recipe, self.dtype)
         except (OpfuseError, RuntimeError) as error:
             reason = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
-            return Problem("does-not-fit", *(_unequal(entry, inputs) or reason), ("pipeline", "ops", i))
-        if outputs is None:
+        if self.sure:
+            self.problems.append(Problem("does-not-fit", *(_unequal(entry, inputs) or reason), ("pipeline", "ops", i)))
+        self.sure = False
+        columns = input_columns([entry])
+        if columns is None or columns == shape[-1]:
             return None
-        for output in outputs:
-            if (problem := _too_large(output.shape, ("pipeline", "ops", i))) is not None:
-                return problem
-        shape = outputs[0].shape
-        channels |= dict(zip(entry.extra_output, outputs[1:]))
-    return shape
+        try:
+            return _rehearse(alone, (Tensor(torch.Size((*shape[:-1], columns)), self.dtype), *extras), self.recipe, self.dtype)
+        except (OpfuseError, RuntimeError):
+            return None
 
 
 def _unequal(entry: PipelineEntry, inputs: Sequence[Tensor]) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ import pytest
 
 from opfuse.config import Finding, Span, load, loads
 from opfuse.config.findings import as_github, as_json
+from opfuse.config.load import checked
 from opfuse.errors import ConfigError, OpfuseError
 
 TOP = "version: 1\nrecipe: {kind: none}\npipeline:\n  ops:\n"
@@ -200,6 +201,18 @@ def test_a_sum_of_two_widths_says_both_and_what_they_are_of():
     assert finding.help == "have the layers before the sum end with out_features: 64"
     ops = "{op: make_extra_output, extra_output: residual}", linear, "{op: add_extra_input, extra_input: residual}"
     assert rehearsed(ops).message == "'residual' has 64 columns, and what it is added to has 32"
+
+
+def test_every_op_that_does_not_fit_is_told():
+    """And the file that is not there; but no op that fits once another one is mended."""
+    ops = ("linear, in_features: 64, out_features: 32", "rms_norm, size: 96", "linear, in_features: 32, out_features: 64")
+    lines = "".join(f"    - {{op: {op}}}\n" for op in (*ops, "linear, in_features: 48, out_features: 64"))
+    text = "version: 1\nrecipe: {kind: none}\npipeline:\n  ops:\n" + lines
+    data = "data: {kind: text, path: nowhere.txt, context: 4, embedding: 8}\n"
+    with pytest.raises(ConfigError) as raised:
+        checked(text + data)
+    found = [(finding.code, finding.span.line) for finding in raised.value.findings]
+    assert found == [*(("does-not-fit", line) for line in (5, 6, 8, 8)), ("no-file", 9)]
 
 
 def test_data_that_the_first_op_does_not_take_are_named_with_their_columns():

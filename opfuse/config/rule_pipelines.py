@@ -198,7 +198,12 @@ _COLUMNS = ("in_features", "features", "normalized_shape", "size")
 _ARGUMENTS: Mapping[str, Any] = {"scale": 0.3, "bias": False, "p": 0.25, "num_groups": GROUPS, "pad_splits": True, "top_k": 2}
 """What other arguments are, where guards do not want another value: a scale that rounds, groups that casts take."""
 
-_BY_TYPE: Mapping[Any, Any] = {int: WIDTH, float: 0.3, bool: False, "int": WIDTH, "float": 0.3, "bool": False}
+_BY_TYPE: Mapping[Any, Any] = {
+    **dict.fromkeys((int, "int", "Size"), WIDTH),
+    **dict.fromkeys((float, "float", "Positive", "NonNegative"), 0.3),
+    **dict.fromkeys((bool, "bool"), False),
+}
+"""What an argument without a default is, by its annotation, which is text in most modules."""
 
 _CHANNELS: Mapping[str, str] = {"grouped_linear": "splits", "token_combine": "places"}
 """The channel of a dispatch that an op reads; activations in groups read the probabilities."""

@@ -343,6 +343,7 @@ def try_rule(rule: Fusion, device: torch.device | str = "cpu", *, cases: Sequenc
     place = torch.device(device)
     rules, pipelines = RuleSet(()).with_rule(rule), RulePipelines(rule, place)
     with warnings.catch_warnings(), torch.random.fork_rng([place] if place.type == "cuda" else []):
+        torch.manual_seed(0)  # parameters are initialised with it
         warnings.simplefilter("ignore", OpfuseWarning)  # of emulated products, and of regions without any
         tried = enumerate(recipe_cases() if cases is None else cases)
         results = tuple([_under(case, turn, rules, pipelines) for turn, case in tried])

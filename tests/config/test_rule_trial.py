@@ -107,6 +107,40 @@ def test_a_wrong_backward_pass_is_found():
     assert "the gradient of 0.weight" in report.results[0].difference.others
 
 
+@pytest.mark.parametrize(("factor", "status"), [(1, EQUAL), (2, DIFFERENT)])
+def test_a_rule_for_both_passes_keeps_what_it_likes(factor, status):
+    def forward(x, *, act, scale):
+        y = scale.op.op_forward(scale, act.op.op_forward(act, x))
+        act.save_for_backward(x * 1)
+        return y
+
+    def backward(dy, *, act, scale):
+        (x,) = act.saved_tensors
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = torch.nn.functional.relu(leaf)
+        grad, _ = scale.op.op_backward(scale, dy)
+        return factor * torch.autograd.grad(y, leaf, grad)[0]
+
+    rule = fusion("both", "act=relu scale=constant_scale", forward=forward, backward=backward)
+    assert statuses(try_rule(rule, cases=FEW[:2])) == [status] * 2
+
+
+def test_wrong_planes_that_are_saved_are_found():
+    def casts_anew(x, *, linear, scale):
+        y = scaled(x, linear=linear, scale=scale)
+        saved = linear.saved_state()
+        planes = saved["x"].with_tensors([torch.zeros_like(part) for part in saved["x"].tensors()])
+        linear.save(**{**saved, "x": planes})
+        return y
+
+    for kind in ("mxfp8", "nvfp4", "fp8_block"):
+        (result,) = try_rule(fusion("casts_anew", PATTERN, forward=casts_anew), cases=[RecipeCase(kind)]).results
+        assert result.status == DIFFERENT
+        assert "the gradient of 0.weight" in (result.difference.tensor, *result.difference.others)
+        assert any("what 2:basic_linear saved as 'x', " in name for name in result.difference.others)
+
+
 def test_a_fault_of_tails_alone_is_found():
     def whole_blocks(x, *, linear, scale):
         y = scaled(x, linear=linear, scale=scale)

@@ -15,6 +15,7 @@ from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe
 from opfuse.interchange.state_dicts import LayoutWriter
 from opfuse.recipes import Recipe
+from opfuse.torch_private.modules import lasting_buffers
 
 ALIGNMENT = 256
 """Bytes at a multiple of which each tensor of a bucket begins, as those that CUDA allocates."""
@@ -103,8 +104,7 @@ def _buckets(writer: LayoutWriter, most: int, sent: Sent | None) -> Iterator[Wei
 def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers by their names in the state dict; tied ones under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
-        lasting = {name: value for name, value in module._buffers.items() if name not in module._non_persistent_buffers_set}
-        for name, value in (module._parameters | lasting).items():
+        for name, value in (module._parameters | lasting_buffers(module)).items():
             if value is not None:
                 yield f"{path}.{name}".lstrip("."), value
 

@@ -50,6 +50,27 @@ convention(
     breaks="a Sequential would not find its ops, nor fuse_ what to convert",
 )
 
+
+def _forgets() -> bool:
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("passing", torch.zeros(1), persistent=False)
+    return vars(module)[_PASSING] == {"passing"} and list(module.state_dict()) == ["kept"]
+
+
+_PASSING = convention(
+    "torch.nn.Module._non_persistent_buffers_set",
+    _forgets,
+    use="sending the buffers that a state dict has, without making one",
+    breaks="a rollout engine would get buffers that its checkpoint does not have",
+)
+
+
+def lasting_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module itself that its state dict has."""
+    return {name: value for name, value in module._buffers.items() if value is not None and name not in vars(module)[_PASSING]}
+
+
 # -- hooks -----------------------------------------------------------------------------------------------------------------------
 
 _REGISTER: dict[str, tuple[Any, Any]] = {

@@ -62,8 +62,11 @@ NAMES = {
     "kernels/engine/bindings.py": ("self.__name__",),
     "compiler/registry.py": ("sys.modules['opfuse'].RULE_TABLE",),
     "torch_private/names.py": ("module",),
+    "config/rule_trial.py": ("module_name",),
 }
-"""Imports of what a table of the source names: public names, commands, nvmath, built-in rules, private parts of torch."""
+"""Imports of what a table of the source names: public names, commands, nvmath, built-in rules, private parts of torch; and of the
+module that a user names on the command line, as with ``python -m``.
+"""
 WRITTEN = {
     "runtime/replay/codegen.py": {"builtins.exec", "builtins.compile"},
     "convert/method_calls.py": {"builtins.compile"},

@@ -66,6 +66,10 @@ class KnownParts(NamedTuple):
 NOTHING = KnownParts()
 
 
+CUTS = frozenset({"detach", "detach_", "data", "item", "tolist", "numpy", "no_grad", "inference_mode", "set_grad_enabled"})
+"""Names of what ends gradients: a module whose result goes through them may get none."""
+
+
 class MethodCalls(ast.NodeVisitor):
     """What a method calls, in the order in which it runs.
 
@@ -106,8 +110,11 @@ class MethodCalls(ast.NodeVisitor):
         return once and together and unwritten and not self.binds_self and self._return_together(names)
 
     def returns_all(self, names: Sequence[str]) -> bool:
-        """Whether what it returns is computed with the result of each of these calls, which no variable loses unread before."""
-        if not {*names} <= {member for result in self.results for member in self._members_in(result, names, set())}:
+        """Whether what it returns is computed with the result of each of these calls, which no variable loses unread before, and
+        which nothing that it names cuts off from autograd.
+        """
+        returned = {member for result in self.results for member in self._members_in(result, names, set())}
+        if CUTS.intersection(self.code.co_names) or not {*names} <= returned:
             return False
         by_variable = defaultdict[str, list[ast.AST | None]](list)
         for name, stored in self.accesses:

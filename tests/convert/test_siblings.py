@@ -1290,3 +1290,24 @@ def test_a_graph_over_weights_that_are_far_apart_by_now_is_refused():
     model.load_state_dict(shrunk(Gated(), "up", 1e-6).state_dict())
     with pytest.raises(ConversionError, match="more than 1024 times apart"):
         compiled(x)
+
+
+class CutOff(nn.Module):
+    """No gradient reaches the second projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        a, b = self.a(x), self.b(x)
+        b = b.detach()
+        return a + b
+
+
+def test_in_a_graph_a_module_whose_result_is_detached_gets_no_gradient():
+    model = CutOff()
+    opfuse.fuse_(model, FP8)
+    torch.compile(model, backend="aot_eager")(torch.randn(32, 16, requires_grad=True)).sum().backward()
+    assert model.a.weight.grad is not None
+    assert model.b.weight.grad is None

@@ -27,6 +27,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.errors import FusionError, OpfuseWarning, describe, listed, nearest, number_of
 from opfuse.events import PlanUsed, TensorSaved, collected, subscribed
 from opfuse.formats import dtype_name
+from opfuse.interchange.parity import same_bytes
 from opfuse.recipes import RECIPES, Recipe
 from opfuse.recipes.autocast import under
 from opfuse.recipes.policy import OVERRIDES
@@ -282,9 +283,7 @@ def difference(wanted: Mapping[str, torch.Tensor | None], got: Mapping[str, torc
 
 
 def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return left.dtype == right.dtype and left.shape == right.shape and torch.equal(_bits(left), _bits(right))
+    return left is right if left is None or right is None else same_bytes(left, right)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

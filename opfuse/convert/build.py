@@ -106,7 +106,8 @@ class Build:
                 raise NotRecorded(f"{' and '.join(paths)}, of which one is no product", "two products of one input")
             weights = [self._checked(weight, path) for weight, path in zip(members, paths) if weight is not None]
             if not weights[0].agrees(weights[1]) or weights[0].out_features != weights[1].out_features:
-                wanted = f"two products of one size, dtype, bias or none, and largest values at most {MOST_APART:g} times apart"
+                near = f"largest values at most {MOST_APART:g} times apart"
+                wanted = f"two products of one size, dtype, bias or none, stored alike, and {near}"
                 raise NotRecorded(f"{' and '.join(paths)}, which differ", wanted)
             self._product(paths, weights)
         self._op(GATED[name](), f"{'+'.join(paths) or 'halves'}.{name}")

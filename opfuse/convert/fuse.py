@@ -56,7 +56,8 @@ def fuse_(
     routers stay in high precision unless the policy names them.
 
     pack: place the weights of one product (gate and up; query, key and value) side by side in memory, so that calls do not copy
-    them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy.
+    them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy, as
+    they do for weights that are stored quantized.
 
     A model that is fused already is converted again. ConversionError if nothing could be converted, if a pattern matches nothing,
     and for another keyword.

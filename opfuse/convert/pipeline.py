@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from opfuse.convert.weights import MOST_APART, MadeParameters, Weight, product_of, stand_ins
+from opfuse.convert.weights import MadeParameters, Weight, product_of, stand_ins
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import Described, OpfuseError, notice
 from opfuse.formats import ROWWISE
@@ -73,10 +73,10 @@ class PipelineRun:
         ]
 
     def change(self) -> Described | None:
-        """What keeps weights from sharing a scale, which they could when their product was made; None: nothing."""
-        if all(made.may_share_a_scale for made in self.made):
+        """What keeps weights from being one product, which they were when it was made; None: nothing."""
+        got = next((made.why_apart for made in self.made if made.why_apart), "")
+        if not got:
             return None
-        got = f"the largest values of the loaded weights are more than {MOST_APART:g} times apart, too far to share one product"
         cure = "call opfuse.fuse_ again, which gives each a product of its own; until then modules run one by one"
         return notice(f"{self.path} has changed since fuse_", got=got, cure=cure)
 

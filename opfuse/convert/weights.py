@@ -70,7 +70,7 @@ class Weight:
         if (self.in_features, self.has_bias) != (other.in_features, other.has_bias):
             return False
         if isinstance(mine, QuantizedTensor) or isinstance(others, QuantizedTensor):
-            return _may_be_one((mine, others)) and _may_be_one((others, mine))
+            return not (_why_apart((mine, others)) or _why_apart((others, mine)))
         return _may_share_a_scale((self.largest, other.largest))
 
 
@@ -88,12 +88,16 @@ def _may_share_a_scale(largest: Iterable[float]) -> bool:
     return not sizes or max(sizes) <= MOST_APART * min(sizes)
 
 
-def _may_be_one(matrices: Sequence[torch.Tensor | None]) -> bool:
-    """Whether matrices, one below the other, may be cast under one scale or, if they are stored, are so with the same bytes."""
+def _why_apart(matrices: Sequence[torch.Tensor | None]) -> str:
+    """Why one product cannot do for matrices, one below the other; empty if it can: plain ones may be cast under one scale, and
+    stored ones are stored so, with the same bytes.
+    """
     stored = [matrix for matrix in matrices if isinstance(matrix, QuantizedTensor)]
-    if stored:
-        return len(stored) == len(matrices) and may_join([matrix.held for matrix in stored])
-    return _may_share_a_scale(map(_largest, matrices))
+    if stored and not (len(stored) == len(matrices) and may_join([matrix.held for matrix in stored])):
+        return "the loaded weights are not stored alike, or in blocks that do not end where each of them does"
+    if not stored and not _may_share_a_scale(map(_largest, matrices)):
+        return f"the largest values of the loaded weights are more than {MOST_APART:g} times apart, too far to share one product"
+    return ""
 
 
 def _largest(matrix: torch.Tensor | None) -> float:
@@ -111,31 +115,31 @@ class MadeParameters(nn.Module):
     """Owns parameters of an op that are made anew for each call; between calls it holds stand-ins without their memory.
 
     sources: the parameters that each is made of, one after another in its rows. blanks: the stand-ins. reached: of this call,
-    whether a gradient reaches the rows of each; empty as long as it reaches all. near, loads: whether the parts may share a
-    scale, and how many state dicts had been loaded when they were looked at.
+    whether a gradient reaches the rows of each; empty as long as it reaches all. apart, loads: why the parts cannot be
+    one product, and how many state dicts had been loaded when they were looked at.
     """
 
     temporary = True  # what an op reads here is made for one call
     sources: Mapping[str, Sequence[Source]]
     blanks: dict[str, torch.Tensor]
     reached: list[bool]
-    near: bool
+    apart: str
     loads: int
 
     def __init__(self, sources: Mapping[str, Sequence[Source]]) -> None:
         super().__init__()
-        self.__dict__.update(sources=sources, blanks={}, reached=[], near=True, loads=LOADS[0])
+        self.__dict__.update(sources=sources, blanks={}, reached=[], apart="", loads=LOADS[0])
         self.drop()
 
     @property
-    def may_share_a_scale(self) -> bool:
-        """Whether the parts of a matrix may. They may when their product is made, and are looked at again when state dicts were
-        loaded; the steps of an optimizer are small.
+    def why_apart(self) -> str:
+        """Why the parts of a matrix cannot be one product now; empty if they can, as when it was made. They are looked at again
+        when state dicts were loaded; the steps of an optimizer are small.
         """
         if self.loads != LOADS[0]:
             parts = [module._parameters[own] for module, own, _ in self.sources.get("weight", ())]
-            self.__dict__.update(near=len(parts) < 2 or _may_be_one(parts), loads=LOADS[0])
-        return self.near
+            self.__dict__.update(apart=_why_apart(parts) if len(parts) > 1 else "", loads=LOADS[0])
+        return self.apart
 
     def fill(self) -> None:
         """Make them, as autograd records it."""

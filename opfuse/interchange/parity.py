@@ -141,14 +141,15 @@ def _compared(left: Compared, right: Compared, origin: Compared | None) -> tuple
         return "formats differ", ""
     if [array.shape for array in left.arrays] != [array.shape for array in right.arrays]:
         return "shapes differ", " beside ".join(str(tuple(each.arrays[0].shape)) for each in (left, right))
-    if all(map(_same, left.arrays, right.arrays)):
+    if all(map(same_bytes, left.arrays, right.arrays)):
         return EQUAL, ""
     if left.format is None:
         return "values differ", _of_values(left.arrays[0], right.arrays[0])
     return "bytes differ", _of_bytes(left, right, origin)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal in dtype, shape and every bit."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
 
 
@@ -159,7 +160,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _of_values(left: torch.Tensor, right: torch.Tensor) -> str:
     """Why plain values differ: one is the other in a wider dtype, or how many do."""
     for wide, narrow, side in ((left, right, "CHECKPOINT"), (right, left, "MODEL")):
-        if wide.dtype != narrow.dtype and _same(wide.to(narrow.dtype), narrow):
+        if wide.dtype != narrow.dtype and same_bytes(wide.to(narrow.dtype), narrow):
             return f"{side} has the values rounded to {narrow.dtype}"
     wrong = left.double() != right.double()
     return f"{int(wrong.sum())} of {wrong.numel()} values differ, first at {_first(wrong)}"
@@ -213,7 +214,7 @@ def _makes(quantizer: Quantizer, x: torch.Tensor, side: Compared) -> bool:
     if not quantizer.is_quantizable(x):
         return False
     made = _of_plane(quantizer.quantize(x).plane("rowwise"))
-    return made.format == side.format and all(map(_same, made.arrays, side.arrays))
+    return made.format == side.format and all(map(same_bytes, made.arrays, side.arrays))
 
 
 def _casts(fmt: NumberFormat) -> Iterator[tuple[str, Quantizer]]:

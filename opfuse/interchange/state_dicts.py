@@ -14,7 +14,7 @@ from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.heads import HEADS, heads_of
 from opfuse.interchange.layouts import LAYOUTS, OF_ACTIVATIONS, Foreign, layout_named, recognized, values_of
-from opfuse.interchange.stored_modules import stored_arrays, stored_parameters
+from opfuse.interchange.stored_modules import LAYOUT, stored_arrays, stored_parameters
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.recipes import Recipe
 from opfuse.tensors.groups import groups_of, sizes_of
@@ -141,15 +141,11 @@ def _cast_of(recipe: Recipe, layout: str) -> Quantizer:
 
 
 def _of_layout(name: str, array: torch.Tensor, layout: str) -> torch.Tensor:
-    if layout != _OF_TRANSFORMERS:
-        cure = f"write it as {_OF_TRANSFORMERS!r}, or convert the model first"
+    if layout != LAYOUT:
+        cure = f"write it as {LAYOUT!r}, or convert the model first"
         got = "codes and scales that transformers has read"
         raise ConversionError(describe(f"export_weights {name}", wanted="a weight of opfuse or torch", got=got, cure=cure))
     return array
-
-
-_OF_TRANSFORMERS = "deepseek"
-"""The layout of modules of transformers that hold their weights quantized."""
 
 
 def _multiplies(module: nn.Module) -> bool:
@@ -162,11 +158,10 @@ def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of ``model``, with the stored parameters themselves where a module of another library writes arrays, and
     without scales of delayed scaling.
     """
-    state = {name: value for name, value in model.state_dict().items() if not is_delayed_state(name)}
-    for name, (stored, arrays) in stored_parameters(model).items():
-        state = {key: value for key, value in state.items() if key not in arrays}
-        state[name] = stored.detach()
-    return state
+    stored = stored_parameters(model)
+    arrays = {key for _, keys in stored.values() for key in keys}
+    state = {name: value for name, value in model.state_dict().items() if not is_delayed_state(name) and name not in arrays}
+    return state | {name: parameter.detach() for name, (parameter, _) in stored.items()}
 
 
 def _ignored(model: nn.Module, matrices: Mapping[str, nn.Module], ignore: Collection[str] | None) -> set[str]:

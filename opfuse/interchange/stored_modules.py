@@ -22,6 +22,7 @@ from opfuse.errors import ConversionError, describe
 from opfuse.formats import USAGES
 from opfuse.interchange.layouts import LAYOUTS
 from opfuse.numerics.scales import e8m0_of_pow2
+from opfuse.tensors.dispatch import DECODED_DTYPES
 from opfuse.tensors.groups import GroupedPlane, groups_of, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer
 from opfuse.tensors.storage import QuantizedStorage
@@ -71,7 +72,10 @@ KINDS: Mapping[str, StoredKind] = MappingProxyType(
 )
 """By the name of the class in ``transformers.integrations.finegrained_fp8``."""
 
-_LAYOUT = LAYOUTS["deepseek"]
+LAYOUT = "deepseek"
+"""The layout of their arrays, in :data:`LAYOUTS`."""
+
+_LAYOUT = LAYOUTS[LAYOUT]
 
 
 class _Array(NamedTuple):
@@ -271,7 +275,7 @@ def _read(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -
     _, _, missing, _, errors = others  # beside the metadata and whether loading is strict: keys that are missing and unexpected
     for matrix, before in _held(module).items():
         keys, codes = [prefix + array.key for array in before], state.get(prefix + matrix)
-        if codes is None or isinstance(codes, QuantizedTensor) or codes.dtype in _VALUES:
+        if codes is None or isinstance(codes, QuantizedTensor) or codes.dtype in DECODED_DTYPES:
             continue
         absent = [key for key in keys if key not in state]
         given = {key: state.pop(key) for key in keys if key in state}
@@ -284,6 +288,3 @@ def _read(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -
         elif not absent:
             copies = [array.detach().clone() for array in given.values()]
             state[prefix + matrix] = _stored(prefix + matrix, copies, module._parameters[matrix].dtype)  # type: ignore[union-attr]
-
-
-_VALUES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

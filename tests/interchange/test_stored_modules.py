@@ -15,7 +15,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.errors import ConversionError, RecipeError
+from opfuse.errors import ConversionError, OpfuseWarning, RecipeError
 from opfuse.interchange.layouts import LAYOUTS
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import Float8BlockQuantizer, NVFP4Quantizer
@@ -117,6 +117,18 @@ class Body(nn.Module):
         return self.linear(self.norm(x))
 
 
+def trained(model: nn.Module, optimizer: Any, steps: int = 5) -> list[float]:
+    """The loss before each step."""
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=WORDS, labels=WORDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------------
 
 
@@ -201,13 +213,7 @@ def test_a_checkpoint_is_trained_in_full_and_read_by_transformers(kind, tmp_path
     model = loaded(kind, tmp_path / "given")
     opfuse.fuse_(model, RECIPE)
     optimizer = opfuse.with_masters(torch.optim.AdamW(model.parameters(), lr=2e-3))
-    losses = []
-    for _ in range(5):
-        loss = model(input_ids=WORDS, labels=WORDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = trained(model, optimizer)
     assert losses[-1] < 0.8 * losses[0]
     logits = model(input_ids=WORDS).logits
     model.save_pretrained(tmp_path / "trained")
@@ -287,13 +293,7 @@ def test_a_plain_model_takes_the_bytes_of_any_layout(layout, tmp_path):
     assert {entry.status for entry in report if entry.kind == "Linear" and entry.path != "lm_head"} <= {"fused", "joined"}
     assert "quantize[weight" not in str(opfuse.explain(model, input_ids=WORDS))
     optimizer = opfuse.with_masters(torch.optim.AdamW(model.parameters(), lr=2e-3))
-    losses = []
-    for _ in range(4):
-        loss = model(input_ids=WORDS, labels=WORDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = trained(model, optimizer, 4)
     assert losses[-1] < 0.9 * losses[0]
     read = opfuse.import_weights(opfuse.export_weights(model, layout).tensors, nearest_scale=True)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -375,16 +375,10 @@ def test_adapters_train_on_a_stored_base(adapters_first, dora, tmp_path, without
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, use_dora=dora, target_modules=names))
     report = opfuse.fuse_(adapted, RECIPE)
     assert report["base_model.model.model.layers.0.self_attn.q_proj.base_layer"].became == "Linear×3"
-    trained = [p for p in adapted.parameters() if p.requires_grad]
-    assert {p.dtype for p in trained} == {torch.float32}
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    losses = []
-    for _ in range(6):
-        loss = adapted(input_ids=WORDS, labels=WORDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    adapters = [p for p in adapted.parameters() if p.requires_grad]
+    assert {p.dtype for p in adapters} == {torch.float32}
+    optimizer = torch.optim.AdamW(adapters, lr=1e-2)
+    losses = trained(adapted, optimizer, 6)
     assert losses[-1] < 0.9 * losses[0]
     base = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items() if "lora" not in name}
     assert equal(base, state)
@@ -393,6 +387,25 @@ def test_adapters_train_on_a_stored_base(adapters_first, dora, tmp_path, without
     off = (merged(input_ids=WORDS).logits - logits).float().norm() / logits.float().norm()
     assert off < 0.06  # the sum is cast to FP8
     assert type(merged.model.layers[0].mlp.up_proj) is nn.Linear
+
+
+def test_adapters_train_beside_stored_experts(tmp_path, without_gpu):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(loaded("mixture", tmp_path), peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    report = opfuse.fuse_(adapted, RECIPE)
+    assert report["base_model.model.model.layers.0.mlp.experts"].status == "fused"
+    losses = trained(adapted, torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2), 6)
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_adapters_train_on_weights_of_a_file():
+    peft = pytest.importorskip("peft")
+    model = plain("dense")
+    model.load_state_dict(opfuse.import_weights(opfuse.export_weights(model, "mxfp8").tensors), assign=True)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=8, use_dora=True, target_modules="all-linear"))
+    opfuse.fuse_(adapted, MXFP8BlockScaling())
+    losses = trained(adapted, torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2), 6)
+    assert losses[-1] < 0.9 * losses[0]
 
 
 # -- writing the experts of a plain model ------------------------------------------------------------------------------------
@@ -457,6 +470,8 @@ def test_a_converted_fp8_model_is_exported_with_its_bytes(tmp_path, without_gpu)
     tensors, _ = opfuse.export_weights(model, "deepseek")
     save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "exported.safetensors")
     assert equal(load_file(tmp_path / "exported.safetensors"), before)
+    names = {name: name.replace("weight_scale", "weight_scale_inv") for name in opfuse.export_weights(model, "fp8_block").tensors}
+    assert equal({names[name]: value for name, value in opfuse.export_weights(model, "fp8_block").tensors.items()}, tensors)
 
 
 def test_an_fp8_model_that_is_not_converted_is_exported_as_it_is(tmp_path, without_gpu):
@@ -618,6 +633,40 @@ def test_scales_that_are_not_numbers_stay_so():
     state = {name: value.clone() for name, value in model.state_dict().items()}
     opfuse.fuse_(model, Float8BlockScaling())
     assert equal(dict(model.state_dict()), state)
+
+
+def test_scales_that_a_dtype_does_not_have_are_refused_or_kept_in_fp32():
+    fp32 = fp8_linear().state_dict()
+    model = Body(fp8_linear(scale_dtype=torch.float8_e8m0fnu))
+    opfuse.fuse_(model, Float8BlockScaling())
+    model.linear.load_state_dict(fp32, assign=True)
+    with pytest.raises(ConversionError, match="weight_scale_inv: wants scales that are powers of two"):
+        model.state_dict()
+    model = Body(fp8_linear(scale_dtype=BF16))
+    opfuse.fuse_(model, RECIPE)
+    assert model.linear.state_dict()["weight_scale_inv"].dtype == BF16
+    model.linear.load_state_dict(fp32)
+    assert equal(dict(model.linear.state_dict()), dict(fp32))
+
+
+def test_loaded_weights_that_are_stored_otherwise_run_apart_and_say_so():
+    model = nn.Sequential(nn.LayerNorm(256, dtype=BF16), Projections(*(nn.Linear(256, 256, dtype=BF16) for _ in range(3))))
+    assert opfuse.fuse_(model, RECIPE)["1.q"].became == "Linear×3"
+    tensors = opfuse.export_weights(model, "deepseek", ignore=["k", "v"]).tensors
+    model.load_state_dict(opfuse.import_weights(tensors), assign=True)
+    x = torch.randn(32, 256, dtype=BF16)
+    with pytest.warns(OpfuseWarning, match="the loaded weights are not stored alike"):
+        model(x)
+
+
+def test_a_stored_parameter_that_no_file_has_is_refused():
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(QuantizedTensor(LAYOUTS["deepseek"].quantizer.quantize(torch.randn(128, 128))))
+
+    with pytest.raises(ConversionError, match="table: wants a weight of a linear layer"):
+        opfuse.export_weights(nn.Sequential(Own(), nn.Linear(128, 128)), "deepseek")
 
 
 def test_unfuse_keeps_values_and_flags_that_were_given_since():

@@ -291,6 +291,16 @@ def changed_when_traced(ticket: torch.Tensor) -> bool:
     return bool(enrolled(int(ticket)).is_changed())
 
 
+@constant_when_traced
+def apart_when_traced(ticket: torch.Tensor) -> bool:
+    """Whether dynamo traces the call without a recipe, which the graph that it makes remembers."""
+    own: Converted = enrolled(int(ticket))
+    apart = current_recipe() is None and (own.region is None or in_region())
+    if own.in_graph is not None:
+        own.in_graph.traced_apart |= apart
+    return apart
+
+
 class InGraph:
     """A call of a converted module, or of several, as an op knows a pipeline.
 
@@ -300,6 +310,9 @@ class InGraph:
 
     ops: tuple[BasicOperation, ...] = ()
     """No ops of the caller's."""
+
+    traced_apart = False
+    """Whether a graph has this product alone because it was traced without a recipe."""
 
     def __init__(self, owner: Converted, members: Sequence[Converted], run: PipelineRun) -> None:
         self.ticket = enroll(self)
@@ -348,6 +361,10 @@ class InGraph:
         if current_recipe() is None or pipeline.spare_of(call.given[0]):
             return call.recorded_by_autograd(lambda given, instead: self._over(instead, partial(self._run, given)))
         self._check()
+        if self.traced_apart:
+            got = "the graph was traced without a recipe, and runs under one; the products of one input stay apart in it"
+            cure = "trace it under the recipe: torch.compiler.reset(), then call it inside opfuse.autocast"
+            self.owner.warn(notice(self.label, got=got, cure=cure), level=2)
 
         def alone(given: Sequence[torch.Tensor], ledger: BackwardTape) -> torch.Tensor:
             x, *arguments = given

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opfuse.convert.converted import Converted, InGraph, changed_when_traced, converted
+from opfuse.convert.converted import Converted, InGraph, apart_when_traced, changed_when_traced, converted
 from opfuse.convert.leaves import leaf_of, obstacle, weight_of
 from opfuse.convert.method_calls import KnownParts, MethodCalls, calm_methods, code_of_method, facts_of, is_own, methods_of
 from opfuse.convert.pipeline import PipelineRun
@@ -223,14 +223,16 @@ class Sibling(Converted):
 
     def _as_op(self, call: Any, given: Sequence[Any]) -> Any:
         """In a graph the first computes all; the others recognise the tensor as long as nothing that the product read is written.
-        Across graphs that is not known.
+        Across graphs that is not known. A graph that is traced without a recipe has a product for each: one product would sum the
+        gradients of its input before those of the input's other readers, and the last bits would not be those of torch.
         """
         shared, whole, (x,) = self.shared, self.shared.in_graph, given
         followed, shared.followed = shared.followed, None
         if whole is None or not shared.inside or hindrance(whole, x, (), None):
             return super()._as_op(call, given)
         if self.index == 0:
-            if self._trains_apart(x) or any(changed_when_traced(member.ticket) for member in shared.members):
+            changed = any(changed_when_traced(member.ticket) for member in shared.members)
+            if changed or self._trains_apart(x) or apart_when_traced(self.ticket):
                 return super()._as_op(call, given)
             columns = super()._as_op(whole, given).split(shared.columns, dim=-1)
             first, *others = [part.clone(memory_format=torch.contiguous_format) for part in columns]

@@ -9,6 +9,8 @@ import importlib
 import linecache
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -1311,3 +1313,45 @@ def test_in_a_graph_a_module_whose_result_is_detached_gets_no_gradient():
     torch.compile(model, backend="aot_eager")(torch.randn(32, 16, requires_grad=True)).sum().backward()
     assert model.a.weight.grad is not None
     assert model.b.weight.grad is None
+
+
+class Residual(nn.Module):
+    """The input of all three is read once more, so the order in which its gradients are added shows in their last bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return q * k + v + x.tanh()
+
+
+def gradient_of_input(model, around=nullcontext):
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, requires_grad=True)
+    with around():
+        model(x).square().sum().backward()
+    return x.grad
+
+
+def test_in_a_graph_without_a_recipe_gradients_of_the_input_are_added_as_torch_adds_them():
+    model = Residual()
+    wanted = gradient_of_input(torch.compile(copy.deepcopy(model), backend="aot_eager"))
+    opfuse.fuse_(model)
+    assert torch.equal(gradient_of_input(torch.compile(model, backend="aot_eager")), wanted)
+
+
+def test_a_graph_that_was_traced_without_a_recipe_says_that_its_products_stay_apart():
+    model, region = Residual(), partial(opfuse.autocast, recipe=FP8)
+    report = opfuse.fuse_(model)
+    assert joined(report) == {"k": "in q", "v": "in q"}
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    gradient_of_input(compiled)
+    with plans_used() as plans, pytest.warns(OpfuseWarning, match="traced without a recipe"):
+        gradient_of_input(compiled, region)
+    assert len(plans) == 3
+    torch.compiler.reset()
+    with plans_used() as plans:
+        gradient_of_input(torch.compile(model, backend="aot_eager", fullgraph=True), region)
+    assert len(plans) == 1

@@ -24,11 +24,12 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
 from opfuse.core.spec import spec_of
 from opfuse.errors import SavedTensorError, describe
+from opfuse.formats import ROWWISE
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
 from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import autocast_like
-from opfuse.tensors.rows import may_join
+from opfuse.tensors.rows import may_join, over_rows, packed_rows
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.tensors import share_memory
 
@@ -155,8 +156,9 @@ class MadeParameters(nn.Module):
         for name, sources in self.sources.items():
             values: list[Any] = [taken(module._parameters[own]) for module, own, _ in sources]
             whole: Any = self._parameters[name]
-            if result.grad_fn is not None and not whole.requires_grad and len(values) > 1 and share_memory(whole, values[0]):
-                result.grad_fn.register_prehook(partial(_check_unwritten, values, versions(*values)))
+            node = None if whole.requires_grad or len(values) < 2 else result.grad_fn
+            if node is not None and share_memory(_array(whole), _array(values[0])):
+                node.register_prehook(partial(_check_unwritten, values, versions(*values)))
 
     def drop(self) -> None:
         """Put stand-ins in their places: a backward pass reads dtypes and shapes alone."""
@@ -171,11 +173,18 @@ class MadeParameters(nn.Module):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Lay what is made of several parameters out in one memory, of which each has a part; a call then copies nothing."""
+        """Lay what is made of several parameters out in one memory, of which each has a part; a call then copies nothing, but for
+        scales of stored ones.
+        """
         for sources in self.sources.values():
             values: list[Any] = [module._parameters[name] for module, name, _ in sources]
-            stored = any(isinstance(value, QuantizedTensor) for value in values)
-            if len(values) > 1 and not stored and not any(transposed for _, _, transposed in sources):
+            if len(values) < 2 or any(transposed for _, _, transposed in sources):
+                continue
+            stored = [isinstance(value, QuantizedTensor) for value in values]
+            if all(stored):
+                for value, storage in zip(values, packed_rows([value.held for value in values])):
+                    value.data = value.over(storage)
+            elif not any(stored):
                 whole = torch.cat(values)
                 for value, part in zip(values, whole.split([len(value) for value in values])):
                     value.data = part
@@ -189,7 +198,7 @@ def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
         parts = [value.mT if turn else value for value, turn in zip(values, turned)]
         whole = joined(parts).detach()
     sizes = [len(part) for part in parts]
-    if torch.is_grad_enabled() and share_memory(whole, values[0]):
+    if torch.is_grad_enabled() and share_memory(_array(whole), _array(values[0])):
         ledger.watch(values)  # whose counters the whole does not have
 
     def backward(received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
@@ -206,12 +215,15 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reached: list[bool], *parts: torch.Tensor) -> torch.Tensor:
         ctx.sizes, ctx.reached, ctx.parts = [len(part) for part in parts], reached, ()
-        if not _lie_together(parts):
+        arrays = [*map(_array, parts)]
+        if not _lie_together(arrays):
             with autocast_like(parts[0], None):  # which may be on with another dtype
                 return torch.cat(parts)
         ctx.parts, ctx.versions = parts, versions(*parts)
-        first = parts[0].detach()
-        return first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+        first = arrays[0].detach()
+        whole = first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
+        stored: list[Any] = [part for part in parts if isinstance(part, QuantizedTensor)]
+        return stored[0].over(over_rows([part.held for part in stored], whole)) if stored else whole
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -238,6 +250,17 @@ def joined(parts: Sequence[torch.Tensor], reached: list[bool] | None = None) -> 
     if len(parts) == 1:
         return parts[0]
     return _Joined.apply([] if reached is None else reached, *parts)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _array(parameter: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter: the codes of one that is stored in rows alone."""
+    if (
+        isinstance(parameter, QuantizedTensor)
+        and parameter.held.usages == (ROWWISE,)
+        and not parameter.held.plane(ROWWISE).in_groups
+    ):
+        return parameter.held.plane(ROWWISE).data
+    return parameter
 
 
 def _lie_together(parts: Sequence[torch.Tensor]) -> bool:

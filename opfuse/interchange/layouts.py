@@ -111,13 +111,17 @@ class Foreign:
     def read(
         self, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype, *, nearest: bool = False
     ) -> QuantizedTensor:
-        """The weight of arrays that fit, with both planes. The columnwise one holds the same values, or is their cast."""
+        """The weight of arrays that fit. The columnwise plane holds the same values, or is their cast; where it is the rowwise
+        bytes, transposed, the backward pass makes it, so that a weight takes no more memory than its arrays.
+        """
         codes, scales = (arrays[part.suffix] for part in self.parts[:2])
         layout = self.layout(codes)
         wide = scales.to(torch.float32) if layout.format.scale == "fp32" else scales.view(torch.uint8)
         amax = self.amax(path, arrays, nearest=nearest)
         rowwise = Plane(ROWWISE, layout.format, layout.shape, codes.view(torch.uint8), store_scale(wide, layout), amax)
         storage = QuantizedStorage(torch.Size(layout.shape), dtype, rowwise, None)
+        if rowwise.is_mirror:
+            return QuantizedTensor(replace(storage, why="it is made of the rowwise bytes"), quantizer=self.quantizer)
         columnwise = mirrored(rowwise) if self.quantizer.planes_agree else self._columnwise(storage.dequantize(torch.float32))
         why = "its rows cannot be cut into blocks"
         return QuantizedTensor(QuantizedStorage(storage.shape, dtype, rowwise, columnwise, why), quantizer=self.quantizer)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from opfuse.errors import ConversionError, describe
-from opfuse.formats import USAGES
+from opfuse.formats import ROWWISE
 from opfuse.interchange.layouts import LAYOUTS
 from opfuse.numerics.scales import e8m0_of_pow2
 from opfuse.tensors.dispatch import DECODED_DTYPES
@@ -221,8 +221,8 @@ def _stored(name: str, arrays: Iterable[torch.Tensor], dtype: torch.dtype) -> Qu
     if codes.dim() == 2:
         return matrices[0]
     sizes = (codes.shape[1],) * len(matrices)
-    rowwise, columnwise = (GroupedPlane([matrix.held.plane(usage) for matrix in matrices], sizes) for usage in USAGES)
-    storage = QuantizedStorage(codes.shape, dtype, rowwise, columnwise)
+    rowwise = GroupedPlane([matrix.held.plane(ROWWISE) for matrix in matrices], sizes)
+    storage = QuantizedStorage(codes.shape, dtype, rowwise, None, matrices[0].held.why)
     return QuantizedTensor(storage, quantizer=GroupedQuantizer(tuple([layout.quantizer] * len(matrices))))
 
 

@@ -279,6 +279,8 @@ def saved_operand(ctx: Context, operand: Any, role: str) -> Any:
         return ctx.op.parameter(role) if role in ctx.op.parameter_names else None
     if isinstance(operand, QuantizedTensor) and getattr(ctx.op.owner, "temporary", False):
         operand = operand.held  # of this call alone, so nobody writes it: the plane that is read is enough
+        if operand.columnwise is None and operand.rowwise is not None and operand.rowwise.is_mirror:
+            return operand  # the backward pass reads the same bytes
     if not isinstance(operand, QuantizedStorage):
         return operand
     try:

@@ -69,6 +69,10 @@ class GroupedPlane(Plane):
         """The (M, K) matrix in ``dtype``, without padding."""
         return torch.cat([member.dequantize(dtype)[:size] for member, size in zip(self.members, self.sizes)])
 
+    @property
+    def is_mirror(self) -> bool:
+        return all(member.is_mirror for member in self.members)
+
     def transposed(self) -> GroupedPlane:
         return self._mapped(member.transposed() for member in self.members)
 

@@ -10,7 +10,6 @@ import torch
 
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
-from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.engine.launch import check_capture
 from opfuse.numerics.layouts import Layout, layout_of, load_data, load_scale, store_data, store_scale
 from opfuse.numerics.scales import are_pow2
@@ -39,16 +38,15 @@ def decoded(storage: QuantizedStorage, dtype: torch.dtype | None = None, usage: 
 
 def mirrored(rowwise: Plane) -> Plane:
     """The columnwise plane of the values of ``rowwise``, whose quantizer says ``planes_agree``: tiles of them share a scale."""
-    if rowwise.format.family == "tensor":
+    if rowwise.is_mirror:
         return rowwise.transposed()
     source, layout = rowwise.layout, layout_of(rowwise.format, COLUMNWISE, rowwise.shape, rowwise.swizzled)
     step = source.block[1] // source.block[0]
     scale = load_scale(cast(torch.Tensor, rowwise.scale), source)[::step].t().repeat_interleave(step, 0)
-    whole_bytes = layout.format.transposed and layout.element.bits == 8
     return replace(
         rowwise,
         usage=COLUMNWISE,
-        data=transposed(rowwise.data) if whole_bytes else store_data(load_data(rowwise.data, source).t(), layout),
+        data=store_data(load_data(rowwise.data, source).t(), layout),
         scale=store_scale(scale[: layout.blocks[0]], layout),
     )
 

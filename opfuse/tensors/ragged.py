@@ -67,6 +67,10 @@ class RaggedPlane(Plane):
     def layout(self) -> Layout:
         return layout_in_groups(self.format, self.usage, self.shape, self.groups)
 
+    @property
+    def is_mirror(self) -> bool:
+        return self.format.family == "tensor"
+
     def transposed(self) -> RaggedPlane:
         """The columnwise plane of the same values in a per-tensor format: the rowwise bytes of each group, transposed."""
         return replace(self, usage=COLUMNWISE, data=transposed(padded(self.data, self.groups)))

@@ -122,6 +122,24 @@ def cat_rows(storages: Sequence[QuantizedStorage]) -> QuantizedStorage | None:
     return join_rows(storages[0], parts, (rows, *storages[0].shape[1:]))
 
 
+def packed_rows(storages: Sequence[QuantizedStorage]) -> Sequence[QuantizedStorage]:
+    """The same storages with all their codes in one new array, where :func:`over_rows` finds them; as they are if they cannot be
+    joined, or have columnwise planes, in which the codes of one row do not lie together.
+    """
+    if not may_join(storages) or storages[0].usages != (ROWWISE,):
+        return storages
+    planes = [storage.plane(ROWWISE) for storage in storages]
+    parts = torch.cat([plane.data for plane in planes]).split([len(plane.data) for plane in planes])
+    packed = [replace(plane, data=data) for plane, data in zip(planes, parts)]
+    return [replace(storage, rowwise=plane) for storage, plane in zip(storages, packed)]
+
+
+def over_rows(storages: Sequence[QuantizedStorage], codes: torch.Tensor) -> QuantizedStorage:
+    """As :func:`cat_rows` of storages that :func:`packed_rows` gave, over ``codes``, which are theirs; scales are copied."""
+    parts = [codes, *map(torch.cat, [*zip(*map(row_parts, storages))][1:])]
+    return join_rows(storages[0], parts, (len(codes), *storages[0].shape[1:]))
+
+
 def shared_by_rows(storage: QuantizedStorage) -> list[torch.Tensor]:
     """The scales and amaxes that rows share beyond their block: where pieces differ in them, they do not make one tensor."""
     planes = [storage.plane(usage) for usage in storage.usages]

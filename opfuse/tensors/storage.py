@@ -17,7 +17,7 @@ from opfuse.errors import MissingPlaneError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat, Usage
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.kernels.casts.transpose import transposed
-from opfuse.numerics.layouts import Layout, layout_of, relayout_scale
+from opfuse.numerics.layouts import Layout, layout_of, load_scale, relayout_scale, store_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +67,18 @@ class Plane:
             return self.data.reshape(self.shape).to(dtype)
         return dequantize(self.data, self.scale, self.amax, layout=self.layout, dtype=dtype)
 
+    @property
+    def is_mirror(self) -> bool:
+        """Whether the rowwise bytes, transposed, are the columnwise plane: all share a scale, or those of square blocks."""
+        block = self.format.block
+        return self.format.family == "tensor" or (self.format.family == "block" and block is not None and block[0] == block[1])
+
     def transposed(self) -> Plane:
-        """The columnwise plane of the same values in a per-tensor format: the rowwise bytes, transposed."""
-        return replace(self, usage=COLUMNWISE, data=transposed(self.data))
+        """The columnwise plane of the same values, of a rowwise one that :attr:`is_mirror`."""
+        data, layout = transposed(self.data), layout_of(self.format, COLUMNWISE, self.shape)
+        if self.scale is None or self.format.family == "tensor":
+            return replace(self, usage=COLUMNWISE, data=data)
+        return replace(self, usage=COLUMNWISE, data=data, scale=store_scale(load_scale(self.scale, self.layout).t(), layout))
 
     def with_swizzle(self, *, swizzled: bool) -> Plane:
         """The same values with scales in the tile layout or compact; itself if they are so, or if the format has no tiles."""
@@ -123,11 +132,17 @@ class QuantizedStorage:
         return plane
 
     def derived(self, usage: str) -> Plane:
-        """The plane of ``usage``, or, in a per-tensor format, the rowwise bytes transposed; else MissingPlaneError."""
+        """The plane of ``usage``; a columnwise one may be the rowwise bytes, transposed. Else MissingPlaneError."""
         plane: Plane | None = getattr(self, usage)
-        if plane is None and self.rowwise is not None and self.rowwise.format.family == "tensor":
+        if plane is None and self.rowwise is not None and self.rowwise.is_mirror:
             return self.rowwise.transposed()
         return plane or self.plane(usage)
+
+    def completed(self, usages: Iterable[str]) -> QuantizedStorage:
+        """A storage with the planes of ``usages`` beside its own, if the bytes that it has are theirs as well; else itself."""
+        lacks = COLUMNWISE in usages and self.columnwise is None
+        mirror = lacks and self.rowwise is not None and self.rowwise.is_mirror
+        return replace(self, columnwise=self.derived(COLUMNWISE)) if mirror else self
 
     def only(self, *usages: str, why: str) -> QuantizedStorage:
         """A storage with only the planes of ``usages``, derived where they can be."""

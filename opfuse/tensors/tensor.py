@@ -203,7 +203,7 @@ class QuantizedTensor(Quantized):
             got, cure = tuple(source.shape), "reshape or expand the source"
             raise ShapeError(describe("write into a QuantizedTensor", wanted=tuple(self.shape), got=got, cure=cure))
         target = as_matrix(self.record)
-        record = source.record if isinstance(source, QuantizedTensor) else None
+        record = source.record.completed(target.usages) if isinstance(source, QuantizedTensor) else None
         if record is not None and noop_flag is None and covers(record, target):
             if self.row_span is not None:
                 self._storage = partial_writes.paste(self.row_span, replace(record, shape=self.shape, dtype=self.dtype))

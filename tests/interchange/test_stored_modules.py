@@ -15,7 +15,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.errors import ConversionError, OpfuseWarning, RecipeError
+from opfuse.errors import ConversionError, OpfuseWarning, RecipeError, SavedTensorError
 from opfuse.interchange.layouts import LAYOUTS
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import Float8BlockQuantizer, NVFP4Quantizer
@@ -484,17 +484,55 @@ def test_an_fp8_model_that_is_not_converted_is_exported_as_it_is(tmp_path, witho
 
 
 def test_joined_weights_keep_one_plane_for_the_backward_pass():
-    """As the cast of a plain weight does: they are made for one call, and the backward product reads one of their planes."""
+    """As the cast of a plain weight does: they are made for one call, and the backward product reads their bytes, transposed."""
     found = []
     for model in (plain("dense"), plain("dense")):
         if found:
             model.load_state_dict(opfuse.import_weights(opfuse.export_weights(model, "deepseek").tensors), assign=True)
         opfuse.fuse_(model, RECIPE)
         saved = opfuse.explain(model.model.layers[0].mlp, torch.randn(64, 256, dtype=BF16, requires_grad=True)).saved
-        found.append([(value.name, value.usages, value.bytes) for value in saved if value.memory == "own"])
+        found.append([(value.name, value.bytes // 1024) for value in saved if value.memory == "own"])
     (cast_last,) = (value for value in found[0] if value not in found[1])
     assert cast_last[0] == "w"  # that of the lone projection, which is a parameter where it is stored
     assert [value for value in found[0] if value != cast_last] == found[1]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_packed_weights_lie_in_one_memory_and_keep_their_bytes(trains, tmp_path, without_gpu):
+    """A call copies their scales alone, and the backward pass reads the same codes; results and gradients stay."""
+    found = []
+    for pack in (False, True):
+        model = loaded("dense", tmp_path)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.requires_grad_(trains)
+        opfuse.fuse_(model, RECIPE, pack=pack)
+        mlp = model.model.layers[0].mlp
+        x = torch.randn(64, 256, dtype=BF16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        saved = opfuse.explain(mlp, x).saved
+        own = sum(value.bytes for value in saved if value.memory == "own")
+        y = mlp(x)
+        y.square().sum().backward()
+        gate, up = (part.weight.held.plane("rowwise").data for part in (mlp.gate_proj, mlp.up_proj))
+        assert gate.data_ptr() + gate.nbytes == up.data_ptr() or not pack  # as they may in what a file was read into
+        assert equal(dict(model.state_dict()), state)
+        found.append((own, y, x.grad, *[p.grad for p in mlp.parameters() if trains]))
+    assert all(map(torch.equal, found[0][1:], found[1][1:]))
+    assert found[1][0] == found[0][0]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_write_to_a_packed_weight_before_the_backward_pass_is_refused(trains, tmp_path, without_gpu):
+    model = loaded("dense", tmp_path)
+    model.requires_grad_(trains)
+    opfuse.fuse_(model, RECIPE, pack=True)
+    mlp, x = model.model.layers[0].mlp, torch.randn(64, 256, dtype=BF16, requires_grad=True)
+    for _ in range(3):
+        mlp(x).sum().backward()
+    y = mlp(x)
+    with torch.no_grad():
+        mlp.up_proj.weight.mul_(2)
+    with pytest.raises((SavedTensorError, RuntimeError), match=r"as the forward pass left|modified by an inplace"):
+        y.sum().backward()
 
 
 # -- state that is damaged, shared or incomplete -----------------------------------------------------------------------------
@@ -536,7 +574,7 @@ def test_arrays_of_other_sizes_or_dtypes_are_refused(scales):
 
 
 def test_writes_to_what_was_loaded_or_saved_do_not_reach_a_part_of_a_weight():
-    """Of codes, scales and the transposed codes, an array would be the memory of some alone."""
+    """Arrays of a state dict that were the memory of the codes would not be that of the scales, which may be padded."""
     model, state = converted_body()
     other = Body(fp8_linear())
     opfuse.fuse_(other, RECIPE)
@@ -546,9 +584,7 @@ def test_writes_to_what_was_loaded_or_saved_do_not_reach_a_part_of_a_weight():
         model.linear.weight.copy_(5 * torch.randn(256, 256))
     assert equal(dict(other.state_dict()), state)
     assert equal(dict(held), state)
-    for usage in ("rowwise", "columnwise"):
-        weight = other.linear.weight
-        assert torch.equal(weight.dequantize(torch.float32, usage), weight.dequantize(torch.float32))
+    assert not torch.equal(model.linear.weight.dequantize(), other.linear.weight.dequantize())
 
 
 def test_modules_with_one_matrix_share_it_after_the_conversion():
@@ -558,6 +594,21 @@ def test_modules_with_one_matrix_share_it_after_the_conversion():
     opfuse.fuse_(model, RECIPE)
     assert one.weight is other.weight
     assert len({id(p) for p in model.parameters()}) == 5
+
+
+def test_a_weight_takes_no_more_memory_than_its_arrays():
+    """The plane that the gradient of the input reads is made in the backward pass, bit for bit that of a cast."""
+    linear = fp8_linear(384, 256)
+    before = linear.weight.nbytes
+    model = nn.Sequential(nn.Linear(4, 384), linear)
+    opfuse.fuse_(model, RECIPE)
+    held = linear.weight.held
+    assert held.usages == ("rowwise",)
+    assert before <= held.nbytes <= before + 4 * 128
+    quantizer = Float8BlockQuantizer(torch.float8_e4m3fn, scale_rule="deepgemm", force_pow_2_scales=False)
+    whole = quantizer.quantize(linear.weight.dequantize(torch.float32))
+    made = held.derived("columnwise")
+    assert all(map(torch.equal, made.tensors(), whole.plane("columnwise").tensors()))
 
 
 def test_a_step_that_changes_nothing_keeps_the_bytes():

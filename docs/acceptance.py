@@ -132,6 +132,7 @@ ACROSS = {
     "X10": "A product that adds to `main_grad` has the bits of a product in fp32 and an addition",
     "X11": "Sizes of groups may stay on the device: nothing waits, one program repeats all sizes, bits stay the same",
     "X12": "Rows for experts are cast as they are read, with the bits of copies that are cast",
+    "X16": "`invariant`: a log-probability has the same bits in prefill, decode with a KV cache, any batch and in training",
 }
 RELIABILITY = {
     "R01": "Every bf16 and fp16 input, by every format and scale rule: bit for bit what the oracles say, on every backend",

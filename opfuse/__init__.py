@@ -16,6 +16,8 @@ GROUPS = {
         "fuse_": "opfuse.convert",
         "unfuse_": "opfuse.convert",
         "report": "opfuse.convert",
+        "invariant": "opfuse.convert",
+        "log_probs": "opfuse.numerics.log_probs",
         "load_policy": "opfuse.config",
         "register_experts": "opfuse.convert",
     },

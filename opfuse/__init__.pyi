@@ -17,6 +17,7 @@ from opfuse.compiler.rules import fusion as fusion
 from opfuse.config.load import load as load
 from opfuse.config.load import load_policy as load_policy
 from opfuse.convert import fuse_ as fuse_
+from opfuse.convert import invariant as invariant
 from opfuse.convert import register_experts as register_experts
 from opfuse.convert import report as report
 from opfuse.convert import unfuse_ as unfuse_
@@ -32,6 +33,7 @@ from opfuse.inspect.watch import watch as watch
 from opfuse.interchange.state_dicts import export_weights as export_weights
 from opfuse.interchange.state_dicts import import_weights as import_weights
 from opfuse.interchange.updates import weight_updates as weight_updates
+from opfuse.numerics.log_probs import log_probs as log_probs
 from opfuse.ops.parallel import TensorParallel as TensorParallel
 from opfuse.recipes import quantized_model_init as quantized_model_init
 from opfuse.recipes import support as support

@@ -16,12 +16,14 @@ the pipeline                            ``build.py``: from steps to ops; ``weigh
 products of one tensor                  ``siblings.py``; ``method_calls.py``: the code of the module around them
 does a call have what was recorded      ``guards.py``
 the new forward, also in a graph        ``converted.py``, and its copies; ``states.py``: its delayed scales in state dicts
+the same bits in rollout and training   ``invariant.py``, with ``row_tiles.py`` and ``invariant_attention.py``
 experts by transformers' interface      ``experts_interface.py``: each converted as it is first called
 ======================================  ============================================================================
 """
 
 from opfuse.convert.experts_interface import register_experts
 from opfuse.convert.fuse import fuse_, report, unfuse_
+from opfuse.convert.invariant import invariant
 from opfuse.convert.report import Conversion, Report
 
-__all__ = ["Conversion", "Report", "fuse_", "register_experts", "report", "unfuse_"]
+__all__ = ["Conversion", "Report", "fuse_", "invariant", "register_experts", "report", "unfuse_"]

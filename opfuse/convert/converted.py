@@ -52,6 +52,8 @@ class Converted:
     """
 
     report: Report | None = None
+    strict = False
+    """Whether calls that the pipeline is not for are refused, as in a model that :func:`opfuse.invariant` has made."""
 
     def __init__(
         self,
@@ -129,6 +131,8 @@ class Converted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if self.strict:
+                raise self._refusal("torch.compile, which orders sums anew")
             check_exported("a converted module")
             prepared(self.ticket)
             return self._followed(args, kwargs)
@@ -136,18 +140,31 @@ class Converted:
 
     def around(self, run: Callable[[], Any]) -> Any:
         """What ``run()`` gives under the recipe of this call: inside a checkpoint that of its first run."""
+        if self.strict and in_region() and current_recipe() != self.recipe:
+            raise self._refusal(f"a region of {current_recipe()!r}")
         with nullcontext() if self.region is None or in_region() else self.region:
             repeat = repeated(self)
             return run() if repeat is None else repeat(run)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         if current_recipe() is None or any_transformed((*args, *kwargs.values(), *self._parameters())):
-            return self.plain(*args, **kwargs)
+            return self._unfused(args, kwargs)
         given = self._given(args, kwargs)
         if given is None or not self._is_proven(given) or self.is_changed():
-            return self.plain(*args, **kwargs)
+            return self._unfused(args, kwargs)
         x, *arguments = given
         return self.compute(x, arguments)
+
+    def _unfused(self, args: Any, kwargs: Any) -> Any:
+        """What the module's own forward gives, for a call that the pipeline is not for."""
+        if self.strict:
+            raise self._refusal("another: other arguments, dtypes or modes, or a module that was changed")
+        return self.plain(*args, **kwargs)
+
+    def _refusal(self, got: str) -> ConversionError:
+        cure = "call the model as it was when opfuse.invariant made it, outside of other recipes, or opfuse.unfuse_ it"
+        wanted = "a call in which its rows do not depend on each other"
+        return ConversionError(describe(f"{self.label} of an invariant model", wanted=wanted, got=got, cure=cure))
 
     def _given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
         """The arguments of the pipeline in order; None if the call has others."""

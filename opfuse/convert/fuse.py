@@ -20,6 +20,7 @@ from opfuse.convert.leaves import NORM_DTYPES, asked_once, obstacle, weight_of, 
 from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import ADAPTERS, Choice, Filter, Policies, Policy
 from opfuse.convert.report import ANY, NONE, Conversion, Report, Status
+from opfuse.convert.row_tiles import remove_row_tiles
 from opfuse.convert.siblings import siblings
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
@@ -76,6 +77,7 @@ def fuse_(
     BOOLEAN.checked("fuse_ pack", pack, ConversionError)
     before = _converted(model)
     _restore(before)
+    remove_row_tiles(model)
     try:
         walk = _Walk(Policies(model, recipe, policy, filter_fn))
         walk.hold_stored(model)
@@ -145,6 +147,7 @@ def unfuse_(model: AnyModule) -> AnyModule:
     if not forwards:
         raise _none_converted("unfuse_", model)
     _restore(forwards)
+    remove_row_tiles(model)
     _release(model, {})
     return model
 

@@ -250,6 +250,8 @@ class Sibling(Converted):
         return super()._run(args, kwargs)
 
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
+        if self.strict:  # whether they share depends on the call, and with the columns a library may change the order of sums
+            return super().compute(x, arguments)
         if self.index:
             columns = self.shared.take(self.index, x)
         else:

@@ -102,10 +102,21 @@ def test_torchtitan_converts_on_the_meta_device(capsys):
     assert "your policy leaves it alone ('layers.0': None)" in told
 
 
-def test_the_policy_that_acts_is_the_one_that_learns():
-    rewards, differences = script("rl").main(updates=10)
+@pytest.mark.row("X16")
+@pytest.mark.parametrize("mixture", [False, True], ids=["dense", "mixture"])
+def test_the_policy_that_acts_is_the_one_that_learns(mixture):
+    rewards, differences = script("rl").main(updates=10, mixture=mixture)
     assert differences == [0.0] * 10
-    assert rewards[-1] > 3 * rewards[0]
+    assert rewards[-1] > 1.5 * rewards[0]
+
+
+@pytest.mark.slow
+@pytest.mark.row("X16")
+@pytest.mark.parametrize("mixture", [False, True], ids=["dense", "mixture"])
+def test_it_is_after_a_hundred_updates(mixture):
+    rewards, differences = script("rl").main(updates=100, mixture=mixture)
+    assert differences == [0.0] * 100
+    assert max(rewards) > 5 * rewards[0]
 
 
 def _rank(rank: int, folder: Path) -> None:

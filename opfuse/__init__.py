@@ -24,6 +24,7 @@ GROUPS = {
     "Recipes": {
         "autocast": "opfuse.recipes",
         "advise": "opfuse.inspect.advise",
+        "layer_costs": "opfuse.train.layer_costs",
         "support": "opfuse.recipes",
         "support_matrix": "opfuse.recipes",
     },

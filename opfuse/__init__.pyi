@@ -50,6 +50,7 @@ from opfuse.tensors.files import from_planes as from_planes
 from opfuse.tensors.files import to_planes as to_planes
 from opfuse.tensors.masters import master_weights as master_weights
 from opfuse.tensors.optimizers import with_masters as with_masters
+from opfuse.train.layer_costs import layer_costs as layer_costs
 
 __version__: str
 RULE_TABLE: str

@@ -17,8 +17,8 @@ from opfuse.inspect.advise import advise as advise_model
 
 def advise(model: Path, *, kind: str, rows: int, as_json: bool) -> None:
     """Print what is advised for a configuration's pipeline, or for a model of transformers by its ``config.json``."""
-    file = model / "config.json" if model.is_dir() else model
-    made = _of_transformers(file) if file.suffix == ".json" else None
+    is_other = model.is_dir() or model.suffix == ".json"
+    made = model_of_transformers(model) if is_other else None
     found = advise_model(made, kind=kind, rows=rows) if made is not None else _of_configuration(load(model), kind, rows)
     echo_json(found.to_dict()) if as_json else echo(str(found))
 
@@ -36,8 +36,12 @@ def _of_configuration(config: Config, kind: str, rows: int) -> Advice:
     return replace(found, layers=tuple(map(named, found.layers)))
 
 
-def _of_transformers(file: Path) -> nn.Module:
-    """The model without its values."""
+def model_of_transformers(model: Path, *, values: bool = False) -> nn.Module:
+    """The model of a ``config.json``, or of the folder that has it, without its values.
+
+    values: with them, from the folder; random ones where that has none.
+    """
+    folder, file = (model, model / "config.json") if model.is_dir() else (model.parent, model)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -47,7 +51,10 @@ def _of_transformers(file: Path) -> nn.Module:
         cure = "name a configuration of opfuse, a config.json, or a folder that has one"
         raise ConfigError(describe(str(file), wanted="a file or a folder", got="none there", cure=cure))
     try:
-        with torch.device("meta"):
+        if values and any(folder.glob("*.safetensors")):
+            read: nn.Module = AutoModelForCausalLM.from_pretrained(folder)
+            return read
+        with torch.device("cpu" if values else "meta"):
             made: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
     except Exception as error:  # of many types, as the libraries below have them
         got = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"

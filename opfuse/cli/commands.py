@@ -11,6 +11,7 @@ import typer
 
 _CONFIG = "A YAML file, or the name of a configuration of the package, such as quickstart."
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help=_CONFIG, show_default=False)]
+_TRANSFORMERS = "the folder of a transformers model, or its config.json."
 StepsOption = Annotated[int | None, typer.Option(min=1, help="Number of steps; replaces the file's.", show_default=False)]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed; replaces the file's.", show_default=False)]
 _AUTO = "auto: a GPU if there is one."
@@ -39,6 +40,7 @@ class Subject(enum.StrEnum):
 
     overrides = "overrides"
     keep = "keep"
+    layers = "layers"
 
 
 def run(
@@ -60,22 +62,34 @@ def run(
 
 
 def study(
-    subject: Annotated[Subject, typer.Argument(help="The field to vary: backward_override, or keep.", show_default=False)],
-    config: ConfigPath,
+    subject: Annotated[
+        Subject, typer.Argument(help="The field to vary, backward_override or keep; or layers of a model.", show_default=False)
+    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help=f"{_CONFIG} layers: {_TRANSFORMERS}", show_default=False)],
     *,
     steps: StepsOption = None,
     points: Annotated[int, typer.Option(min=1, help="How many points of the run to compare gradients at.")] = 6,
+    kind: Annotated[str, typer.Option(help="layers: the kind of recipe.")] = "fp8_current",
+    plain: Annotated[
+        int | None, typer.Option(min=0, help="layers: how many stay plain in the policy.", show_default="a tenth")
+    ] = None,
     seed: SeedOption = None,
     device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="Directory for table and plot.", show_default="runs/NAME")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for table and plot, or for the policy.", show_default="runs/NAME")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure how far gradients are from exact ones along a training run, under every backward_override or every keep.
 
-    It covers the built-in recipes that take a backward override, and the file's own.
+    It covers the built-in recipes that take a backward override, and the file's own. layers: rank the layers of a model by what
+    quantizing each alone costs, on text that the model itself says, and write a policy for opfuse.load_policy.
     """
-    from opfuse.cli.study import study
+    from opfuse.cli.study import study, study_layers
 
+    if subject is Subject.layers:
+        study_layers(config, kind=kind, plain=plain, seed=seed, device=device, out=out, as_json=as_json)
+        return
     study(config, subject=subject.value, steps=steps, points=points, seed=seed, device=device, out=out, as_json=as_json)
 
 

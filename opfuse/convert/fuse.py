@@ -52,9 +52,10 @@ def fuse_(
     recipe: that of every converted module outside of ``autocast``; inside, the region's recipe counts. None: high precision
     outside of regions. policy: recipes of single modules, as a mapping from patterns of paths (a pattern covers everything below
     the path it matches, ``layers.-1`` is the last layer, the first match counts), or as a function of module and path that
-    returns a recipe, None for modules that stay as they are, or "default". :func:`opfuse.load_policy` reads recipe and policy
-    from YAML. filter_fn: False for a module and its path leaves that module alone, and asks for its submodules. Output heads and
-    routers stay in high precision unless the policy names them.
+    returns a recipe, None for modules that stay as they are, or "default"; or "auto", which leaves those in high precision that
+    :func:`opfuse.advise` says to, and the first and last layer of four or more. :func:`opfuse.load_policy` reads recipe and
+    policy from YAML. filter_fn: False for a module and its path leaves that module alone, and asks for its submodules. Output
+    heads and routers stay in high precision unless the policy names them.
 
     pack: place the weights of one product (gate and up; query, key and value) side by side in memory, so that calls do not copy
     them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy, as

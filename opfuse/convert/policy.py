@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 from torch import nn
 
+from opfuse.convert.auto import AUTO, reasons_of
 from opfuse.domains import uncallable
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.heads import HEADS, heads_of
@@ -18,7 +19,7 @@ from opfuse.recipes import Recipe, as_recipe
 Said = Recipe | None | Literal["default"]
 """What a policy says of a module: its recipe; None: it stays in high precision; "default": the recipe of the other modules."""
 
-Policy = Mapping[str, Said] | Callable[[nn.Module, str], Said]
+Policy = Mapping[str, Said] | Callable[[nn.Module, str], Said] | Literal["auto"]
 Filter = Callable[[nn.Module, str], bool]
 
 
@@ -45,11 +46,13 @@ class Policies:
     def __init__(self, model: nn.Module, recipe: object, policy: Policy | None, filter_fn: Filter | None) -> None:
         if filter_fn is not None and (got := uncallable(filter_fn, model, "")):
             _refuse("filter_fn", "a function of module and path", got, "filter_fn=lambda module, path: 'mlp' in path")
-        if policy is not None and not isinstance(policy, Mapping) and (got := uncallable(policy, model, "")):
-            _refuse("policy", "a mapping, or a function of module and path", got, "policy={'lm_head': 'default'}")
+        other = policy is not None and policy != AUTO and not isinstance(policy, Mapping)
+        if other and (got := uncallable(policy, model, "")):
+            _refuse("policy", "a mapping, a function of module and path, or 'auto'", got, "policy={'lm_head': 'default'}")
         self.model = model
         self.recipe = None if recipe is None else as_recipe(recipe)
-        self.policy = policy
+        self.policy = None if isinstance(policy, str) else policy
+        self.reasons = reasons_of(model, self.recipe) if policy == AUTO else {}
         self.filter_fn = filter_fn
         self.used: set[str] = set()
         self.asked: list[str] = []
@@ -72,6 +75,10 @@ class Policies:
             return Choice(False, got=f"your policy leaves it alone ({by})", cure=f"{cure} to convert it")
         if where and said != "default":
             return Choice(True, _recipe(said, where))
+        parents = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)] if self.reasons else []
+        if (why := next((self.reasons[each] for each in parents if each in self.reasons), "")) and not where:
+            cure = f"to convert it, pass a mapping, such as opfuse.advise(model).policy, in the place of {AUTO!r}"
+            return Choice(False, got=f"policy={AUTO!r} leaves it in high precision: {why}", cure=cure)
         kind = self.heads.get(id(module)) or (None if in_chain else self._named(path))
         if kind is not None and not where:
             got, cure = f"{kind} stays in high precision by default", f"to convert it, pass policy={{{path!r}: 'default'}}"

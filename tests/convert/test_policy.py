@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import opfuse
@@ -158,3 +159,37 @@ def test_editors_have_a_schema_of_such_files(capsys):
 def test_the_file_of_the_page_is_read():
     (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "fuse.md").read_text(), re.DOTALL)
     assert len(loads_policy(text)["policy"]) == 4
+
+
+# -- what is known of a model ----------------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Five layers, of which each has a large and a small matrix, and a head."""
+
+    def __init__(self, layers=5):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"large": nn.Linear(4096, 4096), "small": nn.Linear(4096, 24)}) for _ in range(layers)
+        )
+        self.lm_head = nn.Linear(4096, 64)
+
+
+def test_auto_leaves_what_is_known_in_high_precision_and_says_why():
+    with torch.device("meta"):
+        report = opfuse.fuse_(Deep(), FP8, policy="auto")
+    for layer, place in ((0, "first"), (4, "last")):
+        assert report[f"layers.{layer}.large"].got.startswith(f"policy='auto' leaves it in high precision: the {place} layer")
+    assert {entry.path for entry in report.of("fused")} == {f"layers.{layer}.large" for layer in (1, 2, 3)}
+    assert "sizes and rows must be multiples of 16" in report["layers.2.small"].got
+    assert "the output head" in report["lm_head"].got
+    with torch.device("meta"):
+        few = opfuse.fuse_(Deep(3), FP8, policy="auto")
+        emulated = opfuse.fuse_(Deep(), MXFP8BlockScaling(), policy="auto")
+    assert "layers.0.large" in few.fused
+    assert "layers.2.large" in emulated.fused
+
+
+def test_another_word_is_no_policy():
+    with pytest.raises(ConversionError, match="wants a mapping, a function of module and path, or 'auto', got"):
+        opfuse.fuse_(Model(), FP8, policy="automatic")

@@ -40,10 +40,10 @@ HIGH_PRECISION = CustomRecipe(qfactory=_high_precision, batch_invariant=True)
 
 MOVES = {
     *("cat", "chunk", "clone", "contiguous", "copy", "detach", "embedding", "expand", "flatten", "getitem", "index_select"),
-    *("masked_fill", "new_zeros", "ones_like", "permute", "repeat", "repeat_interleave", "reshape", "split", "squeeze", "stack"),
-    *("bfloat16", "double", "float", "half", "to", "transpose", "type_as", "unflatten", "unsqueeze", "view", "where"),
+    *("masked_fill", "new_empty", "new_zeros", "ones_like", "permute", "repeat", "repeat_interleave", "reshape", "split"),
+    *("bfloat16", "double", "float", "half", "squeeze", "stack", "to", "transpose", "type_as", "unflatten", "unsqueeze", "view"),
     *("device", "dim", "dtype", "is_cuda", "is_floating_point", "mT", "ndim", "numel", "requires_grad", "shape", "size"),
-    "zeros_like",
+    *("where", "zeros_like"),
 }
 """Functions that move values, round them, or tell what a tensor is; without underscores."""
 
@@ -142,8 +142,11 @@ class _Watched(TorchFunctionMode):
         tensors = [each for given in (*args, *kwargs.values()) for each in _flat(given)]
         floats = [each for each in tensors if each.is_floating_point()]
         on_gpu = bool(floats) and all(each.is_cuda for each in floats)
-        single = name == "matmul" and args[0].shape[-1] == 1  # a product of two numbers
-        return not floats or name in MOVES | EXACT or (name in ON_A_GPU and on_gpu) or single
+        if name == "matmul":  # of two numbers
+            return bool(args[0].shape[-1] == 1)
+        if name == "dropout":  # that would draw nothing in training either
+            return bool((*args, kwargs.get("p"))[1] == 0)
+        return not floats or name in MOVES | EXACT or (name in ON_A_GPU and on_gpu)
 
     def _check_place(self, name: str) -> None:
         module = None

@@ -134,7 +134,7 @@ def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability()[0] < 8:
         return False
     width = query.shape[-1]
-    if width != value.shape[-1] or width % 8 or width > 256:
+    if width < value.shape[-1] or width % 8 or width > 256:
         return False
     from torch.nn.attention.varlen import varlen_attn
 
@@ -147,7 +147,9 @@ def _by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, found: Sequence
     # A longest query of 1 would have the kernel swap heads and queries.
     longest = [max(2, *each) for each in zip(*found.counts)]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1], "num_splits": 1}
-    return varlen_attn(q, k, v, found.query_starts, found.key_starts, *longest, **options)  # type: ignore[return-value]
+    filled = pad(v, (0, q.shape[-1] - v.shape[-1]))
+    y: Any = varlen_attn(q, k, filled, found.query_starts, found.key_starts, *longest, **options)
+    return y[..., : v.shape[-1]]  # type: ignore[no-any-return]
 
 
 def _by_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, found: Sequences, scale: float) -> torch.Tensor:

@@ -41,6 +41,41 @@ def test_a_token_has_one_log_probability_however_the_model_is_called(kind, name,
         assert torch.equal(got, wanted), how
 
 
+ALIKE = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 256,
+}  # fmt: skip
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+GROUPS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+GROUPED = {"moe_intermediate_size": 64, **GROUPS}
+OTHERS = {
+    "DeepseekV3Config": {**GROUPED, **LATENT},
+    "GPT2Config": {"n_embd": 64, "n_head": 4, "n_layer": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+    "MixtralConfig": {"num_local_experts": 4},
+    **{f"{name}Config": {} for name in ("Cohere", "Gemma", "GPTNeoX", "Granite", "Nemotron", "Olmo2", "Phi", "Qwen2", "Qwen3")},
+    "Ernie4_5Config": {"head_dim": 16},
+    "Glm4MoeConfig": {"head_dim": 16, **GROUPED},
+    "GraniteMoeConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "HunYuanDenseV1Config": {"head_dim": 16},
+    "MistralConfig": {"sliding_window": None},
+    "OlmoeConfig": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Phi3Config": {"pad_token_id": 0},
+    "SmolLM3Config": {"pad_token_id": 0},
+}
+QUICK = 3
+
+
+@pytest.mark.row("X16")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (i >= QUICK)) for i, name in enumerate(OTHERS)])
+def test_other_models_are_invariant_too(name):
+    config = getattr(transformers, name)(**{**({} if name == "GPT2Config" else ALIKE), **OTHERS[name]})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    opfuse.invariant(model)
+    for how, got, wanted in ways(model, torch.randint(128, (5, LENGTH), generator=torch.Generator().manual_seed(1))):
+        assert torch.equal(got, wanted), how
+
+
 def test_without_it_bits_differ():
     """So the test above can fail: of a plain model, and of one whose products alone are invariant."""
     tokens = torch.randint(130, (5, LENGTH), generator=torch.Generator().manual_seed(1))

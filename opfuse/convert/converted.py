@@ -131,8 +131,8 @@ class Converted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if self.strict:
-                raise self._refusal("torch.compile, which orders sums anew")
+            if self.strict:  # refused as compiled code runs: dynamo would go on without an error that it meets
+                return outside(_refuse_compiled)(self.label)
             check_exported("a converted module")
             prepared(self.ticket)
             return self._followed(args, kwargs)
@@ -141,7 +141,7 @@ class Converted:
     def around(self, run: Callable[[], Any]) -> Any:
         """What ``run()`` gives under the recipe of this call: inside a checkpoint that of its first run."""
         if self.strict and in_region() and current_recipe() != self.recipe:
-            raise self._refusal(f"a region of {current_recipe()!r}")
+            raise _not_invariant(self.label, f"a region of {current_recipe()!r}")
         with nullcontext() if self.region is None or in_region() else self.region:
             repeat = repeated(self)
             return run() if repeat is None else repeat(run)
@@ -158,13 +158,8 @@ class Converted:
     def _unfused(self, args: Any, kwargs: Any) -> Any:
         """What the module's own forward gives, for a call that the pipeline is not for."""
         if self.strict:
-            raise self._refusal("another: other arguments, dtypes or modes, or a module that was changed")
+            raise _not_invariant(self.label, "another: other arguments, dtypes or modes, or a module that was changed")
         return self.plain(*args, **kwargs)
-
-    def _refusal(self, got: str) -> ConversionError:
-        cure = "call the model as it was when opfuse.invariant made it, outside of other recipes, or opfuse.unfuse_ it"
-        wanted = "a call in which its rows do not depend on each other"
-        return ConversionError(describe(f"{self.label} of an invariant model", wanted=wanted, got=got, cure=cure))
 
     def _given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
         """The arguments of the pipeline in order; None if the call has others."""
@@ -493,6 +488,17 @@ def _blank(made: type[Converted], kind: type[nn.Module]) -> Converted:
     copy = made.__new__(made)
     copy.kind = kind
     return copy
+
+
+def _refuse_compiled(label: str) -> None:
+    raise _not_invariant(label, "torch.compile, which orders sums anew")
+
+
+def _not_invariant(label: str, got: str) -> ConversionError:
+    """For a call of an invariant model in which it would not be so."""
+    cure = "call the model as it was when opfuse.invariant made it, outside of other recipes, or opfuse.unfuse_ it"
+    wanted = "a call in which its rows do not depend on each other"
+    return ConversionError(describe(f"{label} of an invariant model", wanted=wanted, got=got, cure=cure))
 
 
 def _call_outside(forward: InGraph, *args: Any) -> Any:

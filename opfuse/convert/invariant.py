@@ -19,12 +19,11 @@ from opfuse.convert.converted import Converted, converted
 from opfuse.convert.fuse import fuse_, unfuse_
 from opfuse.convert.invariant_attention import NAME, InvariantAttention, register_attention
 from opfuse.convert.report import Report
-from opfuse.convert.row_tiles import RowTiles, row_tiles
+from opfuse.convert.row_tiles import RowTiles, row_tiles, tile_rows
 from opfuse.domains import checked_arguments
-from opfuse.errors import ConversionError, describe, with_article
-from opfuse.kernels.products.tiles import rows_of
+from opfuse.errors import ConversionError, OpfuseError, describe, with_article
 from opfuse.numerics.log_probs import log_probs
-from opfuse.recipes import CustomRecipe, Recipe
+from opfuse.recipes import CustomRecipe
 from opfuse.tensors.quantizers import IdentityQuantizer
 from opfuse.torch_private.stack import owners
 
@@ -47,7 +46,10 @@ MOVES = {
 }
 """Functions that move values, round them, or tell what a tensor is; without underscores."""
 
-EXACT = {"add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "neg", "clamp", "cos", "sin", "tanh"}
+EXACT = {
+    *("add", "iadd", "radd", "sub", "isub", "rsub", "mul", "imul", "rmul", "div", "truediv"),
+    *("neg", "clamp", "cos", "sin", "tanh"),
+}
 """Functions of each value by itself that have the same bits at any place of a tensor, on each device."""
 
 ON_A_GPU = {"sigmoid", "silu", "gelu", "softplus"}
@@ -72,7 +74,9 @@ def invariant(model: nn.Module) -> Report:
     a recipe whose rows depend on each other. The model then is as before, but not converted.
     """
     recipes = {module: forward.recipe for module in model.modules() if (forward := converted(module)) is not None}
-    made = {module: HIGH_PRECISION if recipe is None else _invariant(recipe) for module, recipe in recipes.items()}
+    made = {
+        module: HIGH_PRECISION if recipe is None else recipe.replace(batch_invariant=True) for module, recipe in recipes.items()
+    }
     before = _check_model(model)
     register_attention()
     model.set_attn_implementation(NAME)  # type: ignore[operator]
@@ -92,10 +96,6 @@ def invariant(model: nn.Module) -> Report:
     return told
 
 
-def _invariant(recipe: Recipe) -> Recipe:
-    return recipe.replace(batch_invariant=True)
-
-
 def _refuse(where: str, wanted: str, got: str, cure: str) -> NoReturn:
     raise ConversionError(describe(f"invariant {where}".rstrip(), wanted=wanted, got=got, cure=cure))
 
@@ -105,7 +105,7 @@ def _check_model(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         _refuse("", "a causal language model of transformers", with_article(type(model).__name__), "pass the model itself")
-    kinds = [kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"]
+    kinds = [kind for kind in getattr(config.get_text_config(), "layer_types", None) or () if kind != "full_attention"]
     if kinds:
         _refuse("config", "layers of full attention", repr(kinds[0]), "use a model whose layers see all tokens before")
     for path, module in model.named_modules():
@@ -124,12 +124,17 @@ def _tiled(model: nn.Module, told: Report) -> Iterator[tuple[str, dict[str, Any]
         if made is None:
             _refuse(entry.path, "a function of single rows", f"{with_article(entry.kind)}, which is none", entry.cure)
         made.install()
-        became = f"its own forward, in tiles of {rows_of(next(module.parameters()).device.type)} rows"
+        parameter = next(module.parameters())
+        became = f"its own forward, in tiles of {tile_rows(parameter.device.type, parameter.shape[-1])} rows"
         yield entry.path, {"status": "kept", "became": became, "wanted": "", "got": "", "cure": ""}
 
 
 class _Watched(TorchFunctionMode):
-    """Ends a forward pass that computes outside of parts that are invariant."""
+    """Ends a forward pass of ``model`` that computes outside of parts that are invariant."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.paths = {id(module): path or type(module).__name__ for path, module in model.named_modules()}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -142,8 +147,8 @@ class _Watched(TorchFunctionMode):
         tensors = [each for given in (*args, *kwargs.values()) for each in _flat(given)]
         floats = [each for each in tensors if each.is_floating_point()]
         on_gpu = bool(floats) and all(each.is_cuda for each in floats)
-        if name == "matmul":  # of two numbers
-            return bool(args[0].shape[-1] == 1)
+        if name == "matmul":  # of two numbers; on a GPU fewer bits of them may count by the sizes
+            return bool(args[0].shape[-1] == 1) and (not on_gpu or torch.get_float32_matmul_precision() == "highest")
         if name == "dropout":  # that would draw nothing in training either
             return bool((*args, kwargs.get("p"))[1] == 0)
         return not floats or name in MOVES | EXACT or (name in ON_A_GPU and on_gpu)
@@ -155,7 +160,7 @@ class _Watched(TorchFunctionMode):
                 return
             if module is None and isinstance(owner, nn.Module):
                 module = owner
-        where, cure = type(module).__name__ if module is not None else "", "use a model that has none, or replace that module"
+        where, cure = self.paths.get(id(module), type(module).__name__), "use a model that has none, or replace that module"
         _refuse(where, "values moved or computed one by one, outside of products, norms and attention", f"{name}()", cure)
 
 
@@ -177,8 +182,13 @@ def _try(model: nn.Module) -> None:
     words = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
     tokens = torch.arange(2 * LENGTH, device=device).remainder(words).view(2, LENGTH)
     with torch.no_grad():
-        with _Watched():
-            logits = model(input_ids=tokens, use_cache=False).logits
+        try:
+            with _Watched(model):
+                logits = model(input_ids=tokens, use_cache=False).logits
+        except OpfuseError:
+            raise
+        except Exception as error:  # of a stranger's forward
+            _refuse("", "a model to call on input_ids, which returns logits", str(error), "use a causal language model")
         whole = log_probs(logits, tokens)
         alone = [log_probs(model(input_ids=row[None], use_cache=False).logits, row[None]) for row in tokens]
         first = model(input_ids=tokens[:, :-1], use_cache=True)

@@ -105,7 +105,8 @@ class InvariantAttention:
         k, v = (each.transpose(1, 2).reshape(-1, each.shape[1], each.shape[3]) for each in (key, value))
         q, k, v = _taken(q, found.queries), _taken(k, found.keys), _taken(v, found.keys)
         scale = width**-0.5 if scaling is None else scaling
-        y = (_by_flash if _has_flash(q, v) else _by_tiles)(q, k, v, found, scale)
+        with torch.autocast(query.device.type, enabled=False):
+            y = (_by_flash if _has_flash(q, k, v) else _by_tiles)(q, k, v, found, scale)
         if len(y) < batch * length:
             y = y.new_zeros(batch * length, *y.shape[1:]).index_copy(0, found.queries, y)
         return y.view(batch, length, heads, -1), None
@@ -129,8 +130,10 @@ def _taken(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x if len(rows) == len(x) else x.index_select(0, rows)
 
 
-def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether torch's own kernel takes such heads, by what no batch changes."""
+    if {query.dtype} != {key.dtype, value.dtype}:
+        return False
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability()[0] < 8:
         return False
     width = query.shape[-1]
@@ -147,7 +150,7 @@ def _by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, found: Sequence
     # A longest query of 1 would have the kernel swap heads and queries.
     longest = [max(2, *each) for each in zip(*found.counts)]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1], "num_splits": 1}
-    filled = pad(v, (0, q.shape[-1] - v.shape[-1]))
+    filled = pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
     y: Any = varlen_attn(q, k, filled, found.query_starts, found.key_starts, *longest, **options)
     return y[..., : v.shape[-1]]  # type: ignore[no-any-return]
 

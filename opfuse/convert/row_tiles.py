@@ -15,9 +15,19 @@ from opfuse.kernels.products.tiles import rows_of
 
 FORWARD = "forward"
 
+ELEMENTS = {"cpu": 1 << 12, "cuda": 1 << 22}
+"""Of a tile of narrow rows, such as those of a norm of each head, of which there are many; a tile has no fewer rows than one of a
+product.
+"""
+
+
+def tile_rows(device: str, width: int) -> int:
+    """Rows of a tile on devices of this type."""
+    return max(rows_of(device), ELEMENTS.get(device, ELEMENTS["cuda"]) // max(width, 1))
+
 
 class RowTiles:
-    """The forward of ``module``, of rows (..., width), in tiles of :func:`rows_of` rows; the last row fills the last tile.
+    """The forward of ``module``, of rows (..., width), in tiles of :func:`tile_rows` rows; the last row fills the last tile.
 
     keeps: whether results have the leading sizes of the input; a router's have all rows in one dimension.
     """
@@ -30,7 +40,7 @@ class RowTiles:
             got = f"{len(args) + len(kwargs)} more"
             cure = "call it with its rows alone, or use a model that does"
             raise ConversionError(describe(f"{self.path} of an invariant model", wanted="one argument", got=got, cure=cure))
-        rows, whole = rows_of(x.device.type), x.reshape(-1, x.shape[-1])
+        rows, whole = tile_rows(x.device.type, x.shape[-1]), x.reshape(-1, x.shape[-1])
         made = [self._tile(whole[start : start + rows], rows) for start in range(0, len(whole), rows)] or [self._own(whole)]
         if isinstance(made[0], torch.Tensor):
             return self._joined(made, x)
@@ -68,7 +78,8 @@ def row_tiles(module: nn.Module, path: str) -> RowTiles | None:
     parameter = next(iter(module.parameters(recurse=False)), None)
     if parameter is None or FORWARD in vars(module) or not parameter.is_floating_point():
         return None
-    width, rows = parameter.shape[-1], rows_of(parameter.device.type)
+    width = parameter.shape[-1]
+    rows = tile_rows(parameter.device.type, width)
     draw = torch.Generator().manual_seed(0)
     x, other = (torch.randn(rows, width, generator=draw).to(parameter) for _ in range(2))
     order = torch.randperm(rows, generator=draw).to(parameter.device)

@@ -107,12 +107,34 @@ def test_the_report_names_what_runs_in_tiles_and_unfuse_gives_it_back():
     report = opfuse.invariant(model)
     assert report["model.layers.0.self_attn.q_proj"].recipe == "Float8BlockScaling"
     assert report["model.layers.1.self_attn.q_proj"].recipe == report["lm_head"].recipe == "CustomRecipe"
-    for path in ("model.layers.0.mlp.gate", "model.norm", "model.layers.0.self_attn.q_norm"):
-        assert report[path].became == "its own forward, in tiles of 64 rows"
+    for path, rows in (("model.layers.0.mlp.gate", 64), ("model.norm", 64), ("model.layers.0.self_attn.q_norm", 256)):
+        assert report[path].became == f"its own forward, in tiles of {rows} rows"
     assert not report.of("refused")
     assert opfuse.report(model)["model.norm"].became == report["model.norm"].became
     opfuse.unfuse_(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_checkpoints_autocast_and_adapters_keep_the_bits():
+    tokens = torch.randint(130, (5, 20), generator=torch.Generator().manual_seed(1))
+    model = model_of("mixture", torch.float32)
+    opfuse.fuse_(model, RECIPES["mxfp8"])
+    opfuse.invariant(model)
+    with torch.no_grad():
+        wanted = log_probs(model, tokens)
+    model.gradient_checkpointing_enable()
+    got = log_probs(model.train(), tokens, use_cache=False)
+    got.sum().backward()
+    assert torch.equal(got, wanted)
+    model.gradient_checkpointing_disable()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(*pair) for _, *pair in ways(model, tokens, 2))
+
+    peft = pytest.importorskip("peft", reason="of no extra: `pip install peft`")
+    adapted = peft.get_peft_model(model_of("dense", torch.float32), peft.LoraConfig(init_lora_weights=False))
+    opfuse.invariant(adapted)
+    assert all(torch.equal(*pair) for _, *pair in ways(adapted, tokens, 2))
 
 
 def test_a_copy_is_invariant_by_itself():
@@ -152,14 +174,16 @@ class _Curved(nn.Module):
 
 @pytest.mark.row("X16")
 @pytest.mark.parametrize(
-    ("around", "name", "wanted"),
-    [(_Summing, "_Summing", "mean"), (_Curved, "_Curved", "sigmoid")],
+    ("around", "wanted"),
+    [(_Summing, "mean"), (_Curved, "sigmoid")],
     ids=["sums", "sigmoid on a CPU"],
 )
-def test_what_computes_outside_of_known_parts_is_refused_by_name(around, name, wanted):
+def test_what_computes_outside_of_known_parts_is_refused_by_name(around, wanted):
     model = model_of("dense", torch.float32)
     model.model.layers[0].self_attn.o_proj = around(model.model.layers[0].self_attn.o_proj)
-    with pytest.raises(ConversionError, match=rf"invariant {name}: wants values moved .*got {wanted}\(\)"):
+    with pytest.raises(
+        ConversionError, match=rf"invariant model\.layers\.0\.self_attn\.o_proj: wants values moved .*got {wanted}\(\)"
+    ):
         opfuse.invariant(model)
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(ConversionError, match="none in a LlamaForCausalLM"):
@@ -198,6 +222,28 @@ def test_a_module_whose_rows_depend_on_each_other_is_refused():
             ConversionError,
             "sliding_window",
         ),
+        (
+            lambda: transformers.BertForMaskedLM(
+                transformers.BertConfig(
+                    hidden_size=32,
+                    num_attention_heads=2,
+                    num_hidden_layers=1,
+                    intermediate_size=64,
+                    vocab_size=64,
+                    hidden_dropout_prob=0,
+                    attention_probs_dropout_prob=0,
+                )
+            ),
+            ConversionError,
+            "invariant",
+        ),
+        (
+            lambda: transformers.T5ForConditionalGeneration(
+                transformers.T5Config(d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16, vocab_size=64, dropout_rate=0)
+            ),
+            ConversionError,
+            "invariant",
+        ),
     ],
 )
 def test_models_that_cannot_be_invariant_are_refused(make, error, text):
@@ -226,10 +272,21 @@ def test_calls_that_it_is_not_invariant_in_are_refused():
         model(input_ids=tokens, position_ids=torch.arange(3, 11)[None])
     with pytest.raises(ConversionError, match="positions that count"):  # of left padding that positions do not know
         model(input_ids=tokens, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]]))
+    with pytest.raises(ConversionError, match="attention of an invariant model"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     model.config.attention_dropout = 0.1
     model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(ConversionError, match=r"got a dropout of 0\.1"):
         model.train()(input_ids=tokens)
+
+
+def test_compiled_code_is_refused():
+    """It would order sums anew between the products."""
+    model = model_of("dense", torch.float32, num_hidden_layers=1)
+    opfuse.invariant(model)
+    with pytest.raises(ConversionError, match=r"of an invariant model: .*got torch\.compile, which orders sums anew"):
+        torch.compile(model, backend="eager")(input_ids=torch.arange(8)[None])
+    torch.compiler.reset()
 
 
 def test_attention_refuses_what_it_does_not_know():

@@ -48,7 +48,7 @@ class Policies:
             _refuse("filter_fn", "a function of module and path", got, "filter_fn=lambda module, path: 'mlp' in path")
         other = policy is not None and policy != AUTO and not isinstance(policy, Mapping)
         if other and (got := uncallable(policy, model, "")):
-            _refuse("policy", "a mapping, a function of module and path, or 'auto'", got, "policy={'lm_head': 'default'}")
+            _refuse("policy", "'auto', a mapping, or a function of module and path", got, "policy={'lm_head': 'default'}")
         self.model = model
         self.recipe = None if recipe is None else as_recipe(recipe)
         self.policy = None if isinstance(policy, str) else policy

@@ -408,7 +408,9 @@ def test_a_forward_over_that_of_fuse_is_told_before_anything_changes():
 
 
 def test_what_is_no_policy_and_no_filter_is_refused():
-    with pytest.raises(ConversionError, match=r"fuse_ policy: wants a mapping, or a function of module and path, got \['0'\]"):
+    with pytest.raises(
+        ConversionError, match=r"fuse_ policy: wants 'auto', a mapping, or a function of module and path, got \['0'\]"
+    ):
         opfuse.fuse_(block(), FP8, policy=["0"])
     with pytest.raises(ConversionError, match=r"fuse_ filter_fn: wants a function of module and path, got '0'. Cure: write"):
         opfuse.fuse_(block(), FP8, filter_fn="0")

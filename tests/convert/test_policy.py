@@ -191,5 +191,5 @@ def test_auto_leaves_what_is_known_in_high_precision_and_says_why():
 
 
 def test_another_word_is_no_policy():
-    with pytest.raises(ConversionError, match="wants a mapping, a function of module and path, or 'auto', got"):
+    with pytest.raises(ConversionError, match="wants 'auto', a mapping, or a function of module and path, got"):
         opfuse.fuse_(Model(), FP8, policy="automatic")

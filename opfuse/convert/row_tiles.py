@@ -81,8 +81,8 @@ def row_tiles(module: nn.Module, path: str) -> RowTiles | None:
     width = parameter.shape[-1]
     rows = tile_rows(parameter.device.type, width)
     draw = torch.Generator().manual_seed(0)
-    x, other = (torch.randn(rows, width, generator=draw).to(parameter) for _ in range(2))
-    order = torch.randperm(rows, generator=draw).to(parameter.device)
+    x, other = (torch.randn(rows, width, generator=draw, device="cpu").to(parameter) for _ in range(2))
+    order = torch.randperm(rows, generator=draw, device="cpu").to(parameter.device)
     first = torch.arange(rows, device=parameter.device).unsqueeze(-1) < rows // 2
     own = type(module).forward
     try:

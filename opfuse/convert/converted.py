@@ -258,6 +258,10 @@ class Converted:
                 below = "" if name == "weight" else short(name).removeprefix(run.path).lstrip(".")
                 yield ".".join(filter(None, (run.path, below))), op
 
+    def told(self) -> Iterator[tuple[str, ...]]:
+        """The rows of the report on the model that was converted."""
+        yield from self.report.rows() if self.report is not None else ()
+
     def compute(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> Any:
         """The result under a recipe."""
         return self.run(x, arguments)

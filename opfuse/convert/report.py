@@ -121,13 +121,13 @@ class Report:
         return f"{type(self).__name__}({self._numbers()})"
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *self._rows()]
+        rows = [COLUMNS, *self.rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         return "\n".join((*lines, self._summary()))
 
     def _repr_html_(self) -> str:
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self._rows())
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows())
         head = "".join(f"<th>{name}</th>" for name in COLUMNS)
         summary = html.escape(self._summary()).replace("\n", "<br>")
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>"
@@ -139,7 +139,7 @@ class Report:
         numbers = f"{self._numbers()}; fused modules hold {self.share:.1%} of the matrix weights"
         return f"{numbers}\n{INFERENCE}" if any(entry.recipe not in ("", ANY) for entry in self.entries) else numbers
 
-    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
         """The rows of the table; modules that differ only by numbers in their paths share one."""
 
         def told(entry: Conversion, path: str) -> tuple[str, str, str]:

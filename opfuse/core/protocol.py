@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
@@ -23,6 +23,9 @@ class RunsOps(Protocol):
     @property
     def runs(self) -> Iterable[Any]:
         """What runs them: each has a ``fuser``, its pipeline, None before the first call."""
+
+    def told(self) -> Iterable[Sequence[str]]:
+        """What became of each module of the model that was converted: module, class, recipe, and what it became."""
 
 
 class Grouping(NamedTuple):

@@ -1,8 +1,9 @@
 """Traces: the plans that processes wrote to files, read back and compared.
 
 A trace is a file of JSON lines, format version 1, written by ``runtime/plans/trace.py``; a directory of them is one run, with
-a file for each rank. The first line describes the process, each next line a plan that was made; a process that was not killed
-adds a last line of counts. Each line has a checksum, ``crc32``: a line that differs from what was written is refused.
+a file for each process. The first line describes the process, each next line a plan that was made, or what :func:`opfuse.watch`
+records of training: the model, a step, a cast; a process that was not killed adds a last line of counts. Each line has a
+checksum, ``crc32``: a line that differs from what was written is refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -103,6 +104,51 @@ class PlanLine(TraceRecord):
         return "; ".join((*again, *map(str, self.differences))) or "nothing of the key that is told differs"
 
 
+class ModelLine(TraceRecord):
+    """The model that is watched, by the name of its class. modules: what became of each that ``fuse_`` converted, alike ones once:
+    module, class, recipe, and what it became. every: casts are looked at in each such training call.
+    """
+
+    record: Literal["model"]
+    model: str
+    every: int
+    modules: list[tuple[str, str, str, str]]
+
+
+class StepLine(TraceRecord):
+    """What the training script logged after a step, which is a number of training calls of the model.
+
+    seconds: since the process began. ms: milliseconds since it logged before, None for the first. memory, peak: bytes that are
+    allocated on the model's GPU, and that were at most; of a model on the CPU, those of the process. figures: by name.
+    """
+
+    record: Literal["step"]
+    step: int
+    seconds: float
+    ms: float | None
+    memory: int
+    peak: int
+    figures: dict[str, float]
+
+
+class CastLine(TraceRecord):
+    """What a cast did in a step that was looked at: the fields of :class:`~opfuse.inspect.casts.CastFigures`."""
+
+    record: Literal["cast"]
+    step: int
+    op: str
+    tensor: str
+    format: str
+    plane: str
+    elements: int
+    amax: float
+    nonfinite: float
+    saturated: float
+    flushed: float
+    sqnr: float | None
+    scales: dict[int, float]
+
+
 class PipelineCounts(TraceRecord):
     """Plans alive, calls that found one, and calls that did not."""
 
@@ -121,18 +167,32 @@ class Counts(TraceRecord):
     pipelines: list[PipelineCounts]
 
 
-TraceLine = Annotated[Process | PlanLine | Counts, Field(discriminator="record")]
-_LINE: TypeAdapter[Process | PlanLine | Counts] = TypeAdapter(TraceLine)
+AnyLine = Process | PlanLine | ModelLine | StepLine | CastLine | Counts
+_LINE: TypeAdapter[AnyLine] = TypeAdapter(Annotated[AnyLine, Field(discriminator="record")])
+Line = TypeVar("Line", bound=TraceRecord)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A file. counts: None where the process was killed, or is still running."""
+    """What one process wrote. counts: None where it was killed, or is still running. steps, casts, models: what it recorded."""
 
     path: Path
     process: Process
     plans: tuple[PlanLine, ...]
     counts: Counts | None
+    steps: tuple[StepLine, ...] = ()
+    casts: tuple[CastLine, ...] = ()
+    models: tuple[ModelLine, ...] = ()
+
+    @classmethod
+    def of(cls, path: Path, process: Process, lines: Sequence[TraceRecord]) -> Trace:
+        """The lines of a process, by what they are."""
+
+        def all_of(kind: type[Line]) -> tuple[Line, ...]:
+            return tuple(line for line in lines if isinstance(line, kind))
+
+        counts = all_of(Counts)[-1:] or (None,)
+        return cls(path, process, all_of(PlanLine), *counts, all_of(StepLine), all_of(CastLine), all_of(ModelLine))
 
 
 def read(path: str | Path) -> tuple[Trace, ...]:
@@ -143,10 +203,11 @@ def read(path: str | Path) -> tuple[Trace, ...]:
         raise TraceError(
             describe(str(path), wanted="a trace", got=f"no *{SUFFIX} file", cure="write one: OPFUSE_TRACE=DIR, opfuse.dump()")
         )
-    return tuple(sorted((_file(file) for file in files), key=lambda trace: (trace.process.rank, trace.process.started)))
+    return tuple(sorted((trace for file in files for trace in _file(file)), key=lambda trace: (trace.process.rank, trace.process.started)))
 
 
-def _file(path: Path) -> Trace:
+def _file(path: Path) -> Iterator[Trace]:
+    """The processes that wrote to a file: several, where a container gave one that goes on the number of the one before."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -157,8 +218,10 @@ def _file(path: Path) -> Trace:
     if not found or not isinstance(found[0], Process):
         got, cure = "another first line" if found else "an empty file", "write it anew: OPFUSE_TRACE=DIR, opfuse.dump()"
         raise TraceError(describe(str(path), wanted="a process in the first line", got=got, cure=cure))
-    plans = tuple(record for record in found if isinstance(record, PlanLine))
-    return Trace(path, found[0], plans, next((record for record in reversed(found) if isinstance(record, Counts)), None))
+    begins = [at for at, record in enumerate(found) if isinstance(record, Process)]
+    for at, end in zip(begins, (*begins[1:], len(found))):
+        if isinstance(process := found[at], Process):
+            yield Trace.of(path, process, found[at + 1 : end])
 
 
 def _is_whole(line: str) -> bool:
@@ -170,7 +233,7 @@ def _is_whole(line: str) -> bool:
     return True
 
 
-def _line(path: Path, number: int, line: str) -> Process | PlanLine | Counts:
+def _line(path: Path, number: int, line: str) -> AnyLine:
     try:
         return _LINE.validate_python(unsealed(line))
     except ValueError as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,9 +20,10 @@ from opfuse.domains import NUMBER
 from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest, notice
 from opfuse.events import GroupRan
 from opfuse.inspect.casts import DeviceFigures, figures
-from opfuse.inspect.writers import WATCHED, sink_of
+from opfuse.inspect.writers import OF_STEP, WATCHED, sink_of
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.interpret.observed import observed
+from opfuse.runtime.plans.trace import since_start
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -102,9 +106,13 @@ class Watch:
         self._records: list[dict[str, Any]] = []
         self._found: list[tuple[dict[str, Any], DeviceFigures]] = []
         self.alarms = alarms
-        self._write = sink_of(to)
+        self._sink = sink_of(to)
         self._warned: set[tuple[str, str, str, str]] = set()
         self._names = _paths(model)
+        self._logged: list[dict[str, Any]] = []
+        self._before: float | None = None
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        self._sink.begin({"model": type(model).__name__, "every": every, "modules": [*_told(model)]})
         self._calls = LookedAt(model, self._due)
 
     @property
@@ -126,14 +134,45 @@ class Watch:
         self._read()
         return self._records
 
+    def log(self, **figures: float | torch.Tensor) -> None:
+        """Record figures of the step that the model has just made, as ``log(loss=loss, learning_rate=rate)``.
+
+        With them go the step's number, the milliseconds since the call before, and the bytes of memory: what
+        :class:`~opfuse.inspect.trace.StepLine` says. ``opfuse report`` draws ``loss``, ``learning_rate`` and all others over
+        steps. Figures of a GPU are read at the next step whose casts are looked at, or at the end. PipelineError for what is not
+        one number, and for names that records have already.
+        """
+        for name, value in figures.items():
+            if name in _TAKEN or not (isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)):
+                wanted, got = (f"a name beside {', '.join(_TAKEN)}", name) if name in _TAKEN else ("one number", repr(value))
+                raise PipelineError(describe(f"log({name}=)", wanted=wanted, got=got, cure="pass loss=loss, learning_rate=rate"))
+        now = since_start()
+        ms = None if self._before is None else round((now - self._before) * 1e3, 3)
+        self._before = now
+        memory, peak = memory_of(self._device)
+        own = {"step": self.step, "seconds": round(now, 6), "ms": ms, "memory": memory, "peak": peak}
+        self._logged.append({**own, **{name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in figures.items()}})
+        if not any(isinstance(value, torch.Tensor) and value.is_cuda for value in self._logged[-1].values()):
+            self._read_logged()
+
+    def _read_logged(self) -> None:
+        found, self._logged = self._logged, []
+        for record in found:
+            self._sink.write({name: v.item() if isinstance(v, torch.Tensor) else v for name, v in record.items()})
+
     def _due(self, step: int) -> Callable[[GroupRan], None] | None:
         self._read()
-        return partial(self._cast_ran, step) if (step - 1) % self.every == 0 else None
+        if (step - 1) % self.every:
+            return None
+        self._read_logged()
+        return partial(self._cast_ran, step)
 
     def close(self) -> None:
         """Watch no longer."""
         self._calls.close()
         self._read()
+        self._read_logged()
+        self._sink.close()
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +196,7 @@ class Watch:
         for place, each in found:
             record = {**place, **each.read().record()}
             self._records = [*self._records[-RECORDS + 1 :], record]
-            self._write(record)
+            self._sink.write(record)
             self._alarm(record)
 
     def _alarm(self, record: Mapping[str, Any]) -> None:
@@ -186,7 +225,8 @@ def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapp
     """Record figures of every cast in the first and each ``every``-th training call of ``model``, and in its backward pass.
 
     For each cast: amax, shares of saturated, zeroed and non-finite values, the signal-to-noise ratio, and a histogram of scales.
-    to: where records go besides ``records``, see :func:`~opfuse.inspect.writers.sink_of`. alarms: limits beyond which an
+    to: where records go besides ``records``: a directory, of which ``opfuse report`` makes a page, and more, see
+    :func:`~opfuse.inspect.writers.sink_of`. :meth:`Watch.log` adds losses and other figures of a step. alarms: limits beyond which an
     OpfuseWarning names op, tensor, step, value and cure, once each.
 
     A watched call runs op by op, with the same bits. Under ``rounding="single"``, where that would change bits, it stays fused,
@@ -225,6 +265,27 @@ def _ops(model: nn.Module) -> Iterator[tuple[str, FusibleOperation]]:
         forward = getattr(vars(module).get("forward"), "__self__", None)
         if isinstance(forward, RunsOps):  # of a converted module
             yield from forward.named_ops()
+
+
+_TAKEN = ("step", "op", *OF_STEP)
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes that are allocated on a GPU, and that were at most; of the CPU, those of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return peak, peak
+    return pages * resource.getpagesize(), peak
+
+
+def _told(model: nn.Module) -> Iterator[Sequence[str]]:
+    """What ``fuse_`` told of a model that it converted; of one that was converted part by part, what it told of the first."""
+    forwards = (getattr(vars(module).get("forward"), "__self__", None) for module in model.modules())
+    yield from next((forward.told() for forward in forwards if isinstance(forward, RunsOps)), ())
 
 
 _HEAD = tuple(name for name in WATCHED if name != "nonfinite")

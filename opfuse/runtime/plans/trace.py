@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -219,13 +220,17 @@ def dump(path: str | Path) -> Path:
 
 
 class Writer:
-    """Appends records to the file of this process in a directory; what cannot be written is told once, and training goes on."""
+    """Appends records to the file of this process in a directory; what cannot be written is told once, and training goes on.
+
+    Each plan is written once.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory.absolute() / f"rank{rank()[0]}-{os.getpid()}.jsonl"
         self.pid = os.getpid()
         self.failed = False
         self.pipelines: dict[str, TracedPipeline] = {}
+        self.written: set[int] = set()
         self.append(process())
         atexit.register(self.end)
 
@@ -246,8 +251,18 @@ class Writer:
 
     def plan_missed(self, event: PlanMissed) -> None:
         """A plan was made."""
-        self.pipelines[event.pipeline.handle] = event.pipeline
-        self.append(plan_record(event.pipeline, event.record, event.plan))
+        self._plan(event.pipeline, event.record, event.plan)
+
+    def catch_up(self) -> None:
+        """Write the plans that pipelines made before this writer listened."""
+        for pipeline, one in in_order(traced()):
+            self._plan(pipeline, one, dict(pipeline.cache.items()).get(one.key))
+
+    def _plan(self, pipeline: TracedPipeline, record: PlanRecord, plan: Plan | None) -> None:
+        if record.number not in self.written:
+            self.written.add(record.number)
+            self.pipelines[pipeline.handle] = pipeline
+            self.append(plan_record(pipeline, record, plan))
 
     def end(self) -> None:
         """The process ends."""
@@ -260,10 +275,40 @@ def _writer(directory: str, pid: int) -> Writer:
     return Writer(Path(directory))
 
 
+_recording: list[Writer] = []
+"""Writers that get plans whatever ``OPFUSE_TRACE`` says."""
+
+
+@contextmanager
+def recording(directory: Path) -> Iterator[Writer]:
+    """The writer of this process in ``directory``, which gets the plans until the block ends; those that were made come first.
+
+    OutputError if nothing can be written there.
+    """
+    path = directory / f".opfuse-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        path.unlink()
+    except OSError as error:
+        got, cure = os_error_text(error), "name another directory"
+        raise OutputError(describe(str(directory), wanted="a directory to write in", got=got, cure=cure)) from None
+    writer = _writer(os.path.abspath(directory), os.getpid())
+    writer.catch_up()
+    _recording.append(writer)
+    try:
+        yield writer
+    finally:
+        _recording.remove(writer)
+        writer.end()
+
+
 def _write_missed(event: PlanMissed) -> None:
-    """Write a plan that was made into the directory of ``OPFUSE_TRACE``, if it names one."""
-    if directory := variable(TRACE):
-        _writer(directory, os.getpid()).plan_missed(event)
+    """Write a plan that was made into the directory of ``OPFUSE_TRACE``, if it names one, and to those that record."""
+    directory = variable(TRACE)
+    named = [_writer(os.path.abspath(directory), os.getpid())] if directory else []
+    for writer in dict.fromkeys((*_recording, *named)):
+        writer.plan_missed(event)
 
 
 subscribe_everywhere(_write_missed, PlanMissed)

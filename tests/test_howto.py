@@ -1,4 +1,4 @@
-"""The block of docs/howto.md for Weights & Biases runs, with a stand-in for wandb, and logs no step that W&B would ignore."""
+"""The blocks of docs/howto.md run: that for Weights & Biases with a stand-in for wandb, that for a report with its commands."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from opfuse.cli.app import main
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "howto.md").read_text(encoding="utf-8")
 
@@ -28,14 +30,28 @@ class Run:
         """Nothing is open."""
 
 
+def executed(having: str) -> dict[str, Any]:
+    """The names that the block with these words makes."""
+    (block,) = (block for block in re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL) if having in block)
+    space: dict[str, Any] = {}
+    exec(compile(block, "docs/howto.md", "exec"), space)
+    return space
+
+
 def test_the_run_of_the_page_has_the_casts_and_the_losses_in_the_order_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = ModuleType("wandb")
     monkeypatch.setattr(wandb, "init", Run, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    (block,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
-    space: dict[str, Any] = {}
-    exec(compile(block, "docs/howto.md", "exec"), space)
-    run = space["run"]
+    run = executed("import wandb")["run"]
     assert run.steps == sorted(run.steps)
     assert set(run.steps) == set(range(1, 31))
     assert {"loss", "0/input/amax", "2/weight/sqnr"} <= run.names
+
+
+def test_a_run_is_recorded_and_the_commands_make_pages_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    executed("watch.log(")
+    lines = re.findall(r"^opfuse ((?:report|cache) .*runs/mine.*)$", PAGE, re.MULTILINE)
+    assert [main(line.split()) for line in lines] == [0, 0, 0]
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "mine.html", "mine.perfetto.json"}
+    assert "Learning rate" in (tmp_path / "mine.html").read_text(encoding="utf-8")

@@ -35,6 +35,13 @@ class GraphFormat(enum.StrEnum):
     mermaid = "mermaid"
 
 
+class ReportFormat(enum.StrEnum):
+    """What a report is written as."""
+
+    html = "html"
+    perfetto = "perfetto"
+
+
 class Subject(enum.StrEnum):
     """What is studied."""
 
@@ -296,13 +303,17 @@ def report(
             metavar="CONFIG|RUN|TRACE", help="A configuration, a directory of opfuse run, or a trace.", show_default=False
         ),
     ],
+    *,
     out: Annotated[Path | None, typer.Option(help="File to write.", show_default="NAME.html")] = None,
+    format: Annotated[
+        ReportFormat, typer.Option(help="html; perfetto: a trace, as ui.perfetto.dev reads it.")
+    ] = ReportFormat.html,
     as_json: Json = False,
 ) -> None:
-    """Write an HTML report: graphs before and after fusion, rules, products, bytes saved, plans, values, environment."""
+    """Write an HTML report: training curves, values by layer, fusions, graphs, products, memory, plans over time, environment."""
     from opfuse.cli.report import report
 
-    report(subject, out=out, as_json=as_json)
+    report(subject, out=out, format=format.value, as_json=as_json)
 
 
 def advise(

@@ -121,13 +121,13 @@ class Report:
         return f"{type(self).__name__}({self._numbers()})"
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *self.rows()]
+        rows = [COLUMNS, *(row[:4] for row in self.rows())]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         return "\n".join((*lines, self._summary()))
 
     def _repr_html_(self) -> str:
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows())
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[:4]) + "</tr>" for row in self.rows())
         head = "".join(f"<th>{name}</th>" for name in COLUMNS)
         summary = html.escape(self._summary()).replace("\n", "<br>")
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{summary}</p>"
@@ -139,8 +139,8 @@ class Report:
         numbers = f"{self._numbers()}; fused modules hold {self.share:.1%} of the matrix weights"
         return f"{numbers}\n{INFERENCE}" if any(entry.recipe not in ("", ANY) for entry in self.entries) else numbers
 
-    def rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """The rows of the table; modules that differ only by numbers in their paths share one."""
+    def rows(self) -> Iterator[tuple[str, str, str, str, Status]]:
+        """The rows of the table, each with its status; modules that differ only by numbers in their paths share one."""
 
         def told(entry: Conversion, path: str) -> tuple[str, str, str]:
             """Its cells, with ``path`` for its own where a text quotes that, which a part of a model quotes from the whole."""
@@ -151,4 +151,4 @@ class Report:
 
         for same in alike(self.entries, lambda entry: (starred(entry.path), *told(entry, starred(entry.path)))):
             paths = [entry.path for entry in same]
-            yield counted(paths) or "(model)", *told(same[0], common(paths))
+            yield counted(paths) or "(model)", *told(same[0], common(paths)), same[0].status

@@ -25,7 +25,7 @@ class RunsOps(Protocol):
         """What runs them: each has a ``fuser``, its pipeline, None before the first call."""
 
     def told(self) -> Iterable[Sequence[str]]:
-        """What became of each module of the model that was converted: module, class, recipe, and what it became."""
+        """What became of each module of the model that was converted: module, class, recipe, what it became, status."""
 
 
 class Grouping(NamedTuple):

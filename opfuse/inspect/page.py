@@ -1,197 +1,232 @@
-"""One HTML file that tells of pipelines: graphs before and after fusion, outcomes, products, memory, plans over time, values.
+"""One HTML file: a title, facts, and sections of tables, charts and graphs, with their contents at the left.
 
-It needs no network: styles, a few lines of script for the filters and the SVG are in it. It is well-formed XML as well, so that a
-strict parser reads it.
+It needs no network, and is refused any: styles (``page.css``), the few lines of script for filters (``page.js``) and the charts
+are in it. It is well-formed XML as well, so that a strict parser reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from html import escape
-from typing import Any
+from importlib import resources
+from typing import Protocol
 
-from opfuse.inspect.writers import WATCHED
+LONGEST = 30
+"""Rows that a table shows; a longer one is folded."""
 
-PageRows = Sequence[Sequence[object]]
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What a browser may do with a page: nothing but what stands in it."""
+
+STATUSES = ("fused", "missed", "shadowed", "absent", "native", "emulated", "joined", "parts", "kept", "refused")
+"""Cells that stand out."""
+
+
+class PagePart(Protocol):
+    """What a section has."""
+
+    def html(self, name: str) -> Iterator[str]:
+        """Its lines. name: an id that no other part has."""
+
+
+class PageMark(Protocol):
+    """A cell that draws."""
+
+    def cell(self) -> str:
+        """Its HTML."""
+
+
+Cell = str | int | float | PageMark | None
+
+
+@dataclass(frozen=True)
+class PageBytes:
+    """A number of bytes, told in a binary unit."""
+
+    number: int
+
+    def cell(self) -> str:
+        return f'<span title="{self.number} bytes">{rounded_bytes(self.number)}</span>'
+
+
+@dataclass(frozen=True)
+class PageText:
+    """A paragraph."""
+
+    text: str
+
+    def html(self, name: str) -> Iterator[str]:
+        yield f'<p class="note">{escape(self.text)}</p>'
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table under a heading. filters: whether a field above it narrows the rows."""
+    """A table. title: above it, where a section has several. by: the column whose values are buttons that filter; with an empty
+    one words alone do. Numbers are rounded, and stand at the right.
+    """
 
     title: str
     head: Sequence[str]
-    rows: PageRows
-    filters: bool = False
+    rows: Sequence[Sequence[Cell]]
+    by: str | None = None
+
+    def html(self, name: str) -> Iterator[str]:
+        if self.title:
+            yield f'<h3 id="{name}-title">{escape(self.title)}</h3>'
+        if not self.rows:
+            yield '<p class="note">none</p>'
+            return
+        yield from folded(f"{len(self.rows)} rows", self._table(name)) if len(self.rows) > LONGEST else self._table(name)
+
+    def _table(self, name: str) -> Iterator[str]:
+        if self.by is not None:
+            yield from self._filters(name)
+        label = f'aria-labelledby="{name}-title"' if self.title else 'aria-label="table"'
+        yield f'<div class="wide" role="region" tabindex="0" {label}><table id="{name}"><thead><tr>'
+        at = self.head.index(self.by) if self.by else None
+        kinds = [_kind([row[i] for row in self.rows]) for i in range(len(self.head))]
+        yield "".join(f'<th scope="col"{kind}>{escape(head)}</th>' for head, kind in zip(self.head, kinds))
+        yield "</tr></thead><tbody>"
+        for row in self.rows:
+            of = "" if at is None else f' data-is="{escape(str(row[at]))}"'
+            yield f"<tr{of}>{''.join(f'<td{kind}>{_content(cell)}</td>' for cell, kind in zip(row, kinds))}</tr>"
+        yield "</tbody></table></div>"
+
+    def _filters(self, name: str) -> Iterator[str]:
+        yield f'<div class="filters" data-of="{name}" hidden="hidden">'
+        yield '<input type="search" placeholder="words that a row has" aria-label="filter rows by words"/>'
+        at = self.head.index(self.by) if self.by else None
+        counts = Counter(str(row[at]) for row in self.rows) if at is not None else {}
+        for value, count in counts.items():
+            yield f'<button type="button" aria-pressed="false" data-is="{escape(value)}">{escape(value)} {count}</button>'
+        yield '<output aria-live="polite"></output></div>'
+
+
+@dataclass(frozen=True)
+class PageFold:
+    """Parts behind a line that opens them. more: cells beside the words of that line."""
+
+    summary: str
+    parts: Sequence[PagePart]
+    more: Sequence[Cell] = ()
+    opened: bool = False
+
+    def html(self, name: str) -> Iterator[str]:
+        inside = (line for i, part in enumerate(self.parts) for line in part.html(f"{name}-{i}"))
+        line = (
+            "".join(f"<span>{_content(cell)}</span>" for cell in (self.summary, *self.more))
+            if self.more
+            else escape(self.summary)
+        )
+        yield from folded(line, inside, opened=self.opened)
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """Parts under a heading, which the contents name. note: what it shows, in a sentence."""
+
+    title: str
+    parts: Sequence[PagePart]
+    note: str = ""
+
+    @property
+    def id(self) -> str:
+        """Where the contents lead."""
+        return re.sub(r"\W+", "-", self.title.lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Page:
-    """What a report tells. facts: first of all. pipelines: as :func:`opfuse.compiler.plain.pipeline` makes them."""
+    """What a report tells. facts: first of all. Titles of sections differ."""
 
     title: str
-    facts: Mapping[str, object]
-    pipelines: Sequence[Mapping[str, Any]] = ()
-    tables: Sequence[PageTable] = field(default_factory=tuple)
+    facts: Mapping[str, Cell]
+    sections: Sequence[PageSection] = field(default_factory=tuple)
 
     def html(self) -> str:
         """The file."""
         return "\n".join(_page(self))
 
 
-STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1c1c1c; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; border-bottom: 1px solid #ddd; } h3 { font-size: 1rem; }
-table { border-collapse: collapse; width: 100%; } th { text-align: left; background: #f4f4f4; position: sticky; top: 0; }
-th, td { padding: .2rem .6rem .2rem .3rem; border-bottom: 1px solid #eee; vertical-align: top; overflow-wrap: anywhere; }
-td { font-family: ui-monospace, monospace; font-size: 12px; } input { margin: .4rem 0; padding: .2rem .4rem; width: 20rem; }
-.fused, .native { color: #06652e; } .missed, .emulated { color: #9a4b00; } .shadowed { color: #5b3a9e; } .absent { color: #777; }
-svg { max-width: 100%; height: auto; } svg text { font: 11px ui-monospace, monospace; }
-"""
-
-SCRIPT = """
-document.querySelectorAll("input[data-of]").forEach(function (box) {
-  box.addEventListener("input", function () {
-    var words = box.value.toLowerCase().split(" ");
-    document.querySelectorAll("#" + box.dataset.of + " tbody tr").forEach(function (row) {
-      var text = row.textContent.toLowerCase();
-      row.hidden = !words.every(function (word) { return text.includes(word); });
-    });
-  });
-});
-"""
+@cache
+def _asset(name: str) -> str:
+    return resources.files("opfuse.inspect").joinpath(name).read_text(encoding="utf-8")
 
 
 def _page(page: Page) -> Iterator[str]:
+    title = escape(page.title)
     yield "<!DOCTYPE html>"
-    yield f'<html lang="en"><head><meta charset="utf-8"/><title>{escape(page.title)}</title><style>{STYLE}</style></head><body>'
-    yield f"<h1>{escape(page.title)}</h1>"
-    yield _table("facts", ("", ""), list(page.facts.items()))
-    for number, pipeline in enumerate(page.pipelines):
-        yield f"<h2>{escape(pipeline['name'])}</h2>"
-        yield from _pipeline(pipeline, f"pipeline-{number}")
-    for number, table in enumerate(page.tables):
-        yield f"<h2>{escape(table.title)}</h2>"
-        name = f"table-{number}"
-        if table.filters:
-            yield f'<input data-of="{name}" placeholder="filter: words that a row has" aria-label="filter"/>'
-        yield _table(name, table.head, table.rows) if table.rows else "<p>none</p>"
-    yield f"<script>{SCRIPT}</script></body></html>"
+    yield f'<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"/><style>{_asset("page.css")}</style></head><body>'
+    yield '<nav aria-label="contents"><a class="skip" href="#top">Skip the contents</a><strong>Contents</strong><ul>'
+    yield from (f'<li><a href="#{section.id}">{escape(section.title)}</a></li>' for section in page.sections)
+    yield f'</ul></nav><main id="top" tabindex="-1"><h1>{title}</h1><dl>'
+    yield from (f"<dt>{escape(name)}</dt><dd>{_content(value)}</dd>" for name, value in page.facts.items())
+    yield "</dl>"
+    for section in page.sections:
+        yield f'<section aria-labelledby="{section.id}"><h2 id="{section.id}">{escape(section.title)}</h2>'
+        if section.note:
+            yield f'<p class="note">{escape(section.note)}</p>'
+        for number, part in enumerate(section.parts):
+            yield from part.html(f"{section.id}-{number}")
+        yield "</section>"
+    yield f"</main><script>{_asset('page.js')}</script></body></html>"
 
 
-def _table(name: str, head: Sequence[str], rows: PageRows) -> str:
-    top = "".join(f"<th>{escape(each)}</th>" for each in head)
-    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f'<table id="{name}"><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table>'
+_OPEN = ' open="open"'
 
 
-_MARKED = ("fused", "missed", "shadowed", "absent", "native", "emulated")
+def folded(summary: str, inside: Iterator[str], *, opened: bool = False) -> Iterator[str]:
+    """Lines behind one that opens them. summary: HTML."""
+    row = ' class="row"' if summary.startswith("<span>") else ""
+    yield f"<details{_OPEN * opened}><summary{row}>{summary}</summary><div>"
+    yield from inside
+    yield "</div></details>"
 
 
-def _cell(value: object) -> str:
-    text = "" if value is None else str(value)
-    return f'<td class="{text}">{escape(text)}</td>' if text in _MARKED else f"<td>{escape(text)}</td>"
+def _kind(cells: Sequence[Cell]) -> str:
+    """The class of a column: of numbers, of long texts, of long names, or none."""
+    if all(cell is None or isinstance(cell, int | float | PageBytes) for cell in cells):
+        return ' class="n"'
+    texts = [cell for cell in cells if isinstance(cell, str)]
+    if any(len(text.split()) > _WORDS for text in texts):
+        return ' class="t"'
+    return ' class="w"' if any(len(text) > _NAME for text in texts) else ""
 
 
-# -- graphs ------------------------------------------------------------------------------------------------------------------
-
-WIDTH, CHAR, LINE, PAD, GAP = 1120, 6.8, 15, 8, 22
-"""Pixels: of the drawing, of a character, of a line, around texts, between boxes."""
+_WORDS, _NAME = 5, 24
+"""Words of a cell from which on a column keeps room for sentences, and characters from which on it may break names."""
 
 
-@dataclass(frozen=True)
-class GraphBox:
-    """A box of a drawing: a title where a rule made it, and its lines."""
-
-    title: str | None
-    lines: Sequence[str]
-
-    @property
-    def width(self) -> float:
-        return max(len(text) for text in (*self.lines, self.title or "")) * CHAR + 2 * PAD
-
-    @property
-    def height(self) -> float:
-        return (len(self.lines) + (self.title is not None)) * LINE + 2 * PAD
+def _content(value: Cell) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return f'<span class="tag {value}">{value}</span>' if value in STATUSES else escape(value)
+    if isinstance(value, int | float):
+        return escape(rounded(value))
+    return value.cell()
 
 
-def _pipeline(pipeline: Mapping[str, Any], name: str) -> Iterator[str]:
-    nodes = pipeline["nodes"]
-    drawings = {"before: the lowered graph": [GraphBox(None, [node]) for node in nodes]}
-    for side in ("forward", "backward"):
-        groups = pipeline[f"{side}_groups"]
-        drawings[f"after: {side}"] = [GraphBox(group["fusion"], [nodes[i] for i in group["nodes"]]) for group in groups]
-    for title, boxes in drawings.items():
-        yield f"<h3>{escape(title)}</h3>"
-        yield _drawing(boxes, f"{name} {title}")
+# -- figures -----------------------------------------------------------------------------------------------------------------
 
 
-def _drawing(boxes: Sequence[GraphBox], label: str) -> str:
-    """Boxes from left to right, row under row, each with an arrow to the next."""
-    parts: list[str] = []
-    x, y, tallest, before = 0.0, 0.0, 0.0, None
-    for box in boxes:
-        if x and x + box.width > WIDTH:
-            x, y, tallest = 0.0, y + tallest + GAP, 0.0
-        middle = y + min(box.height, LINE + 2 * PAD) / 2
-        if before is not None:
-            if before[1] == middle:
-                parts.append(f'<path d="M{before[0]:.0f} {middle:.0f} H{x - 4:.0f}" stroke="#888" marker-end="url(#arrow)"/>')
-            else:
-                parts.append(f'<path d="M{before[0]:.0f} {before[1]:.0f} h8" stroke="#888" stroke-dasharray="2"/>')
-        parts.append(_box(box, x, y))
-        before = (x + box.width, middle)
-        x, tallest = x + box.width + GAP, max(tallest, box.height)
-    head = '<path d="M0 0 L6 3 L0 6"/>'
-    arrow = f'<defs><marker id="arrow" markerWidth="6" markerHeight="6" refX="4" refY="3" orient="auto">{head}</marker></defs>'
-    size = f'viewBox="0 0 {WIDTH} {max(y + tallest, 1):.0f}" width="{WIDTH}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" {size}>{arrow}{"".join(parts)}</svg>'
+def rounded(value: float) -> str:
+    """A number in at most four digits that count, an integer in all of them."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
-def _box(box: GraphBox, x: float, y: float) -> str:
-    fill = "#eef7f0" if box.title is not None else "#fafafa"
-    parts = [
-        f'<rect x="{x:.0f}" y="{y:.0f}" width="{box.width:.0f}" height="{box.height:.0f}" rx="4" fill="{fill}" stroke="#bbb"/>'
-    ]
-    texts = [(box.title, ' font-weight="bold"')] * (box.title is not None) + [(line, "") for line in box.lines]
-    for number, (text, style) in enumerate(texts, 1):
-        at = y + PAD + number * LINE - 4
-        parts.append(f'<text x="{x + PAD:.0f}" y="{at:.0f}"{style}>{escape(str(text))}</text>')
-    return "".join(parts)
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------------
-
-
-def outcome_table(outcomes: Iterable[Mapping[str, Any]]) -> PageTable:
-    """What became of every rule at every place."""
-
-    def why(outcome: Mapping[str, Any]) -> str:
-        if by := outcome.get("by"):
-            return f"by {by}"
-        return f"{outcome['guard']}: wants {outcome['wanted']}, got {outcome['got']}" if "guard" in outcome else ""
-
-    rows = [
-        (outcome["direction"], outcome["rule"], outcome["status"], " ".join(outcome["ops"]), why(outcome)) for outcome in outcomes
-    ]
-    return PageTable("Rules, place by place", ("pass", "rule", "outcome", "nodes", "why"), rows, filters=True)
-
-
-def product_table(pipelines: Iterable[Mapping[str, Any]]) -> PageTable:
-    """Which products run natively."""
-    rows = [
-        (product["op"], product["product"], product["left"] or "", product["right"] or "", product["status"], product["reason"])
-        for pipeline in pipelines
-        for product in pipeline["products"]
-    ]
-    return PageTable("Products", ("op", "product", "left", "right", "runs", "why"), rows, filters=True)
-
-
-def value_table(records: Iterable[Mapping[str, Any]]) -> PageTable:
-    """What casts did, in steps that were looked at."""
-
-    def cell(value: object) -> object:
-        return f"{value:.3g}" if isinstance(value, float) else value
-
-    return PageTable("Values watched", WATCHED, [[cell(record[name]) for name in WATCHED] for record in records], filters=True)
+def rounded_bytes(number: int) -> str:
+    """A number of bytes in three digits that count: ``1.93 MiB``."""
+    value, unit = float(number), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{number} bytes" if unit == "bytes" else f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"

@@ -105,14 +105,14 @@ class PlanLine(TraceRecord):
 
 
 class ModelLine(TraceRecord):
-    """The model that is watched, by the name of its class. modules: what became of each that ``fuse_`` converted, alike ones once:
-    module, class, recipe, and what it became. every: casts are looked at in each such training call.
+    """The model that is watched, by the name of its class. modules: what became of each that ``fuse_`` converted, alike ones
+    once: module, class, recipe, what it became, and its status. every: casts are looked at in each such training call.
     """
 
     record: Literal["model"]
     model: str
     every: int
-    modules: list[tuple[str, str, str, str]]
+    modules: list[tuple[str, str, str, str, str]]
 
 
 class StepLine(TraceRecord):
@@ -167,9 +167,9 @@ class Counts(TraceRecord):
     pipelines: list[PipelineCounts]
 
 
-AnyLine = Process | PlanLine | ModelLine | StepLine | CastLine | Counts
-_LINE: TypeAdapter[AnyLine] = TypeAdapter(Annotated[AnyLine, Field(discriminator="record")])
-Line = TypeVar("Line", bound=TraceRecord)
+TraceLine = Process | PlanLine | ModelLine | StepLine | CastLine | Counts
+_LINE: TypeAdapter[TraceLine] = TypeAdapter(Annotated[TraceLine, Field(discriminator="record")])
+AnyLine = TypeVar("AnyLine", bound=TraceRecord)
 
 
 @dataclass(frozen=True)
@@ -188,11 +188,11 @@ class Trace:
     def of(cls, path: Path, process: Process, lines: Sequence[TraceRecord]) -> Trace:
         """The lines of a process, by what they are."""
 
-        def all_of(kind: type[Line]) -> tuple[Line, ...]:
+        def all_of(kind: type[AnyLine]) -> tuple[AnyLine, ...]:
             return tuple(line for line in lines if isinstance(line, kind))
 
-        counts = all_of(Counts)[-1:] or (None,)
-        return cls(path, process, all_of(PlanLine), *counts, all_of(StepLine), all_of(CastLine), all_of(ModelLine))
+        counts = next(reversed(all_of(Counts)), None)
+        return cls(path, process, all_of(PlanLine), counts, all_of(StepLine), all_of(CastLine), all_of(ModelLine))
 
 
 def read(path: str | Path) -> tuple[Trace, ...]:
@@ -203,7 +203,9 @@ def read(path: str | Path) -> tuple[Trace, ...]:
         raise TraceError(
             describe(str(path), wanted="a trace", got=f"no *{SUFFIX} file", cure="write one: OPFUSE_TRACE=DIR, opfuse.dump()")
         )
-    return tuple(sorted((trace for file in files for trace in _file(file)), key=lambda trace: (trace.process.rank, trace.process.started)))
+    return tuple(
+        sorted((trace for file in files for trace in _file(file)), key=lambda trace: (trace.process.rank, trace.process.started))
+    )
 
 
 def _file(path: Path) -> Iterator[Trace]:
@@ -233,7 +235,7 @@ def _is_whole(line: str) -> bool:
     return True
 
 
-def _line(path: Path, number: int, line: str) -> AnyLine:
+def _line(path: Path, number: int, line: str) -> TraceLine:
     try:
         return _LINE.validate_python(unsealed(line))
     except ValueError as error:

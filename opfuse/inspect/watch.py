@@ -226,8 +226,8 @@ def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapp
 
     For each cast: amax, shares of saturated, zeroed and non-finite values, the signal-to-noise ratio, and a histogram of scales.
     to: where records go besides ``records``: a directory, of which ``opfuse report`` makes a page, and more, see
-    :func:`~opfuse.inspect.writers.sink_of`. :meth:`Watch.log` adds losses and other figures of a step. alarms: limits beyond which an
-    OpfuseWarning names op, tensor, step, value and cure, once each.
+    :func:`~opfuse.inspect.writers.sink_of`. :meth:`Watch.log` adds losses and other figures of a step. alarms: limits beyond
+    which an OpfuseWarning names op, tensor, step, value and cure, once each.
 
     A watched call runs op by op, with the same bits. Under ``rounding="single"``, where that would change bits, it stays fused,
     and casts inside fusions are not reported. Other calls cost one comparison. PipelineError for a module without ops, or for

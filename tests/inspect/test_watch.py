@@ -18,7 +18,9 @@ from opfuse.cli.app import main
 from opfuse.config import load
 from opfuse.errors import ConfigError, OutputError, PipelineError
 from opfuse.inspect.casts import figures
+from opfuse.inspect.trace import read
 from opfuse.runtime.interpret.checkpoint import checkpoint
+from opfuse.runtime.plans import trace as writing
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, GroupedQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from opfuse.train import compare
 
@@ -260,6 +262,62 @@ def test_records_go_to_lines_of_json_and_to_writers(tmp_path: Path) -> None:
     assert sorted(sinks[1].told) == sorted(sinks[2].told)
 
 
+def test_figures_of_a_step_go_where_casts_go(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    sinks: list[Any] = [tmp_path / "values.jsonl", Writer(), Run(), seen.append, tmp_path / "run"]
+    for to in sinks:
+        model = mlp()
+        with opfuse.watch(model, every=2, to=to) as one:
+            for rate in (0.1, 0.2, 0.3):
+                train(model, recipes.MXFP8BlockScaling())
+                one.log(loss=torch.tensor(rate).double() * 2, learning_rate=rate, odd=math.nan)
+    lines = [json.loads(line) for line in sinks[0].read_text().splitlines()]
+    steps = [line for line in lines if "op" not in line]
+    assert [(line["step"], line["loss"], line["learning_rate"], line["odd"]) for line in steps] == [
+        (1, pytest.approx(0.2), 0.1, "nan"),
+        (2, pytest.approx(0.4), 0.2, "nan"),
+        (3, pytest.approx(0.6), 0.3, "nan"),
+    ]
+    assert steps[0]["ms"] is None
+    assert steps[1]["ms"] == pytest.approx(1e3 * (steps[1]["seconds"] - steps[0]["seconds"]), abs=0.01)
+    assert all(line["memory"] > 0 and line["peak"] > 0 for line in steps)
+    assert [record["loss"] for record in seen if "op" not in record] == pytest.approx([0.2, 0.4, 0.6])
+    assert {("loss", 1), ("learning_rate", 3), ("peak", 2)} <= {*sinks[1].told} & {*sinks[2].told}
+    (trace,) = read(sinks[4])
+    assert [step.figures["loss"] for step in trace.steps] == pytest.approx([0.2, 0.4, 0.6])
+    assert all(math.isnan(step.figures["odd"]) for step in trace.steps)
+    assert {(cast.step, cast.op) for cast in trace.casts} == {(step, op) for step in (1, 3) for op in ("1", "3")}
+    assert (trace.models[0].model, trace.models[0].every, trace.models[0].modules) == ("Sequential", 2, [])
+    assert len(trace.plans) >= 1
+    assert trace.counts is not None
+
+
+def test_what_goes_on_in_a_file_is_a_trace_of_its_own(tmp_path: Path) -> None:
+    """As where a container gives each process the same number."""
+    model = mlp()
+    for _ in range(2):
+        writing._writer.cache_clear()
+        with opfuse.watch(model, to=tmp_path, alarms={}) as one:
+            train(model, recipes.MXFP8BlockScaling())
+            one.log(loss=1)
+    writing._writer.cache_clear()
+    first, second = read(tmp_path)
+    assert first.path == second.path
+    assert [len(first.steps), len(second.steps)] == [1, 1]
+    assert first.counts is not None
+    assert second.counts is not None
+    assert {plan.key for plan in first.plans} <= {plan.key for plan in second.plans}
+
+
+def test_what_cannot_be_logged_is_refused() -> None:
+    with opfuse.watch(mlp()) as one:
+        for name, value in (("loss", "low"), ("loss", torch.zeros(2)), ("loss", None), ("step", 3)):
+            with pytest.raises(
+                PipelineError, match=rf"log\({name}=\): wants (one number|a name beside step, op, seconds, ms, memory, peak), got"
+            ):
+                one.log(**{name: value})  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
     refused = {
         "every": {"every": 0},
@@ -275,8 +333,9 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="something to write to"):
         opfuse.watch(mlp(), to=3)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="a file to write"):
-        opfuse.watch(mlp(), to=tmp_path / "file" / "x")
+    for name, wanted in (("x.jsonl", "a file to write"), ("x", "a directory to write in")):
+        with pytest.raises(OutputError, match=wanted):
+            opfuse.watch(mlp(), to=tmp_path / "file" / name)
 
 
 CONFIG = """version: 1

@@ -20,9 +20,9 @@ from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.charts import PageChart, PageEvents, Points
 from opfuse.inspect.page import STATUSES, Cell, Page, PageBytes, PageSection, PageTable
 from opfuse.inspect.page_graphs import pipeline_folds
-from opfuse.inspect.page_training import PageCharts, trained_ranks, training_charts, training_facts, values_section
+from opfuse.inspect.page_training import PageCharts, TrainedRun, trained_runs, training_charts, training_facts, values_section
 from opfuse.inspect.perfetto import trace_events
-from opfuse.inspect.trace import SUFFIX, PlanLine, Trace, read
+from opfuse.inspect.trace import SUFFIX, PlanLine, StepLine, Trace, read
 from opfuse.runtime.plans.written import unsealed
 from opfuse.train.checkpoints import CONFIGURATION
 from opfuse.train.files import REPORT, VALUES
@@ -121,15 +121,16 @@ def _environment(rows: Iterable[tuple[str, Any]]) -> PageSection:
 def _of_config(config: Config, run: Path | None) -> Page:
     explanation = explained(config).to_dict()
     outcomes = [*explanation["forward"], *(outcome for outcome in explanation["backward"] if outcome["direction"] != "joint")]
-    trained, values = ({}, []) if run is None else _of_run(run)
+    found, runs, values = ({}, [], []) if run is None else _of_run(run)
     facts: dict[str, Cell] = {
         "configuration": config.path,
         "recipe": explanation["recipe"],
         "runs": f"{explanation['backend']}: {explanation['reason']}",
         "saved for backward": PageBytes(explanation["saved_bytes"]),
+        **training_facts(runs),
     }
     sections = [
-        *([_run_section(trained)] if trained else ()),
+        *([_run_section(found, runs)] if found else ()),
         *values_section(values),
         _fusions(outcomes),
         _pipelines(explanation["pipelines"]),
@@ -169,35 +170,56 @@ _SAVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 """Columns of the table of saved tensors, and what stands in them."""
 
 
-def _of_run(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What ``opfuse run`` found, and what casts did meanwhile. TraceError if the files are others."""
+def _of_run(run: Path) -> tuple[dict[str, Any], list[TrainedRun], list[dict[str, Any]]]:
+    """What ``opfuse run`` found, its steps, and what casts did meanwhile. TraceError if the files are others."""
     try:
         found = unsealed((run / REPORT).read_text(encoding="utf-8"))
         lines = (run / VALUES).read_text(encoding="utf-8").splitlines() if (run / VALUES).exists() else []
-        _run_section(found), values_section(values := [unsealed(line) for line in lines])
-        return found, values
+        values = [unsealed(line) for line in lines]
+        runs = [*_runs(found, sorted({value["step"] for value in values}))]
+        _run_section(found, runs), values_section(values)
+        return found, runs, values
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         cure = "write it anew: opfuse run CONFIG"
         raise TraceError(describe(str(run), wanted="a run of opfuse run", got=str(error), cure=cure)) from None
 
 
-_FOUND = ("loss_first", "loss_last", "validation_loss", "baseline_loss_last", "run_seconds", "device", "steps", "seed")
-
-
-def _run_section(found: Mapping[str, Any]) -> PageSection:
-    """Losses beside those without a recipe, and the learning rate."""
-    losses: dict[str, Points] = {each["label"]: [*enumerate(each["losses"], 1)] for each in found["curves"]}
-    validation: dict[str, Points] = {each["label"]: [(at, loss) for at, loss in each["validation"]] for each in found["curves"]}
+def _runs(found: Mapping[str, Any], looked_at: Sequence[int]) -> Iterator[TrainedRun]:
+    """The steps of both runs, the first of which may have been looked at. A resumed run has measured its later steps alone."""
     settings = Train.model_validate(found["settings"])
-    rates = [(step + 1, settings.learning_rate * rate(step, settings)) for step in range(settings.steps)]
-    charts = [
-        PageChart("Loss", losses),
-        PageChart("Validation loss", validation),
-        PageChart("Learning rate", {"Learning rate": rates}),
-    ]
-    figures = [(name, found.get(name)) for name in _FOUND]
-    cache = [(f"plan cache, {name}", value) for name, value in found["plan_cache"].items()]
-    note = "Losses are in nats; the baseline computes in high precision from the same weights on the same batches."
+    every = looked_at[1] - looked_at[0] if len(looked_at) > 1 else settings.steps if looked_at else 0
+    for curve, measured in zip(found["curves"], found.get("measured", ((), ()))):
+        known = {step: (ms, memory, peak) for step, ms, memory, peak in measured}
+        steps = {}
+        for step, loss in enumerate(curve["losses"], 1):
+            ms, memory, peak = known.get(step, (None, 0, 0))
+            figures = {"loss": loss, "learning_rate": settings.learning_rate * rate(step - 1, settings)}
+            own = {"step": step, "seconds": 0.0, "ms": ms, "memory": memory, "peak": peak, "figures": figures}
+            steps[step] = StepLine(record="step", **own)
+        yield TrainedRun(curve["label"], steps, every)
+        every = 0
+
+
+_FOUND = {
+    "loss_last": "training loss, mean of the last steps",
+    "baseline_loss_last": "the same without a recipe",
+    "validation_loss": "validation loss",
+    "baseline_validation_loss": "the same without a recipe",
+    "run_seconds": "seconds, evaluations included",
+    "device": "device",
+    "seed": "seed",
+}
+"""Figures of a run, and what they are."""
+
+
+def _run_section(found: Mapping[str, Any], runs: Sequence[TrainedRun]) -> PageSection:
+    """Figures over steps, beside those without a recipe."""
+    validation: dict[str, Points] = {each["label"]: [(at, loss) for at, loss in each["validation"]] for each in found["curves"]}
+    charts = training_charts(runs)
+    charts.insert(1, PageChart("Validation loss", validation))
+    figures = [(told, found.get(name)) for name, told in _FOUND.items()]
+    cache = [(f"plan cache: {name.replace('_', ' ')}", value) for name, value in found["plan_cache"].items()]
+    note = "Losses are in nats; the run without a recipe starts from the same weights and has the same batches."
     return PageSection("Training", [PageCharts(charts), PageTable("", ("figure", "value"), [*figures, *cache])], note)
 
 
@@ -205,7 +227,7 @@ def _run_section(found: Mapping[str, Any]) -> PageSection:
 
 
 def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
-    first, ranks = traces[0].process, trained_ranks(traces)
+    first, runs = traces[0].process, trained_runs(traces)
     plans = [(trace, plan) for trace in traces for plan in trace.plans]
     by_key = {(plan.pipeline, plan.key): plan for _, plan in plans if plan.plan is not None}
     pipelines = [{**(plan.plan or {}), "name": plan.pipeline} for plan in by_key.values()]
@@ -214,12 +236,12 @@ def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
         "command": " ".join(first.command),
         "ranks": f"{len({trace.process.rank for trace in traces})} of {first.ranks}",
         "device": first.device,
-        **training_facts(ranks),
+        **training_facts(runs),
     }
     casts = [line.model_dump() for trace in traces for line in trace.casts if trace.process.rank == first.rank]
     note = "As the training script logged it. Steps whose casts are looked at run op by op, so they are slower."
     sections = [
-        *([PageSection("Training", [PageCharts(training_charts(ranks))], note)] if ranks else ()),
+        *([PageSection("Training", [PageCharts(training_charts(runs))], note)] if runs else ()),
         *values_section(casts),
         *_modules(traces),
         _fusions([outcome for plan in by_key.values() for outcome in plan.outcomes]),

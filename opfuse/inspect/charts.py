@@ -23,7 +23,7 @@ POINTS = 600
 VALUES = 24
 """Rows of the table below a chart, taken evenly, the first and the last among them."""
 
-STEEP = 30
+STEEP = 10
 """The largest value over the median from which on the scale is logarithmic."""
 
 SHADES = 6
@@ -46,7 +46,7 @@ class PageChart:
         yield f"<figure><figcaption><b>{escape(self.title + unit)}</b>"
         for number, line in enumerate(self.lines):
             key = f'{SVG} class="key" viewBox="0 0 28 8" aria-hidden="true"><path class="line s{number % 4}" d="M0 4H28"/></svg>'
-            yield f"<br/>{key if len(self.lines) > 1 else ''} {escape(self._said(line))}"
+            yield f"<br/>{key if len(self.lines) > 1 else ''} {escape(self._ends(line))}"
         yield "</figcaption>"
         if finite:
             yield from self._drawing(finite)
@@ -57,21 +57,24 @@ class PageChart:
         """A value with its unit."""
         return rounded_bytes(round(value)) if self.unit == "bytes" else f"{rounded(value)} {self.unit}".rstrip()
 
+    def _ends(self, line: str) -> str:
+        """The line by its ends."""
+        points = self.lines[line]
+        return f"{f'{line}: ' if len(self.lines) > 1 else ''}{self.told(points[0][1])} → {self.told(points[-1][1])}"
+
     def _said(self, line: str) -> str:
         """The line in words."""
         points = self.lines[line]
-        name = f"{line}: " if len(self.lines) > 1 else ""
-        (first, began), (last, ended) = points[0], points[-1]
         least, most = (of((y for _, y in points if math.isfinite(y)), default=math.nan) for of in (min, max))
-        span = f"{self.told(began)} at {self.along} {rounded(first)}, {self.told(ended)} at {self.along} {rounded(last)}"
-        return f"{name}{span}; least {self.told(least)}, most {self.told(most)}"
+        where = f"from {self.along} {rounded(points[0][0])} to {rounded(points[-1][0])}"
+        return f"{self._ends(line)} {where}, least {self.told(least)}, most {self.told(most)}"
 
     def _table(self) -> PageTable:
         along = sorted({x for points in self.lines.values() for x, _ in points})
         chosen = along if len(along) <= VALUES else [along[round(i * (len(along) - 1) / (VALUES - 1))] for i in range(VALUES)]
         values = [dict(points) for points in self.lines.values()]
         rows = [(rounded(x), *(self.told(each[x]) if x in each else None for each in values)) for x in chosen]
-        return PageTable("", (self.along, *(line or self.title for line in self.lines)), rows)
+        return PageTable("", (self.along, *(self.lines if len(values) > 1 else (self.title,))), rows)
 
     def _drawing(self, lines: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
         xs, ys = ([point[i] for points in lines.values() for point in points] for i in (0, 1))
@@ -85,7 +88,7 @@ class PageChart:
         def y_of(value: float) -> float:
             return HEIGHT - BOTTOM - up.share(value) * (HEIGHT - TOP - BOTTOM)
 
-        for tick in up.ticks():
+        for tick in up.ticks(1024.0 if self.unit == "bytes" else 1.0):
             y = y_of(tick)
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
             yield f'<text x="{LEFT - 6}" y="{y + 5:.1f}" text-anchor="end">{escape(self._short(tick))}</text>'
@@ -130,18 +133,21 @@ class ChartScale:
         least, most, value = (math.log(each) if self.log else each for each in (self.least, self.most, value))
         return (value - least) / (most - least)
 
-    def ticks(self) -> Iterator[float]:
-        """Round values, four or so; on a logarithmic scale powers of ten, or both ends where there are less than two."""
+    def ticks(self, kilo: float = 1.0) -> Iterator[float]:
+        """Round values, four or so; on a logarithmic scale powers of ten, or both ends where there are less than two. kilo: what
+        units are powers of, each of which is round.
+        """
         if self.log:
             low, high = math.ceil(math.log10(self.least)), math.floor(math.log10(self.most))
             powers = [10.0**power for power in range(low, high + 1, max(1, (high - low) // 4))]
             yield from powers if len(powers) > 1 else (self.least, self.most)
             return
-        rough = (self.most - self.least) / 4
+        whole = kilo ** math.floor(math.log(self.most, kilo)) if kilo > 1 and self.most > 1 else 1.0
+        rough = (self.most - self.least) / whole / 4
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
-        first = math.ceil(self.least / step)
-        yield from (round(number * step, 12) for number in range(first, math.floor(self.most / step) + 1))
+        first, last = math.ceil(self.least / whole / step), math.floor(self.most / whole / step)
+        yield from (round(number * step, 12) * whole for number in range(first, last + 1))
 
 
 def thinned(points: Points) -> Points:

@@ -15,7 +15,7 @@ from html import escape
 from importlib import resources
 from typing import Protocol
 
-LONGEST = 30
+LONGEST = 40
 """Rows that a table shows; a longer one is folded."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -79,7 +79,14 @@ class PageTable:
         if not self.rows:
             yield '<p class="note">none</p>'
             return
-        yield from folded(f"{len(self.rows)} rows", self._table(name)) if len(self.rows) > LONGEST else self._table(name)
+        told = ", ".join(f"{number} {escape(value)}" for value, number in self._counts.items()) or f"{len(self.rows)} rows"
+        yield from folded(told, self._table(name)) if len(self.rows) > LONGEST else self._table(name)
+
+    @property
+    def _counts(self) -> Mapping[str, int]:
+        """How many rows have each value of the column that filters."""
+        at = self.head.index(self.by) if self.by else None
+        return Counter(str(row[at]) for row in self.rows) if at is not None else {}
 
     def _table(self, name: str) -> Iterator[str]:
         if self.by is not None:
@@ -98,9 +105,7 @@ class PageTable:
     def _filters(self, name: str) -> Iterator[str]:
         yield f'<div class="filters" data-of="{name}" hidden="hidden">'
         yield '<input type="search" placeholder="words that a row has" aria-label="filter rows by words"/>'
-        at = self.head.index(self.by) if self.by else None
-        counts = Counter(str(row[at]) for row in self.rows) if at is not None else {}
-        for value, count in counts.items():
+        for value, count in self._counts.items():
             yield f'<button type="button" aria-pressed="false" data-is="{escape(value)}">{escape(value)} {count}</button>'
         yield '<output aria-live="polite"></output></div>'
 

@@ -36,10 +36,10 @@ class PageCharts:
         yield "</div>"
 
 
-class TrainedRank(NamedTuple):
-    """The steps of a rank, each once: as the process that made it last recorded it. every: of a step that is looked at."""
+class TrainedRun(NamedTuple):
+    """The steps of a rank, or of another run, each once: as the last process that made it recorded it. every: which is looked at."""
 
-    rank: int
+    label: str
     steps: dict[int, StepLine]
     every: int
 
@@ -48,56 +48,56 @@ class TrainedRank(NamedTuple):
         return [(step, value) for step, line in self.steps.items() if (value := of(line)) is not None]
 
 
-def trained_ranks(traces: Iterable[Trace]) -> list[TrainedRank]:
+def trained_runs(traces: Iterable[Trace]) -> list[TrainedRun]:
     """The ranks that recorded steps."""
-    found: dict[int, TrainedRank] = {}
+    found: dict[int, TrainedRun] = {}
     for trace in traces:
         every = trace.models[-1].every if trace.models else 0
-        rank = found.setdefault(trace.process.rank, TrainedRank(trace.process.rank, {}, every))
-        rank.steps.update((line.step, line) for line in trace.steps)
-    return [rank._replace(steps=dict(sorted(rank.steps.items()))) for rank in found.values() if rank.steps]
+        run = found.setdefault(trace.process.rank, TrainedRun(f"rank {trace.process.rank}", {}, every))
+        run.steps.update((line.step, line) for line in trace.steps)
+    return [run._replace(steps=dict(sorted(run.steps.items()))) for run in found.values() if run.steps]
 
 
-def training_facts(ranks: Sequence[TrainedRank]) -> dict[str, Cell]:
-    """What training came to, of the first rank."""
-    if not ranks:
+def training_facts(runs: Sequence[TrainedRun]) -> dict[str, Cell]:
+    """What training came to, of the first run."""
+    if not runs:
         return {}
-    lines = [*ranks[0].steps.values()]
+    lines = [*runs[0].steps.values()]
     losses = [line.figures["loss"] for line in lines if "loss" in line.figures]
-    times = [line.ms for line in lines if line.ms is not None and not _is_looked_at(line.step, ranks[0].every)]
-    facts: dict[str, Cell] = {"steps": lines[-1].step}
-    if losses:
-        facts["loss"] = f"{rounded(losses[0])} at first, {rounded(losses[-1])} at last"
-    if times:
-        facts["a step takes"] = f"{rounded(median(times))} ms (median)"
-    return {**facts, "peak of memory": PageBytes(max(line.peak for line in lines))}
+    times = [line.ms for line in lines if line.ms is not None and not _is_looked_at(line.step, runs[0].every)]
+    peak = max(line.peak for line in lines)
+    facts: dict[str, Cell | bool] = {
+        "steps": lines[-1].step,
+        "loss": bool(losses) and f"{rounded(losses[0])} at first, {rounded(losses[-1])} at last",
+        "a step takes": bool(times) and f"{rounded(median(times))} ms (median)",
+        "peak of memory": bool(peak) and PageBytes(peak),
+    }
+    return {name: told for name, told in facts.items() if told is not False}
 
 
-def training_charts(ranks: Sequence[TrainedRank]) -> list[PageChart]:
-    """All figures over steps, with a line for each rank."""
-    names = [name for rank in ranks for line in rank.steps.values() for name in line.figures]
-    logged = {name: NAMED.get(name, name) for name in (*NAMED, *names) if name in names}
+def training_charts(runs: Sequence[TrainedRun]) -> list[PageChart]:
+    """All figures over steps, with a line for each run."""
+    names = [name for run in runs for line in run.steps.values() for name in line.figures]
     charts = []
-    for name, title in logged.items():
-        lines = {f"{title}{_of_rank(rank, ranks)}": rank.points(partial(_figure_of, name)) for rank in ranks}
-        charts.append(PageChart(title, _drawn(lines)))
+    for name in dict.fromkeys(name for name in (*NAMED, *names) if name in names):
+        lines = _drawn({run.label: run.points(partial(_figure_of, name)) for run in runs})
+        title = NAMED.get(name, name)
+        first, *others = lines.values()
+        charts.append(PageChart(title, {title: first} if all(each == first for each in others) else lines))
     times, memory = {}, {}
-    for rank in ranks:
-        of = _of_rank(rank, ranks)
-        ms = rank.points(lambda line: line.ms)
-        times[f"{ORDINARY}{of}"] = [point for point in ms if not _is_looked_at(point[0], rank.every)]
-        times[f"{LOOKED_AT}{of}"] = [point for point in ms if _is_looked_at(point[0], rank.every)]
-        memory[f"in use{of}"] = rank.points(lambda line: line.memory)
-        memory[f"at most so far{of}"] = rank.points(lambda line: line.peak)
-    return [*charts, *([PageChart(TIME, _drawn(times), "ms")] if _drawn(times) else ()), PageChart(MEMORY, memory, "bytes")]
+    for run in runs:
+        of = f", {run.label}" if len(runs) > 1 else ""
+        ms = run.points(lambda line: line.ms)
+        times[f"{ORDINARY}{of}"] = [point for point in ms if not _is_looked_at(point[0], run.every)]
+        times[f"{LOOKED_AT}{of}"] = [point for point in ms if _is_looked_at(point[0], run.every)]
+        memory[f"in use{of}"] = run.points(lambda line: line.memory or None)
+        memory[f"at most so far{of}"] = run.points(lambda line: line.peak or None)
+    measured = PageChart(TIME, _drawn(times), "ms"), PageChart(MEMORY, _drawn(memory), "bytes")
+    return [*charts, *(chart for chart in measured if chart.lines)]
 
 
 def _figure_of(name: str, line: StepLine) -> float | None:
     return line.figures.get(name)
-
-
-def _of_rank(rank: TrainedRank, ranks: Sequence[TrainedRank]) -> str:
-    return f", rank {rank.rank}" if len(ranks) > 1 else ""
 
 
 def _drawn(lines: Mapping[str, Points]) -> dict[str, Points]:

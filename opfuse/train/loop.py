@@ -17,6 +17,7 @@ from opfuse.compiler.plan import Plan
 from opfuse.config import Train
 from opfuse.errors import TrainingError, describe
 from opfuse.events import PlanUsed, collected
+from opfuse.inspect.watch import memory_of
 from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import under
 from opfuse.runtime.plans.cache_info import CacheInfo
@@ -43,7 +44,8 @@ class Curve:
 
     losses: of every step, before its update. validation: (step, loss) of every evaluation. seconds: evaluations included.
     plans: what ran first for training and for evaluation, in this process. cache: the pipeline's plan cache after the run.
-    fusions: (rule, direction, places) of every rule that fused in a training step, in the order of their claims.
+    fusions: (rule, direction, places) of every rule that fused in a training step, in the order of their claims. measured: of
+    every step of this process its number, milliseconds, and bytes of memory, as :func:`opfuse.inspect.watch.memory_of` has them.
     """
 
     losses: tuple[float, ...]
@@ -52,6 +54,7 @@ class Curve:
     plans: tuple[Plan, ...]
     cache: CacheInfo
     fusions: tuple[tuple[str, str, int], ...] = ()
+    measured: tuple[tuple[int, float, int, int], ...] = ()
 
     @property
     def last_steps(self) -> int:
@@ -110,7 +113,9 @@ def fit(
     with torch.random.fork_rng([device] if device.type == "cuda" else []), collected(PlanUsed) as used:
         run.seed(device)
         for number, batch in zip(range(run.first + 1, settings.steps + 1), batches):
+            start = time.perf_counter()
             run.losses.append(_update(model, batch, run.optimizer, recipe))
+            run.measured.append((number, round((time.perf_counter() - start) * 1e3, 3), *memory_of(device)))
             _check(run.losses, f"training loss at step {number}")
             run.schedule.step()
             last = number == settings.steps
@@ -136,6 +141,7 @@ class _Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(rate, settings=settings))
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []
+        self.measured: list[tuple[int, float, int, int]] = []
         self.first, self.start = 0, time.perf_counter()
         if resumed is not None:
             model.load_state_dict(resumed.model)
@@ -175,7 +181,7 @@ class _Run:
             last_miss = cache.last_miss or before.last_miss
             cache = alive._replace(hits=before.hits + cache.hits, misses=before.misses + cache.misses, last_miss=last_miss)
         seconds = time.perf_counter() - self.start
-        return Curve(tuple(self.losses), tuple(self.validation), seconds, distinct, cache, fusions)
+        return Curve(tuple(self.losses), tuple(self.validation), seconds, distinct, cache, fusions, tuple(self.measured))
 
 
 def fused_in(plans: Iterable[Plan]) -> tuple[tuple[str, str, int], ...]:

@@ -108,9 +108,10 @@ def write_values(result: Comparison, directory: Path) -> Path | None:
 
 
 def report_text(result: Comparison) -> str:
-    """What ``report.json`` holds."""
+    """What ``report.json`` holds. measured: of each curve, in their order."""
     curves = [{"label": label, "losses": c.losses, "validation": c.validation} for label, c in _named(result).items()]
-    return sealed({**to_dict(result), "curves": curves}, indent=1) + "\n"
+    measured = [curve.measured for curve in _named(result).values()]
+    return sealed({**to_dict(result), "curves": curves, "measured": measured}, indent=1) + "\n"
 
 
 def write_plot(result: Comparison, directory: Path) -> Path | None:

@@ -185,7 +185,7 @@ def test_a_run_has_its_losses_and_values(tmp_path: Path) -> None:
     shown = [texts(row) for row in next(chart_of(page, "Loss").iter("tbody"))]
     assert [row[1] for row in shown] == [rounded(loss) for loss in result.run.losses]
     assert "grad_output" in text
-    assert "loss_first" in text
+    assert "training loss, mean of the last steps" in text
     (run / "report.json").write_text('{"curves": []}')
     assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 1
 
@@ -235,6 +235,7 @@ def test_a_scale_holds_its_values() -> None:
     assert [*steep.ticks()] == pytest.approx([0.001, 0.01, 0.1, 1, 10, 100, 1000])
     assert not ChartScale.of([0.0, 1.0, 1000.0], curved=True).log
     assert [*ChartScale.of([1, 60]).ticks()] == [20, 40, 60]
+    assert [*ChartScale.of([358 * 2.0**20, 372 * 2.0**20]).ticks(1024)] == [each * 2**20 for each in (360, 365, 370)]
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.charts import PageChart, PageEvents, Points
 from opfuse.inspect.page import STATUSES, Cell, Page, PageBytes, PageSection, PageTable
 from opfuse.inspect.page_graphs import pipeline_folds
-from opfuse.inspect.page_training import PageCharts, TrainedRun, trained_runs, training_charts, training_facts, values_section
+from opfuse.inspect.page_training import (
+    LINES,
+    PageCharts,
+    TrainedRun,
+    trained_runs,
+    training_charts,
+    training_facts,
+    values_section,
+)
 from opfuse.inspect.perfetto import trace_events
 from opfuse.inspect.trace import SUFFIX, PlanLine, StepLine, Trace, read
 from opfuse.runtime.plans.written import unsealed
@@ -93,7 +101,8 @@ def _numbered(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]
     found = Counter(rows)
     if all(number == 1 for number in found.values()):
         return PageTable(title, head, [*found], by)
-    return PageTable(title, (*head, "places"), [(*row, number) for row, number in found.items()], by)
+    rows = [(*row[:-1], number, row[-1]) for row, number in found.items()]
+    return PageTable(title, (*head[:-1], "places", head[-1]), rows, by)
 
 
 def _products(pipelines: Sequence[Mapping[str, Any]]) -> PageSection:
@@ -240,6 +249,8 @@ def _of_traces(subject: Path, traces: tuple[Trace, ...]) -> Page:
     }
     casts = [line.model_dump() for trace in traces for line in trace.casts if trace.process.rank == first.rank]
     note = "As the training script logged it. Steps whose casts are looked at run op by op, so they are slower."
+    if len(runs) > LINES:
+        note += f" Of {len(runs)} ranks the first {LINES} are drawn."
     sections = [
         *([PageSection("Training", [PageCharts(training_charts(runs))], note)] if runs else ()),
         *values_section(casts),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -43,7 +43,8 @@ class PageChart:
         finite = {line: [(x, y) for x, y in points if math.isfinite(y)] for line, points in self.lines.items()}
         finite = {line: points for line, points in finite.items() if points}
         unit = f" ({self.unit})" if self.unit not in ("", "bytes") else ""
-        yield f"<figure><figcaption><b>{escape(self.title + unit)}</b>"
+        scale = " on a logarithmic scale" if finite and self._up(finite).log else ""
+        yield f"<figure><figcaption><b>{escape(self.title + unit)}</b>{scale}"
         for number, line in enumerate(self.lines):
             key = f'{SVG} class="key" viewBox="0 0 28 8" aria-hidden="true"><path class="line s{number % 4}" d="M0 4H28"/></svg>'
             yield f"<br/>{key if len(self.lines) > 1 else ''} {escape(self._ends(line))}"
@@ -53,6 +54,9 @@ class PageChart:
         yield from folded("values", self._table().html(f"{name}-values"))
         yield "</figure>"
 
+    def _up(self, lines: Mapping[str, Points]) -> ChartScale:
+        return ChartScale.of([y for points in lines.values() for _, y in points], curved=True)
+
     def told(self, value: float) -> str:
         """A value with its unit."""
         return rounded_bytes(round(value)) if self.unit == "bytes" else f"{rounded(value)} {self.unit}".rstrip()
@@ -60,7 +64,7 @@ class PageChart:
     def _ends(self, line: str) -> str:
         """The line by its ends."""
         points = self.lines[line]
-        return f"{f'{line}: ' if len(self.lines) > 1 else ''}{self.told(points[0][1])} → {self.told(points[-1][1])}"
+        return f"{f'{line}: ' if len(self.lines) > 1 else ''}{self._short(points[0][1])} → {self._short(points[-1][1])}"
 
     def _said(self, line: str) -> str:
         """The line in words."""
@@ -77,8 +81,7 @@ class PageChart:
         return PageTable("", (self.along, *(self.lines if len(values) > 1 else (self.title,))), rows)
 
     def _drawing(self, lines: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
-        xs, ys = ([point[i] for points in lines.values() for point in points] for i in (0, 1))
-        across, up = ChartScale.of(xs), ChartScale.of(ys, curved=True)
+        across, up = ChartScale.of([x for points in lines.values() for x, _ in points]), self._up(lines)
         label = f"{self.title} over {self.along}s. {'. '.join(map(self._said, lines))}."
         yield f'{SVG} role="img" aria-label="{escape(label)}" viewBox="0 0 {WIDTH} {HEIGHT}">'
 

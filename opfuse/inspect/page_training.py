@@ -36,8 +36,12 @@ class PageCharts:
         yield "</div>"
 
 
+LINES = 4
+"""Runs that charts draw."""
+
+
 class TrainedRun(NamedTuple):
-    """The steps of a rank, or of another run, each once: as the last process that made it recorded it. every: which is looked at."""
+    """The steps of a rank or of another run, each as the last process that made it recorded it. every: which are looked at."""
 
     label: str
     steps: dict[int, StepLine]
@@ -76,7 +80,8 @@ def training_facts(runs: Sequence[TrainedRun]) -> dict[str, Cell]:
 
 
 def training_charts(runs: Sequence[TrainedRun]) -> list[PageChart]:
-    """All figures over steps, with a line for each run."""
+    """All figures over steps, with a line for each of the first :data:`LINES` runs."""
+    runs = runs[:LINES]
     names = [name for run in runs for line in run.steps.values() for name in line.figures]
     charts = []
     for name in dict.fromkeys(name for name in (*NAMED, *names) if name in names):

@@ -279,7 +279,8 @@ def memory_of(device: torch.device) -> tuple[int, int]:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
         return peak, peak
-    return pages * resource.getpagesize(), peak
+    used = pages * resource.getpagesize()
+    return used, max(used, peak)
 
 
 def _told(model: nn.Module) -> Iterator[Sequence[str]]:

@@ -18,7 +18,7 @@ def diff(old: Path, new: Path, *, localize: bool, bound: float, as_json: bool) -
     runs = [known_run(path) for path in (old, new)]
     changed, parted = differences(*runs), divergence(*runs)
     place = first_difference(old, new, 1 if parted is None else parted.step, bound) if localize else None
-    compared = min(len(run.losses) for run in runs)
+    compared = len(runs[0].losses.keys() & runs[1].losses.keys())
     if as_json:
         found: dict[str, Any] = {"differences": [asdict(difference) for difference in changed], "steps_compared": compared}
         found["divergence"] = None if parted is None else asdict(parted)

@@ -101,8 +101,8 @@ def _numbered(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]]
     found = Counter(rows)
     if all(number == 1 for number in found.values()):
         return PageTable(title, head, [*found], by)
-    rows = [(*row[:-1], number, row[-1]) for row, number in found.items()]
-    return PageTable(title, (*head[:-1], "places", head[-1]), rows, by)
+    counted_rows: list[Row] = [(*row[:-1], number, row[-1]) for row, number in found.items()]
+    return PageTable(title, (*head[:-1], "places", head[-1]), counted_rows, by)
 
 
 def _products(pipelines: Sequence[Mapping[str, Any]]) -> PageSection:

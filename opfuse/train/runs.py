@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class KnownRun:
-    """What is known of a run. facts: by dotted name, in order. losses: of the steps of the run under its recipe."""
+    """What is known of a run. facts: by dotted name, in order. losses: by step, of the run under its recipe."""
 
     path: Path
     facts: dict[str, Fact]
-    losses: tuple[float, ...] = ()
+    losses: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def known_run(path: str | Path) -> KnownRun:
     if report.name == REPORT and report.exists():
         return _of_report(report)
     if place.suffix == SUFFIX or (place.is_dir() and any(place.glob(f"*{SUFFIX}"))):
-        return KnownRun(place, dict(_of_trace(read(place)[0])))
+        traces = read(place)
+        return KnownRun(place, dict(_of_trace(traces[0])), dict(_losses(traces)))
     if place.suffix in (".yaml", ".yml") or not place.exists():
         config = load(path)
         return KnownRun(Path(config.path), {each.path: Fact(plain(each.value), each.source) for each in values_of(config)})
@@ -109,7 +110,7 @@ def _of_report(path: Path) -> KnownRun:
     try:
         report = unsealed(path.read_text(encoding="utf-8"))
         facts = dict(_report_facts(report))
-        return KnownRun(path.parent, facts, tuple(report["curves"][0]["losses"]))
+        return KnownRun(path.parent, facts, dict(enumerate(report["curves"][0]["losses"], 1)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _no_report(path, error) from None
 
@@ -140,6 +141,12 @@ def _of_trace(trace: Trace) -> Iterator[tuple[str, Fact]]:
         yield from ((f"plan {number}.{leaf.path}", Fact(leaf.value, leaf.source)) for leaf in plan.leaves)
 
 
+def _losses(traces: Sequence[Trace]) -> Iterator[tuple[int, float]]:
+    """What the first rank logged as ``loss``; of a step that two processes made, that of the later one comes last."""
+    lines = (line for trace in traces if trace.process.rank == traces[0].process.rank for line in trace.steps)
+    yield from ((line.step, line.figures["loss"]) for line in lines if "loss" in line.figures)
+
+
 def differences(old: KnownRun, new: KnownRun) -> list[FactDifference]:
     """The facts that two runs do not share, in order; where one value is in several plans, in the first of them alone."""
     found: list[FactDifference] = []
@@ -154,6 +161,6 @@ def differences(old: KnownRun, new: KnownRun) -> list[FactDifference]:
 
 
 def divergence(old: KnownRun, new: KnownRun) -> Divergence | None:
-    """Where losses part; None if they are equal as far as both go."""
-    pairs = enumerate(zip(old.losses, new.losses), 1)
-    return next((Divergence(step, left, right) for step, (left, right) in pairs if left != right), None)
+    """Where losses part; None if they are equal in all steps that both have."""
+    pairs = ((step, old.losses[step], new.losses[step]) for step in sorted(old.losses.keys() & new.losses.keys()))
+    return next((Divergence(*each) for each in pairs if each[1] != each[2]), None)

@@ -24,6 +24,7 @@ from opfuse.inspect.page import POLICY, Page, PageSection, PageTable, PageText, 
 from opfuse.inspect.page_graphs import pipeline_folds, repeats
 from opfuse.inspect.trace import read
 from opfuse.runtime.plans import trace as writing
+from opfuse.runtime.plans.written import sealed, unsealed
 from opfuse.train import compare, write_report
 from opfuse.train.report import write_values
 
@@ -151,6 +152,19 @@ def test_a_converted_models_training_has_its_curves_and_values(recorded: Path, t
     assert rows_of(page, "Modules")[1:] == [["(model)", "Sequential", "Float8CurrentScaling", "fused", runs_as]]
 
 
+def test_recorded_runs_are_compared_by_their_losses(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = next(recorded.glob("*-08.jsonl"))
+    other = tmp_path / "other.jsonl"
+    lines = [unsealed(line) for line in first.read_text().splitlines()]
+    steps = [line for line in lines if line["record"] == "step"]
+    steps[4]["figures"]["loss"] *= 2
+    other.write_text("".join(sealed(line) + "\n" for line in lines if line not in steps[:2]))
+    assert main(["diff", str(first), str(other)]) == 1
+    assert "losses differ from step 5 on" in capsys.readouterr().out
+    assert main(["diff", str(first), str(first)]) == 0
+    assert "8 losses are equal bit for bit" in capsys.readouterr().out
+
+
 def test_a_trace_is_written_for_perfetto(recorded: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     assert main(["report", str(recorded), "--format", "perfetto", "--out", str(path)]) == 0
@@ -276,27 +290,36 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
 
 
-def opened(page: Path) -> tuple[str, list[str]]:
+def opened(page: Path, width: int = 1200) -> tuple[str, list[str]]:
     """What a browser makes of a page: its DOM, and what it wrote to the console."""
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1200,1150", "--dump-dom")
+    flags = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--window-size={width},1150",
+        "--dump-dom",
+    )
     done = subprocess.run([BROWSER, *flags, page.absolute().as_uri()], capture_output=True, text=True, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSER, reason=f"wants one of {', '.join(BROWSERS)} on PATH")
-@pytest.mark.parametrize("name", ["quickstart", "moe"])
-def test_a_browser_shows_it_and_its_console_says_nothing(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "width"), [("quickstart", 1000), ("moe", 420)])
+def test_a_browser_shows_it_and_its_console_says_nothing(name: str, width: int, tmp_path: Path) -> None:
     """Its filter leaves the rows that have the words; a page with an error in it is told."""
     path, tried, broken = (tmp_path / f"{part}.html" for part in ("page", "tried", "broken"))
     assert main(["report", name, "--out", str(path)]) == 0
     text = path.read_text(encoding="utf-8")
     tried.write_text(text.replace("</body>", f"<script>{TYPED}</script></body>"), encoding="utf-8")
-    dom, said = opened(tried)
+    dom, said = opened(tried, width)
     assert said == []
-    left = re.search(r"<title>left (\d+) of (\d+)</title>", dom)
+    left = re.search(r"<title>typed (\d+), pressed (\d+), of (\d+), wide (\d+)</title>", dom)
     assert left is not None
-    assert 0 < int(left[1]) == text.count('<span class="tag fused">') < int(left[2])
+    typed, pressed, rows, wider = map(int, left.groups())
+    assert 0 < typed == pressed == text.count('<span class="tag fused">') < rows
+    assert wider == 0, "the page is as wide as the window"
     broken.write_text(text.replace("</body>", "<script>missing()</script></body>"), encoding="utf-8")
     _, said = opened(broken)
     assert "missing is not defined" in said[0]
@@ -306,6 +329,11 @@ TYPED = """
 const bar = document.querySelector(".filters"), rows = [...document.querySelectorAll("#" + bar.dataset.of + " tbody tr")];
 const box = bar.querySelector("input");
 box.value = "fused";
+const shown = () => rows.filter(row => row.offsetParent !== null).length;
 box.dispatchEvent(new Event("input"));
-document.title = "left " + rows.filter(row => row.offsetParent !== null).length + " of " + rows.length;
+const typed = shown();
+box.value = "";
+bar.querySelector("[data-is=fused]").click();
+const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+document.title = `typed ${typed}, pressed ${shown()}, of ${rows.length}, wide ${wide}`;
 """

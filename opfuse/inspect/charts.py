@@ -14,7 +14,7 @@ Points = Sequence[tuple[float, float]]
 """Places along and values."""
 
 WIDTH, HEIGHT = 480, 220
-LEFT, RIGHT, TOP, BOTTOM = 76, 14, 10, 30
+LEFT, RIGHT, TOP, BOTTOM = 76, 28, 10, 30
 """Pixels: of a chart, and around what it draws."""
 
 POINTS = 600

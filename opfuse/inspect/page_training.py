@@ -164,6 +164,9 @@ FIGURES = {
 }
 """What is shown of casts, by its name in a record."""
 
+COLUMNS = 60
+"""Shades of a strip; of more steps, each is the worst of a stretch."""
+
 Place = tuple[str, str, str, str]
 """Op, tensor, plane, format."""
 
@@ -231,6 +234,8 @@ def _numbers(op: str) -> list[int]:
 def _strip(
     figure: WatchedFigure, values: Mapping[int, float | None], steps: Sequence[int], span: tuple[float, float], name: str
 ) -> PageStrip:
-    over = [values.get(step) for step in steps]
-    label = f"{figure.title} of {name}: {figure.told(over[0])} at step {steps[0]}, {figure.told(over[-1])} at step {steps[-1]}"
+    length = math.ceil(len(steps) / COLUMNS)
+    over = [figure.worst_of(map(values.get, steps[at : at + length])) for at in range(0, len(steps), length)]
+    first, last = values.get(steps[0]), values.get(steps[-1])
+    label = f"{figure.title} of {name}: {figure.told(first)} at step {steps[0]}, {figure.told(last)} at step {steps[-1]}"
     return PageStrip([None if value is None else figure.at(value) for value in over], span, label)

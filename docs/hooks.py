@@ -25,8 +25,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Roles of docstrings, such as :func:, are no words of Markdown."""
-    return re.sub(r":(?:func|class|data|meth|attr|mod|exc):(?=<code>)", "", html)
+    """Roles of docstrings, such as :func:, are no words of Markdown; nor is the backslash of a bar in a table's code."""
+    without = re.sub(r":(?:func|class|data|meth|attr|mod|exc):(?=<code>)", "", html)
+    return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|"), without)
 
 
 def readme(_: str) -> str:

@@ -73,6 +73,7 @@ def test_the_site_builds_without_a_warning() -> None:
     assert "Linear(in_features:Size,out_features:Size,bias:bool=True,*," in shown
     assert f"opfuse {opfuse.__version__}" in reference
     assert "prefers-color-scheme: dark" in reference
+    assert "opfuse report CONFIG|RUN|TRACE" in (site / "cli" / "index.html").read_text(encoding="utf-8")
     howto = re.sub(r"<[^>]+>", "", (site / "howto" / "index.html").read_text(encoding="utf-8"))
     assert "opfuse.fuse_(model, opfuse.recipes.Float8CurrentScaling())" in howto
     assert (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[2] in (site / "index.html").read_text(encoding="utf-8")

@@ -308,7 +308,8 @@ def _write_missed(event: PlanMissed) -> None:
     directory = variable(TRACE)
     named = [_writer(os.path.abspath(directory), os.getpid())] if directory else []
     for writer in dict.fromkeys((*_recording, *named)):
-        writer.plan_missed(event)
+        if writer.pid == os.getpid():  # and not that of a process which has forked this one
+            writer.plan_missed(event)
 
 
 subscribe_everywhere(_write_missed, PlanMissed)

@@ -23,6 +23,7 @@ from opfuse.formats import ROWWISE
 from opfuse.numerics.layouts import Layout
 from opfuse.ops.linear import BasicLinear
 from opfuse.recipes import Recipe, current_recipe
+from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.fuser import OperationFuser
 
 BLOCKS = (1, 16, 32, 128)
@@ -109,13 +110,14 @@ class PipelineRun:
 
     def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result for ``x``, to which copies of the last row are added for the call if the recipe needs them."""
-        if type(x) is torch.Tensor and not is_matrix(x) and isinstance(self.ops[0], BasicLinear):
+        instead, spare = stand_ins(), self.spare_of(x)
+        on_tape = isinstance(instead, BackwardTape)  # which records ops of the pipeline alone, and copies what they save
+        if type(x) is torch.Tensor and not is_matrix(x) and isinstance(self.ops[0], BasicLinear) and not on_tape:
             x = x.contiguous()  # of which torch's ``linear`` keeps a copy, too: the original may be written to from now on
-        spare = self.spare_of(x)
         if not spare:
-            whole: torch.Tensor = fuser(x, *extras, instead=stand_ins())
+            whole: torch.Tensor = fuser(x, *extras, instead=instead)
             return whole
-        result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras], instead=stand_ins())
+        result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras], instead=instead)
         return result[: _rows(x)].view(*x.shape[:-1], -1)
 
     def spare_of(self, x: torch.Tensor) -> int:

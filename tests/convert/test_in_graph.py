@@ -299,3 +299,42 @@ def test_a_file_of_a_compiler_is_of_what_the_forward_does():
     assert mlp(gelu) == (of_gelu, *others)
     assert of_gelu != of_silu
     assert others == same
+
+
+VIEWS = {
+    "rows of a matrix": lambda x: x.flatten(0, 1),
+    "time first": lambda x: x.transpose(0, 1),
+    "a part of the columns": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "a row that is repeated": lambda x: x[:, :1].expand_as(x),
+    "every second row": lambda x: x[:, ::2],
+}
+
+
+class Twice(torch.nn.Module):
+    """Of one product, or of two that share it."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32) if count == 2 else None
+
+    def forward(self, x):
+        one, other = self.one(x), x.sin() if self.other is None else self.other(x)
+        return one * other
+
+
+@pytest.mark.parametrize("make", [lambda: Twice(1), lambda: Twice(2), Layer])
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_gradient_of_an_input_that_is_no_matrix_in_memory(view, make):
+    """In a graph it is the one of a call, and nothing is lost on the way to what was called."""
+    torch.manual_seed(0)
+    model = make()
+    opfuse.fuse_(model, FP8)
+    leaf = torch.randn(4, 32, 32, requires_grad=True)
+    found = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        for _ in range(3):  # interpreted, recorded, repeated
+            y = call(VIEWS[view](leaf))
+            found.append((y, *torch.autograd.grad(y.square().sum(), [leaf, *model.parameters()])))
+    assert found[0][1].any()
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other)

@@ -1,10 +1,10 @@
 """LoRA over frozen layers of Llama 3 8B, in bf16 and stored as FP8: ``python -m benchmarks.adapters``.
 
-The four layers of ``benchmarks/converted.py``, with adapters of rank 16 in bf16 at every linear layer: PEFT over weights in bf16;
-PEFT over transformers' ``FP8Linear``, whose kernel is that of the hub (FP8 in the forward pass, weights decoded to bf16 in the
-backward pass); and the same ``FP8Linear`` converted by ``fuse_``, which multiplies the stored bytes in both passes. Models take
-turns in one process, so that ratios are of one state of the machine. Where the hub's kernel is not to be had, transformers'
-model is left out, which a line says.
+The four layers of ``benchmarks/converted.py``, at 4096 and 8192 tokens, with adapters of rank 16 in bf16 at every linear layer:
+PEFT over weights in bf16; PEFT over transformers' ``FP8Linear``, whose kernel is that of the hub (FP8 in the forward pass,
+weights decoded to bf16 in the backward pass); and the same ``FP8Linear`` converted by ``fuse_``, which multiplies the stored
+bytes in both passes. Models take turns in one process, so that ratios are of one state of the machine. Where the hub's kernel is
+not to be had, transformers' model is left out, which a line says.
 
 Memory is what a process that trains one model has: its weights, and at most in a step. The gradient of the layers' input is not
 asked for, as in a model whose embedding is frozen. All 32 layers of the model are called in checkpoints, as adapters are trained
@@ -137,9 +137,15 @@ def memory_of(name: str, how: str, stack: Stack, device: str) -> tuple[float, fl
 
 def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> Iterator[Record]:
     """Figures for the record."""
-    names = [name for name in MODELS if name != THEIRS or has_kernel()]
-    for how, layers in {"called": stack.layers, "compiled": stack.layers, "in checkpoints": ALL}.items():
-        yield from _records(names, how, stack._replace(layers=layers), device, rounds)
+    names, twice = [name for name in MODELS if name != THEIRS or has_kernel()], 2 * stack.sizes.tokens
+    longer = stack._replace(sizes=stack.sizes._replace(tokens=twice))
+    for how, each in (
+        ("called", stack),
+        ("called", longer),
+        ("compiled", longer),
+        ("in checkpoints", stack._replace(layers=ALL)),
+    ):
+        yield from _records(names, how, each, device, rounds)
 
 
 def _records(names: Sequence[str], how: str, stack: Stack, device: str, rounds: int) -> Iterator[Record]:

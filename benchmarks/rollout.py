@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import opfuse
 
 RECIPE = opfuse.recipes.Float8BlockScaling(backward_override="dequantized")
-ROUNDS = 5
+WARM, ROUNDS = 3, 5
 
 
 class Shape(NamedTuple):
@@ -88,18 +88,15 @@ def measure(shape: Shape, device: str) -> dict[str, tuple[float, float, float]]:
     def trains(model: Any) -> None:
         train(model, tokens)
 
-    def both(model: Any) -> None:
+    for model in models * WARM:
         rolls(model)
         trains(model)
-
-    found = {}
-    for phase in (rolls, trains, both):
-        for model in models * 2:
-            phase(model)
-        rounds = [[seconds(phase, model, device) for model in models] for _ in range(ROUNDS)]
-        one, other = map(statistics.median, zip(*rounds))
-        found[phase.__name__] = one, other, statistics.median(first / second for first, second in rounds)
-    return found
+    phases = {"rollout": rolls, "training": trains}
+    rounds = [[[seconds(phase, model, device) for model in models] for phase in phases.values()] for _ in range(ROUNDS)]
+    took = dict(zip(phases, zip(*rounds)))
+    took["both"] = tuple([[sum(times) for times in zip(*each)] for each in rounds])
+    medians = {name: map(statistics.median, zip(*pairs)) for name, pairs in took.items()}
+    return {name: (*medians[name], statistics.median(one / other for one, other in pairs)) for name, pairs in took.items()}
 
 
 def main() -> None:

@@ -157,7 +157,7 @@ class MadeParameters(nn.Module):
             values: list[Any] = [taken(module._parameters[own]) for module, own, _ in sources]
             whole: Any = self._parameters[name]
             node = None if whole.requires_grad or len(values) < 2 else result.grad_fn
-            if node is not None and share_memory(_array(whole), _array(values[0])):
+            if node is not None and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
                 node.register_prehook(partial(_check_unwritten, values, versions(*values)))
 
     def drop(self) -> None:
@@ -173,9 +173,7 @@ class MadeParameters(nn.Module):
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Lay what is made of several parameters out in one memory, of which each has a part; a call then copies nothing, but for
-        scales of stored ones.
-        """
+        """Lay what is made of several parameters out in one memory, of which each has a part; a call then copies nothing."""
         for sources in self.sources.values():
             values: list[Any] = [module._parameters[name] for module, name, _ in sources]
             if len(values) < 2 or any(transposed for _, _, transposed in sources):
@@ -198,7 +196,7 @@ def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
         parts = [value.mT if turn else value for value, turn in zip(values, turned)]
         whole = joined(parts).detach()
     sizes = [len(part) for part in parts]
-    if torch.is_grad_enabled() and share_memory(_array(whole), _array(values[0])):
+    if torch.is_grad_enabled() and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
         ledger.watch(values)  # whose counters the whole does not have
 
     def backward(received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
@@ -215,15 +213,14 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reached: list[bool], *parts: torch.Tensor) -> torch.Tensor:
         ctx.sizes, ctx.reached, ctx.parts = [len(part) for part in parts], reached, ()
-        arrays = [*map(_array, parts)]
-        if not _lie_together(arrays):
+        arrays = [*zip(*map(_arrays, parts))]
+        if not all(map(_lie_together, arrays)):
             with autocast_like(parts[0], None):  # which may be on with another dtype
                 return torch.cat(parts)
         ctx.parts, ctx.versions = parts, versions(*parts)
-        first = arrays[0].detach()
-        whole = first.as_strided((sum(ctx.sizes), *first.shape[1:]), first.stride(), first.storage_offset())
-        stored: list[Any] = [part for part in parts if isinstance(part, QuantizedTensor)]
-        return stored[0].over(over_rows([part.held for part in stored], whole)) if stored else whole
+        whole = [*map(_as_they_lie, arrays)]
+        first: Any = parts[0]
+        return first.over(over_rows(first.held, whole)) if isinstance(first, QuantizedTensor) else whole[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -252,15 +249,12 @@ def joined(parts: Sequence[torch.Tensor], reached: list[bool] | None = None) -> 
     return _Joined.apply([] if reached is None else reached, *parts)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _array(parameter: torch.Tensor) -> torch.Tensor:
-    """The memory of a parameter: the codes of one that is stored in rows alone."""
-    if (
-        isinstance(parameter, QuantizedTensor)
-        and parameter.held.usages == (ROWWISE,)
-        and not parameter.held.plane(ROWWISE).in_groups
-    ):
-        return parameter.held.plane(ROWWISE).data
-    return parameter
+def _arrays(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The memory of a parameter: codes and scales of one that is stored in rows alone, without those of groups of its own."""
+    if isinstance(parameter, QuantizedTensor) and parameter.held.usages == (ROWWISE,):
+        plane = parameter.held.plane(ROWWISE)
+        return (parameter,) if plane.in_groups else plane.tensors()
+    return (parameter,)
 
 
 def _lie_together(parts: Sequence[torch.Tensor]) -> bool:
@@ -271,6 +265,12 @@ def _lie_together(parts: Sequence[torch.Tensor]) -> bool:
         and share_memory(one, other)
         for one, other in pairwise(parts)
     )
+
+
+def _as_they_lie(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The one array whose rows ``parts`` are."""
+    first, rows = parts[0].detach(), sum(map(len, parts))
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:

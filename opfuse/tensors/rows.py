@@ -123,21 +123,22 @@ def cat_rows(storages: Sequence[QuantizedStorage]) -> QuantizedStorage | None:
 
 
 def packed_rows(storages: Sequence[QuantizedStorage]) -> Sequence[QuantizedStorage]:
-    """The same storages with all their codes in one new array, where :func:`over_rows` finds them; as they are if they cannot be
-    joined, or have columnwise planes, in which the codes of one row do not lie together.
+    """The same storages with the codes of all in one new array and the scales in another, where :func:`over_rows` finds them; as
+    they are if they cannot be joined, or where rows do not lie one below the other: of columnwise planes and of scales in tiles.
     """
-    if not may_join(storages) or storages[0].usages != (ROWWISE,):
+    if not may_join(storages) or storages[0].usages != (ROWWISE,) or storages[0].format.family != "block":
         return storages
     planes = [storage.plane(ROWWISE) for storage in storages]
-    parts = torch.cat([plane.data for plane in planes]).split([len(plane.data) for plane in planes])
-    packed = [replace(plane, data=data) for plane, data in zip(planes, parts)]
+    arrays = [torch.cat(parts).split([*map(len, parts)]) for parts in zip(*[plane.tensors() for plane in planes])]
+    packed = [plane.with_tensors(parts) for plane, parts in zip(planes, zip(*arrays))]
     return [replace(storage, rowwise=plane) for storage, plane in zip(storages, packed)]
 
 
-def over_rows(storages: Sequence[QuantizedStorage], codes: torch.Tensor) -> QuantizedStorage:
-    """As :func:`cat_rows` of storages that :func:`packed_rows` gave, over ``codes``, which are theirs; scales are copied."""
-    parts = [codes, *map(torch.cat, [*zip(*map(row_parts, storages))][1:])]
-    return join_rows(storages[0], parts, (len(codes), *storages[0].shape[1:]))
+def over_rows(storage: QuantizedStorage, arrays: Sequence[torch.Tensor]) -> QuantizedStorage:
+    """The storage whose first rows are ``storage``, one of those that :func:`packed_rows` gave, over their arrays."""
+    plane, rows = storage.plane(ROWWISE), len(arrays[0])
+    whole = replace(plane.with_tensors(arrays), shape=(rows, plane.shape[1]))
+    return replace(storage, shape=torch.Size((rows, *storage.shape[1:])), rowwise=whole)
 
 
 def shared_by_rows(storage: QuantizedStorage) -> list[torch.Tensor]:

@@ -517,7 +517,7 @@ def test_packed_weights_lie_in_one_memory_and_keep_their_bytes(trains, tmp_path,
         assert equal(dict(model.state_dict()), state)
         found.append((own, y, x.grad, *[p.grad for p in mlp.parameters() if trains]))
     assert all(map(torch.equal, found[0][1:], found[1][1:]))
-    assert found[1][0] == found[0][0]
+    assert found[0][0] - found[1][0] >= gate.nbytes + up.nbytes
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -36,8 +36,8 @@ from tests.turns import in_turn
 BF16 = torch.bfloat16
 E4M3 = torch.float8_e4m3fn
 QUANTIZED = [(name, override) for name, override in CASES if name != "none"]
-DERIVES = ("fp8_current", "delayed")
-"""Recipes of a per-tensor format, whose columnwise bytes are the rowwise ones transposed."""
+DERIVES = ("fp8_current", "delayed", "fp8_block")
+"""Recipes whose weights have one scale, or one for each square block: columnwise bytes are the rowwise ones, transposed."""
 
 BOTH = {
     "fp8_current": Float8CurrentScalingQuantizer(E4M3),

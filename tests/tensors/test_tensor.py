@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from opfuse.errors import MissingPlaneError, QuantizedTensorError, ShapeError
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     HybridQuantizer,
     IdentityQuantizer,
@@ -148,12 +149,12 @@ def test_h29_dropping_both_planes_is_refused_before_either_is(kind):
 
 
 @pytest.mark.row("U09")
-def test_u09_per_tensor_fp8_derives_columnwise_and_others_say_why_not():
-    whole = make("current")
-    t = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, columnwise=False)(values())
-    t.update_usage(columnwise_usage=True)
-    assert t.usages == ("rowwise", "columnwise")
-    assert same_bytes(planes(t), planes(whole))
+def test_u09_columnwise_data_is_derived_where_it_has_the_same_bytes_and_others_say_why_not():
+    for quantizer in (Float8CurrentScalingQuantizer(torch.float8_e4m3fn), Float8BlockQuantizer(torch.float8_e4m3fn)):
+        t = quantizer.wanting(columnwise=False)(values())
+        t.update_usage(columnwise_usage=True)
+        assert t.usages == ("rowwise", "columnwise")
+        assert same_bytes(planes(t), planes(quantizer(values())))
     t = MXFP8Quantizer(columnwise=False)(values())
     with pytest.raises(MissingPlaneError, match="was asked for rowwise data only"):
         t.update_usage(columnwise_usage=True)

@@ -156,7 +156,7 @@ def _records(names: Sequence[str], how: str, stack: Stack, device: str, rounds: 
         full, ratio, limit = f"{label}, {name} {how}", peak / used[BF16][1], MOST_MEMORY if name == OURS else None
         yield record(name=f"{full}, weights", value=weights, unit="MiB")
         yield record(name=f"{full}, peak of a step", value=peak, unit="MiB")
-        yield record(name=f"{full}, peak", value=ratio, unit=f"x {BF16}", limit=limit, met=limit and ratio <= limit)
+        yield record(name=f"{full}, peak", value=ratio, unit=f"x {BF16} {how}", limit=limit, met=limit and ratio <= limit)
     torch._dynamo.reset()
     every = {name: calls_of(made(name, how, stack, device), stack, device) for name in names}
     for calls in every.values():

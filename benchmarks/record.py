@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks import (
+    adapters,
     calls,
     casts,
     chained,
@@ -38,6 +39,7 @@ from benchmarks import (
     products,
     profiles,
     pytorch,
+    rollout,
     sanitizer,
     training,
 )
@@ -120,6 +122,8 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "host": calls.records,
     "converted": converted.records,
     "mixtures": mixtures.records,
+    "adapters": adapters.records,
+    "rollout": rollout.records,
     "overhead": overhead.records,
     "pytorch": pytorch.records,
     "training": training.records,

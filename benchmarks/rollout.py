@@ -5,19 +5,18 @@ Layers of a transformers model under one recipe, batch-invariant and not, on ran
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import opfuse
+from benchmarks.converted import Record, show
 
 RECIPE = opfuse.recipes.Float8BlockScaling(backward_override="dequantized")
-WARM, ROUNDS = 3, 5
+WARM, ROUNDS, MOST = 3, 5, 1.10
 
 
 class Shape(NamedTuple):
@@ -33,12 +32,15 @@ class Shape(NamedTuple):
     words: int = 32
 
 
+LARGE = Shape()
 SMALL = Shape(layers=1, hidden=128, inner=256, heads=2, vocabulary=128, rows=2, prompt=8, words=2)
 """For a CPU, on which figures say nothing."""
 
 
 def model_of(shape: Shape, device: str, *, invariant: bool) -> Any:
     """A model in bf16 whose layers compute under RECIPE."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     heads = {"num_attention_heads": shape.heads, "num_key_value_heads": max(shape.heads // 4, 1)}
     sizes = {"hidden_size": shape.hidden, "intermediate_size": shape.inner, "vocab_size": shape.vocabulary}
     config = LlamaConfig(**sizes, **heads, num_hidden_layers=shape.layers, max_position_embeddings=8192)
@@ -68,45 +70,39 @@ def train(model: Any, tokens: torch.Tensor) -> None:
 
 def seconds(phase: Callable[[Any], None], model: Any, device: str) -> float:
     """Wall time of a phase."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     phase(model)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    wait()
     return time.perf_counter() - start
 
 
-def measure(shape: Shape, device: str) -> dict[str, tuple[float, float, float]]:
-    """By phase: seconds with ``invariant`` and without, and the median ratio of a round."""
-    models = [model_of(shape, device, invariant=invariant) for invariant in (True, False)]
+def records(*, shape: Shape = LARGE, device: str = "cuda") -> Iterator[Record]:
+    """Figures for the record: milliseconds of both models, and the median ratio of a round."""
+    models = {how: model_of(shape, device, invariant=how == "invariant") for how in ("invariant", "not invariant")}
     tokens = torch.randint(shape.vocabulary, (shape.rows, shape.prompt), device=device)
-
-    def rolls(model: Any) -> None:
-        rollout(model, tokens, shape.words)
-
-    def trains(model: Any) -> None:
-        train(model, tokens)
-
-    for model in models * WARM:
-        rolls(model)
-        trains(model)
-    phases = {"rollout": rolls, "training": trains}
-    rounds = [[[seconds(phase, model, device) for model in models] for phase in phases.values()] for _ in range(ROUNDS)]
-    took = dict(zip(phases, zip(*rounds)))
-    took["both"] = tuple([[sum(times) for times in zip(*each)] for each in rounds])
-    medians = {name: map(statistics.median, zip(*pairs)) for name, pairs in took.items()}
-    return {name: (*medians[name], statistics.median(one / other for one, other in pairs)) for name, pairs in took.items()}
-
-
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda")
-    device = parser.parse_args().device
-    for name, (one, other, ratio) in measure(Shape() if device == "cuda" else SMALL, device).items():
-        print(f"{name:9s} {one * 1e3:9.1f} ms invariant, {other * 1e3:9.1f} ms not: {ratio:5.3f} times", flush=True)
+    phases: dict[str, Callable[[Any], None]] = {
+        f"rollout of {shape.words} tokens": lambda model: rollout(model, tokens, shape.words),
+        "training": lambda model: train(model, tokens),
+    }
+    for phase in phases.values():
+        for model in [*models.values()] * WARM:
+            phase(model)
+    rounds = [
+        {name: [1e3 * seconds(phase, model, device) for model in models.values()] for name, phase in phases.items()}
+        for _ in range(ROUNDS)
+    ]
+    label = f"rollout, Llama of {shape.layers} layers {shape.rows}x{shape.prompt}x{shape.hidden}"
+    for phase in (*phases, "both"):
+        pairs = [each[phase] if phase in each else [*map(sum, zip(*each.values()))] for each in rounds]
+        for how, times in zip(models, zip(*pairs)):
+            name = f"{label}, {how}, {phase}"
+            yield {"name": name, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
+        ratio, limit = statistics.median(one / other for one, other in pairs), MOST if phase == "both" else None
+        name = f"{label}, invariant, {phase}"
+        yield {"name": name, "value": ratio, "unit": "x not invariant", "limit": limit, "met": limit and ratio <= limit}
 
 
 if __name__ == "__main__":
-    main()
+    show(records())

@@ -242,8 +242,8 @@ class QuantizedTensor(Quantized):
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Have exactly the planes asked for; None leaves a plane as it is.
 
-        FP8 under one scale, or one for each square block, derives its columnwise plane from the rowwise one; other planes can
-        only be dropped. Where a plane is asked for that can be neither kept nor derived: MissingPlaneError, and nothing has changed.
+        FP8 under one scale, or one for each square block, derives its columnwise plane from the rowwise one; others can
+        only be dropped. MissingPlaneError, and nothing has changed, where a plane that is asked for cannot be had.
         """
         asked = {ROWWISE: rowwise_usage, COLUMNWISE: columnwise_usage}
         wanted = [usage for usage, flag in asked.items() if (usage in self.usages if flag is None else flag)]

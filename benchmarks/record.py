@@ -20,7 +20,6 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks import (
-    adapters,
     calls,
     casts,
     chained,
@@ -39,7 +38,6 @@ from benchmarks import (
     products,
     profiles,
     pytorch,
-    rollout,
     sanitizer,
     training,
 )
@@ -122,8 +120,6 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "host": calls.records,
     "converted": converted.records,
     "mixtures": mixtures.records,
-    "adapters": adapters.records,
-    "rollout": rollout.records,
     "overhead": overhead.records,
     "pytorch": pytorch.records,
     "training": training.records,

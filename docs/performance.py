@@ -251,8 +251,6 @@ def sections(record: Mapping[str, Any], today: str) -> Sequence[tuple[str, str]]
         "overhead": ("Cost of watching and tracing", overhead),
         "converted": ("Llama converted with fuse_", lambda record: prose.CONVERTED + problems(record, "converted")),
         "mixtures": ("Mixtures converted with fuse_", mixtures),
-        "adapters": ("LoRA over frozen weights", lambda record: prose.ADAPTERS + problems(record, "adapters")),
-        "rollout": ("Rollout and training with equal bits", lambda record: prose.ROLLOUT + problems(record, "rollout")),
         "memory": ("Memory", memory),
         "training": ("Training", lambda record: prose.TRAINING + others(record, "training")),
         "compiling": ("Compiling kernels", lambda record: prose.COMPILING + others(record, "compiling")),

@@ -230,19 +230,6 @@ does, by the names of kernels, with launches in parentheses, and how long the ho
 
 """
 
-ADAPTERS = """\
-Adapters of rank 16 by PEFT at every linear layer of Llama 3 8B's layers, one sequence, both passes and AdamW. *PEFT bf16* is over
-weights in bf16, *transformers FP8* over `FP8Linear`, *opfuse FP8* over the same after `fuse_(pack=True)` under block scaling.
-*in checkpoints* are all 32 layers. Peaks are of a process that has one model.
-
-"""
-
-ROLLOUT = """\
-What `opfuse.invariant` costs a Llama under block scaling: greedy decoding with a cache, with kept weights, and one forward and
-backward pass over the prompt. Beside it the same model without it.
-
-"""
-
 MEMORY = """\
 *saved* is what autograd keeps for the backward pass, in parentheses what the formats require; *peak* is that of one forward
 and backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In

@@ -10,6 +10,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 import opfuse
+from opfuse.convert.pipeline import PipelineRun
 from opfuse.errors import OpfuseWarning, UnsupportedError
 from tests.convert.blocks import Attention
 from tests.convert.test_fuse import EXACT, FP8, Layer
@@ -338,3 +339,14 @@ def test_the_gradient_of_an_input_that_is_no_matrix_in_memory(view, make):
     assert found[0][1].any()
     for other in found[1:]:
         torch.testing.assert_close(found[0], other)
+
+
+def test_a_copy_of_an_input_that_no_tape_saw_is_an_error(monkeypatch):
+    """What a pipeline is given in place of the input would end its gradient there; a graph gets no zeros for it."""
+    model = torch.nn.Linear(32, 32)
+    opfuse.fuse_(model, FP8)
+    run = PipelineRun._filled
+    monkeypatch.setattr(PipelineRun, "_filled", lambda self, fuser, x, extras: run(self, fuser, x.clone(), extras))
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()  # which autograd sees
+    with pytest.raises(UnsupportedError, match="wants steps that gradients pass, got a copy of an input"):
+        torch.compile(model, backend="aot_eager")(torch.randn(16, 32, requires_grad=True))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opfuse.core.context import versions
-from opfuse.errors import SavedTensorError, describe
+from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.torch_private.tensors import share_memory
 
 _COMPILED = "backward of a compiled pipeline"
@@ -90,6 +90,16 @@ class BackwardTape:
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse a backward pass after a write to ``tensors``, also where steps save other tensors over the same memory."""
         self._watched.append(SavedTensors([*tensors]))
+
+    def check_read(self, entries: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """UnsupportedError unless each of ``entries`` is a result or a step has read it. Else its gradient would end, in silence,
+        at what some code made of it beside the tape.
+        """
+        read = {number for step in self._steps or () for number in step.reads} | {self._numbers.get(id(each)) for each in results}
+        if any(self._numbers[id(entry)] not in read for entry in entries):
+            wanted, got = "steps that gradients pass", "a copy of an input that no step made"
+            cure = "call it outside of the graph, under torch.compiler.disable, and report this model"
+            raise UnsupportedError(describe(_COMPILED, wanted=wanted, got=got, cure=cure))
 
     def close(self, results: Sequence[torch.Tensor]) -> None:
         """The call is over; ``results`` are its outputs."""

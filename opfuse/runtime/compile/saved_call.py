@@ -155,7 +155,9 @@ class CallInside:
             return [found[i] for i in places]
 
         self.saved_call.backward = backward
-        return _listed(run(entries, tape))
+        outputs = _listed(run(entries, tape))
+        tape.check_read([entry for entry, want in zip(entries, self.wanted) if want], outputs)
+        return outputs
 
     def recorded_by_autograd(
         self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]

@@ -42,8 +42,8 @@ def test_2000_cases(start: int) -> None:
     assert failures(range(start, start + STEP)) == ""
 
 
-@pytest.mark.parametrize("start", range(6))
-def test_6_compiled_cases(start: int) -> None:
+@pytest.mark.parametrize("start", range(12))
+def test_12_compiled_cases(start: int) -> None:
     assert failures(range(start, start + 1), compiled=True) == ""
 
 

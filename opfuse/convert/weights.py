@@ -152,11 +152,11 @@ class MadeParameters(nn.Module):
             slots[name] = _noted(ledger, sources) if noted else joined([_read(each) for each in sources], reached)  # type: ignore[arg-type]
 
     def watch(self, result: torch.Tensor) -> None:
-        """Have the backward pass of ``result`` check frozen parameters in one memory for writes, as no gradient reaches them."""
+        """Have the backward pass of ``result`` check parameters in one memory for writes, whatever gradients it is asked for."""
         for name, sources in self.sources.items():
             values: list[Any] = [taken(module._parameters[own]) for module, own, _ in sources]
             whole: Any = self._parameters[name]
-            node = None if whole.requires_grad or len(values) < 2 else result.grad_fn
+            node = None if len(values) < 2 else result.grad_fn
             if node is not None and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
                 node.register_prehook(partial(_check_unwritten, values, versions(*values)))
 
@@ -212,20 +212,17 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, reached: list[bool], *parts: torch.Tensor) -> torch.Tensor:
-        ctx.sizes, ctx.reached, ctx.parts = [len(part) for part in parts], reached, ()
+        ctx.sizes, ctx.reached = [len(part) for part in parts], reached
         arrays = [*zip(*map(_arrays, parts))]
         if not all(map(_lie_together, arrays)):
             with autocast_like(parts[0], None):  # which may be on with another dtype
                 return torch.cat(parts)
-        ctx.parts, ctx.versions = parts, versions(*parts)
         whole = [*map(_as_they_lie, arrays)]
         first: Any = parts[0]
         return first.over(over_rows(first.held, whole)) if isinstance(first, QuantizedTensor) else whole[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if ctx.parts:
-            _check_unwritten(ctx.parts, ctx.versions)
         parts = grads[0].split(ctx.sizes)
         reached = ctx.reached or [True] * len(parts)
         return None, *[part if reaches else None for part, reaches in zip(parts, reached)]

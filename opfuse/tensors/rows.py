@@ -16,7 +16,9 @@ import torch
 
 from opfuse.formats import ROWWISE, USAGES
 from opfuse.numerics.layouts import ceil_div, load_scale, store_scale
+from opfuse.tensors.planes import map_tensors
 from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.torch_private.tensors import share_memory
 
 
 def row_unit(storage: QuantizedStorage) -> int:
@@ -27,8 +29,8 @@ def row_unit(storage: QuantizedStorage) -> int:
 def slice_rows(storage: QuantizedStorage, start: int, stop: int) -> QuantizedStorage | None:
     """Entries [start, stop) of the first dimension of ``storage``, or None where the format cannot be cut there.
 
-    Rowwise data and scales of single rows are shared with ``storage``; scales of blocks, and data that is stored transposed, are
-    copied.
+    The bytes are those of ``storage``, or all are copies, so that a later write to it leaves no codes beside scales of before:
+    copies where blocks of rows have scales, or where data is stored transposed.
     """
     if start >= stop or not _has_rows(storage):
         return None
@@ -42,7 +44,9 @@ def slice_rows(storage: QuantizedStorage, start: int, stop: int) -> QuantizedSto
         parts = {field: _row_part(plane, field)[first // n : ceil_div(last, n)] for field, n in entries.items()}
         return _from_parts(plane, parts, last - first)
 
-    return _with_planes(storage, (stop - start, *storage.shape[1:]), cut)
+    piece = _with_planes(storage, (stop - start, *storage.shape[1:]), cut)
+    same = all(map(share_memory, storage.tensors(), piece.tensors()))
+    return piece if same else map_tensors(piece, torch.clone)
 
 
 def zero_rows(storage: QuantizedStorage, shape: Sequence[int]) -> QuantizedStorage | None:

@@ -57,7 +57,8 @@ class QuantizedTensor(Quantized):
     - Matrices of a stack that were cast apart, as those of experts, are QuantizedTensors over the same bytes, read and written
       one by one: ``t[i]``, ``t.unbind()``.
     - Entries of the first dimension, cut between blocks, are a QuantizedTensor that takes quantized rows of its layout alone.
-      Any other view is a copy of the values that raises QuantizedTensorError when it is written to; ``t[index] = value`` writes.
+      It has the same bytes where formats can share all of them, else a copy. Any other view is a copy of the values that raises
+      QuantizedTensorError when it is written to; ``t[index] = value`` writes.
     """
 
     __torch_function__ = no_torch_function

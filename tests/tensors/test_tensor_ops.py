@@ -387,6 +387,19 @@ def test_matrices_of_a_stack_stay_quantized():
     assert t[1].dequantize().any()
 
 
+@every_kind
+@pytest.mark.parametrize("usage", ["rowwise", None])
+def test_a_slice_follows_a_write_to_the_whole_or_stays_as_it_was(kind, usage):
+    """In all of its planes, whose codes never stand beside scales of another time."""
+    t = make(kind, shape=(256, 96))
+    if usage is not None:
+        t.update_usage(rowwise_usage=True, columnwise_usage=False)
+    piece = t[128:]
+    before = planes(piece)
+    t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(1)) * 1000)
+    assert same_bytes(planes(piece), before) or same_bytes(planes(piece), planes(t[128:]))
+
+
 def test_slices_take_no_values_and_their_clones_do():
     t = make("current")
     before = planes(t)

@@ -56,6 +56,10 @@ ON_A_GPU = {"sigmoid", "silu", "gelu", "softplus"}
 """Those that a CPU computes otherwise for the last values of a tensor."""
 
 
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings of transformers whose angles depend on the longest sequence of a call."""
+
+
 @checked_arguments(ConversionError)
 def invariant(model: nn.Module) -> Report:
     """Make a token of ``model`` have a log-probability of the same bits in prefill, in decode with a KV cache, in any batch,
@@ -111,6 +115,11 @@ def _check_model(model: nn.Module) -> str:
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             _refuse(path, "no dropout, which draws in training", f"p={module.p}", "set its p to 0")
+        rotary: Any = getattr(module, "rope_type", None)
+        for kind in rotary.values() if isinstance(rotary, dict) else (rotary,):
+            if kind in BY_LENGTH:
+                cure = "set rope_parameters in the model's config to a type that lengths do not change, as yarn"
+                _refuse(path, "angles that follow from a token's position alone", f"rope_type {kind!r}", cure)
     return str(config._attn_implementation)
 
 
@@ -181,20 +190,26 @@ def _try(model: nn.Module) -> None:
     device = next(model.parameters()).device
     words = int(model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
     tokens = torch.arange(2 * LENGTH, device=device).remainder(words).view(2, LENGTH)
+    modes = {module: module.training for module in model.modules()}
     with torch.no_grad():
         try:
             with _Watched(model):
                 logits = model(input_ids=tokens, use_cache=False).logits
+                trained = model.train(not model.training)(input_ids=tokens, use_cache=False).logits
         except OpfuseError:
             raise
         except Exception as error:  # of a stranger's forward
             _refuse("", "a model to call on input_ids, which returns logits", str(error), "use a causal language model")
+        finally:
+            for module, training in modes.items():
+                module.training = training
         whole = log_probs(logits, tokens)
         alone = [log_probs(model(input_ids=row[None], use_cache=False).logits, row[None]) for row in tokens]
         first = model(input_ids=tokens[:, :-1], use_cache=True)
         last = model(input_ids=tokens[:, -1:], past_key_values=first.past_key_values, use_cache=True)
     decoded = log_probs(torch.cat((first.logits, last.logits), 1), tokens)
-    for other, how in ((torch.cat(alone), "alone"), (decoded, "with a KV cache")):
+    moded = log_probs(trained, tokens), "in training" if not model.training else "in eval()"
+    for other, how in (moded, (torch.cat(alone), "alone"), (decoded, "with a KV cache")):
         if not torch.equal(whole, other):
             got = f"others {how}, by up to {(whole - other).abs().max().item():.3g}"
             cure = "use a model that has none of the modules that the report does not name"

@@ -72,7 +72,7 @@ class InvariantAttention:
     """What transformers calls as attention. It remembers the sequences of a forward pass, which all layers share."""
 
     def __init__(self) -> None:
-        self.last: tuple[Any, Sequences] | None = None
+        self.last: tuple[Any, Sequences, torch.Tensor] | None = None
 
     def __call__(  # noqa: PLR0917 — as transformers calls it
         self,
@@ -113,8 +113,12 @@ class InvariantAttention:
 
     def _sequences(self, batch: int, positions: torch.Tensor, mask: torch.Tensor | None, keys: int, where: str) -> Sequences:
         now, last = (positions, mask, (batch, keys, *versions(positions))), self.last
-        if last is None or last[0][0] is not positions or last[0][1] is not mask or last[0][2] != now[2]:
-            self.last = last = now, sequences(positions.expand(batch, -1), mask, keys, where)
+        same = last is not None and last[0][0] is positions and last[0][1] is mask and last[0][2] == now[2]
+        if (
+            last is None or not same or (positions.is_inference() and not torch.equal(positions, last[2]))
+        ):  # which counts no writes
+            kept = positions.clone() if positions.is_inference() else positions
+            self.last = last = now, sequences(positions.expand(batch, -1), mask, keys, where), kept
         return last[1]
 
 

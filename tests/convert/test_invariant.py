@@ -222,6 +222,23 @@ def test_a_module_whose_rows_depend_on_each_other_is_refused():
             ConversionError,
             "sliding_window",
         ),
+        *[
+            (
+                lambda kind=kind, more=more: model_of(
+                    "dense", torch.float32, rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **more}
+                ),
+                ConversionError,
+                rf"model\.rotary_emb: wants angles that follow from a token's position alone, got rope_type '{kind}'",
+            )
+            for kind, more in (("dynamic", {}), ("longrope", {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}))
+        ],
+        (
+            lambda: transformers.MixtralForCausalLM(
+                transformers.MixtralConfig(**ALIKE, num_local_experts=4, router_jitter_noise=0.1)
+            ).eval(),
+            ConversionError,
+            r"model\.layers\.0\.mlp: wants values moved or computed one by one, .* got (empty_like|uniform_)\(\)",
+        ),
         (
             lambda: transformers.BertForMaskedLM(
                 transformers.BertConfig(
@@ -315,6 +332,27 @@ def test_sequences_follow_from_positions_and_padding():
     for positions in (torch.tensor([[1, 2]]), torch.tensor([[3, 4]])):
         with pytest.raises(ConversionError, match="positions that count"):
             sequences(positions, None, 4)
+
+
+def test_positions_written_in_inference_mode_are_read_again():
+    """Where nothing counts writes to a buffer that one call after the other is given."""
+    model, tokens = model_of("dense", torch.float32), torch.arange(12)[None]
+    opfuse.invariant(model)
+    with torch.inference_mode():
+        positions = torch.arange(12)[None].clone()
+        before = log_probs(model, tokens, position_ids=positions)
+        positions[:, 6:] -= 6
+        packed = log_probs(model, tokens, position_ids=positions)
+        assert torch.equal(packed, log_probs(model, tokens, position_ids=positions.clone()))
+        assert not torch.equal(packed, before)
+
+
+def test_modes_stay_as_they_were():
+    model = model_of("mixture", torch.float32).train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    opfuse.invariant(model)
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_a_generated_batch_scores_as_it_does_in_training():

@@ -32,19 +32,22 @@ def reasons_of(model: nn.Module, recipe: Recipe | None) -> Mapping[str, str]:
         advice = advise(model, kind=kind).layers
     except ConversionError:  # of a model without linear layers, such as experts alone
         return reasons
+    paths = {path for path, _ in model.named_modules()}  # advice has another name for a model that is a layer itself
     for layer in advice:
         if layer.advice == "bf16" and (layer.gain is None or RATES[kind] >= BF16):
-            reasons[layer.path] = layer.why
+            reasons[layer.path if layer.path in paths else ""] = layer.why
     return reasons
 
 
 def _ends(model: nn.Module) -> list[tuple[str, str]]:
-    """The first and the last of the longest list of modules of one class, with their paths."""
-    lists = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(each) for each in module}) == 1
-    ]
+    """The first and the last of the longest list of modules of one class, with their paths. Lists inside of one, such as the
+    experts of a layer, hold no layers.
+    """
+    lists = list[tuple[str, nn.ModuleList]]()
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.".lstrip(".")) for outer, _ in lists)
+        if isinstance(module, nn.ModuleList) and not inside and len({type(each) for each in module}) == 1:
+            lists.append((path, module))
     path, longest = max(lists, key=lambda each: len(each[1]), default=("", ()))
     if len(longest) < LAYERS:
         return []

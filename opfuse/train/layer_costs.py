@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -75,8 +76,8 @@ def layer_costs(model: nn.Module, recipe: object, loss: Loss) -> LayerCosts:
 
     loss: a function of the model that returns the loss of one fixed batch, a scalar with gradients. Layers are the linear layers
     and the experts of mixtures that :func:`opfuse.fuse_` converts by default. Each takes one forward and one backward pass, with
-    the same random numbers; two gradients are held at once. ConversionError for a model that is converted already, and for one
-    without such layers.
+    the same random numbers, or two under delayed scaling, since the first has no scales yet; two gradients are held at once.
+    ConversionError for a model that is converted already, and for one without such layers.
     """
     chosen = as_recipe(recipe)
     if any(converted(module) is not None for module in model.modules()):
@@ -96,6 +97,8 @@ def layer_costs(model: nn.Module, recipe: object, loss: Loss) -> LayerCosts:
             continue
         try:
             value, got = _measured(model, loss)
+            if _scales_follow_calls(module):
+                value, got = _measured(model, loss)
         finally:
             unfuse_(module)
         found.append(LayerCost(path, agreement(got, gradient).sqnr, value - plain))
@@ -109,12 +112,35 @@ def _layers(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, nn.Module]]
             yield path, module
 
 
+def _scales_follow_calls(module: nn.Module) -> bool:
+    """Whether casts have scales of earlier calls, as in delayed scaling, so that the first call had none."""
+    forwards = (converted(part) for part in module.modules())
+    return any([*op.quantizer_states] for each in forwards if each is not None for op in each.products.values())
+
+
 def _measured(model: nn.Module, loss: Loss) -> tuple[float, Sequence[torch.Tensor]]:
     """The loss, and its gradients."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     devices = {p.device for p in parameters if p.is_cuda}
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.enable_grad(), _buffers_kept(model):
         torch.manual_seed(0)
         value = loss(model)
         gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
     return float(value.detach()), gradients
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers are as they were, such as the running means of a BatchNorm, which calls in training move."""
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                module._buffers[name] = buffer.copy_(value)

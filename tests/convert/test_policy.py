@@ -190,6 +190,24 @@ def test_auto_leaves_what_is_known_in_high_precision_and_says_why():
     assert "layers.2.large" in emulated.fused
 
 
+@pytest.mark.parametrize(("layers", "kept"), [(5, {0, 4}), (2, set())])
+def test_auto_takes_no_experts_for_layers(layers, kept):
+    """Of which each layer has more than there are layers."""
+    with torch.device("meta"):
+        model = nn.Module()
+        model.layers = nn.ModuleList(
+            nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(4096, 4096) for _ in range(8))}) for _ in range(layers)
+        )
+        report = opfuse.fuse_(model, FP8, policy="auto")
+    plain = {entry.path for entry in report.of("kept")}
+    assert plain == {f"layers.{layer}.experts.{expert}" for layer in kept for expert in range(8)}
+
+
+def test_auto_holds_for_a_model_that_is_one_layer():
+    with pytest.raises(ConversionError, match="policy='auto' leaves it in high precision: casts take what products gain"):
+        opfuse.fuse_(nn.Linear(64, 64), FP8, policy="auto")
+
+
 def test_another_word_is_no_policy():
     with pytest.raises(ConversionError, match="wants 'auto', a mapping, or a function of module and path, got"):
         opfuse.fuse_(Model(), FP8, policy="automatic")

@@ -9,7 +9,7 @@ from torch import nn
 import opfuse
 from opfuse.cli import main
 from opfuse.errors import ConversionError
-from opfuse.recipes import Float8CurrentScaling, MXFP8BlockScaling
+from opfuse.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 FP8 = Float8CurrentScaling()
 
@@ -41,6 +41,26 @@ def test_layers_are_ranked_by_what_quantizing_each_alone_costs():
     twin.load_state_dict(made.state_dict())
     opfuse.fuse_(twin[int(costs.layers[0].path)], FP8)
     assert costs.layers[0].loss == pytest.approx(float(loss(twin).detach()) - costs.loss)
+
+
+def test_buffers_stay_as_they_were():
+    """The running means of a norm, which each call in training moves."""
+    made = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Linear(32, 32))
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    opfuse.layer_costs(made, FP8, loss)
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+
+
+def test_delayed_scales_are_those_of_a_call_before():
+    """The first has a scale of 1, under which small gradients are lost."""
+
+    def small(module):
+        return loss(module) * 1e-6
+
+    found = [
+        {layer.path: layer.sqnr for layer in opfuse.layer_costs(model(), each, small).layers} for each in (FP8, DelayedScaling())
+    ]
+    assert found[0] == pytest.approx(found[1], abs=3)
 
 
 def test_the_policy_is_read_by_fuse(tmp_path):

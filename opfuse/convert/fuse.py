@@ -58,8 +58,7 @@ def fuse_(
     heads and routers stay in high precision unless the policy names them.
 
     pack: place the weights of one product (gate and up; query, key and value) side by side in memory, so that calls do not copy
-    them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy, as
-    they do for weights that are stored quantized.
+    them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy.
 
     A model that is fused already is converted again. ConversionError if nothing could be converted, if a pattern matches nothing,
     and for another keyword.

@@ -138,9 +138,24 @@ def to_entry(section: Any) -> PipelineEntry:
     except (OpfuseError, RuntimeError) as error:
         message, cure = sentence(str(error))
         raise Refused(Problem("bad-value", f"{section.op} cannot be built: {message}", cure)) from error
+    if (problem := _misplaced(section.op, built)) is not None:
+        raise Refused(problem)
     if (elements := sum(parameter.numel() for parameter in built.parameters())) > MAX_ELEMENTS:
         raise Refused(Problem("too-large", f"an op of a file has at most {MAX_ELEMENTS} parameters, got {elements}", IN_PYTHON))
     return entry
+
+
+def _misplaced(key: str, built: FusibleOperation) -> Problem | None:
+    """What is wrong with an op, of another package, that does not make its parameters where a file's pipeline wants them."""
+    taken = keywords(type(built))
+    missing = [name for name in PLACEMENT if taken is not None and name not in taken]
+    parameter = next(iter(built.named_parameters()), None)
+    if parameter is None or (not missing and parameter[1].device.type == "meta"):
+        return None
+    what = f"does not take {' and '.join(missing)}" if missing else f"makes {parameter[0]} on {parameter[1].device.type}"
+    message = f"{key} {what}, and a file's pipeline sets device and dtype of all parameters"
+    cure = "take device=None, dtype=None in its constructor, and pass both on to what makes the parameters"
+    return Problem("bad-value", message, cure)
 
 
 def check_channels(entries: Sequence[PipelineEntry]) -> Sequence[PipelineEntry]:

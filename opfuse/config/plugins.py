@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from opfuse.config.findings import sentence
 from opfuse.core.operation import FusibleOperation
-from opfuse.errors import OpfuseWarning, describe
+from opfuse.core.spec import argument, domains, spec_of
+from opfuse.errors import OpfuseError, OpfuseWarning, describe
 from opfuse.fusions.declared import EMITTERS, learn
 from opfuse.ops import OPS
 
@@ -43,7 +46,11 @@ def _offered(group: str, fault_of: Callable[[EntryPoint, Any], PointFault]) -> I
             value = point.load()
             fault = fault_of(point, value)
         except Exception as error:  # whatever the module of somebody else raises
-            value, fault = None, ("one that can be imported", f"{type(error).__name__}: {error}", "mend or uninstall it")
+            message, cure = sentence(str(error)) if isinstance(error, OpfuseError) else (str(error), "")
+            value, fault = (
+                None,
+                ("one that can be imported", f"{type(error).__name__}: {message}", cure or "mend or uninstall it"),
+            )
         if fault is None:
             yield point.name, value
         else:
@@ -59,6 +66,11 @@ def _fault_of_op(point: EntryPoint, cls: Any) -> PointFault:
         return "a name that no op of opfuse has", repr(point.name), "rename class and entry point"
     if point.name != cls.kind:
         return "the kind of its op, which patterns say", repr(point.name), f"name the entry point {cls.kind}"
+    spec = spec_of(cls)
+    untyped = [argument(each.name) for each in fields(spec) if each.name not in domains(spec)]
+    if untyped:
+        cure = f"annotate it with int, float, bool or str, as in {untyped[0]}: int"
+        return "arguments with types that a file can hold", f"{cls.__name__}(..., {untyped[0]}, ...)", cure
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -151,6 +152,9 @@ def _unknown_choice(line: ReportLine, sections: Sections) -> list[Problem]:
     key, tag, known = _choice(line, sections)
     what = OTHERS.get(_names(line["loc"]), CHOICES[key])
     help = similar(tag, known) or f"one of {', '.join(known)}"
+    if what == "op" and not get_close_matches(tag[:100], known, cutoff=0.75):  # no slip of the pen
+        end = "" if help.endswith("?") else "."
+        help += f"{end} An op of your own comes from an installed package, by its entry point in opfuse.ops"
     return [Problem(f"unknown-{what}", f"there is no {what} {shown(tag)}", help, (key,))]
 
 

@@ -61,7 +61,11 @@ def hyper_parameters(init: Callable[P, None]) -> Callable[P, None]:
 
     The constructor gets them in their normal form; SpecError for a value that its annotation does not allow. So a
     hyper-parameter has its name, type and default in one place, which ``inspect.signature``, editors and type checkers read.
+    SpecError for a class in place of its constructor.
     """
+    if isinstance(init, type):
+        cure = "write @hyper_parameters on the line above def __init__"
+        raise SpecError(describe("hyper_parameters", wanted="the constructor of an op", got=repr(init), cure=cure))
     signature = inspect.signature(init)
     _, *arguments = signature.parameters.values()
     named = {_FIELDS.get(p.name, p.name): p for p in arguments if p.name not in PLACEMENT}

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,85 @@ def test_own_ops_and_functions_come_from_entry_points(tmp_path: Path) -> None:
         "near": "did you mean 'gemm_mish'?",
     }.items():
         assert re.search(told, found["wrong"][name], re.DOTALL), found["wrong"][name]
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "ops.md"
+SHIFT = CONFIG.replace("{op: gain, size: 64, first: 2.0}", "{op: shift, size: 64, start: 0.5}").replace(
+    "- {op: mish}", "- {op: silu}"
+)
+SHIFT = SHIFT.replace(RULE, "")
+
+
+def checked(tmp_path: Path, module: str) -> subprocess.CompletedProcess[str]:
+    """``opfuse check`` of a file with the op that ops.md shows, where ``module`` is what its package holds."""
+    (points,) = re.findall(
+        r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8").partition("### Use your op in a file")[2], re.DOTALL
+    )
+    declared = tomllib.loads(points)["project"]["entry-points"]["opfuse.ops"]
+    (tmp_path / "my_ops.py").write_text(module)
+    (tmp_path / "my_ops-0.1.dist-info").mkdir()
+    (tmp_path / "my_ops-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: my-ops\nVersion: 0.1\n")
+    lines = "".join(f"{name} = {value}\n" for name, value in declared.items())
+    (tmp_path / "my_ops-0.1.dist-info" / "entry_points.txt").write_text(f"[opfuse.ops]\n{lines}")
+    (tmp_path / "mine.yaml").write_text(SHIFT)
+    path = os.pathsep.join((str(tmp_path), *filter(None, (os.environ.get("PYTHONPATH"), os.getcwd()))))
+    asked = [sys.executable, "-m", "opfuse", "check", "mine.yaml"]
+    return subprocess.run(
+        asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+
+
+def module_of_the_page() -> str:
+    """The module that ops.md shows."""
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return next(block for block in blocks if "@hyper_parameters" in block)
+
+
+def test_the_package_of_the_page_gives_files_an_op(tmp_path: Path) -> None:
+    done = checked(tmp_path, module_of_the_page())
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+WITHOUT = {
+    "placement": (
+        ", device=None, dtype=None",
+        "",
+        "error\\[bad-value\\]: shift does not take device and dtype, .*help: take device=None, dtype=None in its constructor",
+    ),
+    "device": ("device=device", "device='cpu'", "error\\[bad-value\\]: shift makes shift on cpu"),
+    "types": (
+        "size: int",
+        "size",
+        r"wants arguments with types that a file can hold, got Shift\(..., size, ...\). Cure: .*size: int",
+    ),
+    "package": (
+        "class Shift",
+        "class Shifts",
+        r"there is no op 'shift'.*An op of your own comes from an installed package, by its entry point in opfuse\.ops",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WITHOUT)
+def test_an_op_that_no_file_can_use_is_told_with_what_to_do(fault: str, tmp_path: Path) -> None:
+    old, new, told = WITHOUT[fault]
+    module = module_of_the_page()
+    if fault == "placement":
+        module = module.replace(", device=device, dtype=dtype", "")
+    assert old in module
+    done = checked(tmp_path, module.replace(old, new))
+    assert done.returncode == 1
+    assert re.search(told, done.stdout + done.stderr, re.DOTALL), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_decorator_on_the_class_says_where_it_belongs(tmp_path: Path) -> None:
+    module = (
+        module_of_the_page().replace("    @hyper_parameters", "    #").replace("class Shift", "@hyper_parameters\nclass Shift")
+    )
+    told = checked(tmp_path, module).stderr
+    assert "got SpecError: hyper_parameters: wants the constructor of an op, got <class 'my_ops.Shift'>" in told
+    assert re.findall("Cure: .*", told) == ["Cure: write @hyper_parameters on the line above def __init__."]
 
 
 def test_a_file_imports_nothing() -> None:

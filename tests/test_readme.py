@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 import opfuse
 from docs import tables
 from opfuse import ops, recipes
+from opfuse.compiler import rules
+from opfuse.config.guards import to_guards
 from opfuse.config.load import check
+from opfuse.errors import FusionError
 from tests.plans import plans_used
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -136,6 +140,22 @@ def test_fusion_example_fires_and_changes_no_bit(names: dict[str, Any]) -> None:
         fused = model(x)
     assert "scaled_linear" in plans[0].fusions
     assert torch.equal(plain, fused)
+
+
+def test_guards_of_the_page_are_the_same_in_python_and_in_a_file_and_are_all() -> None:
+    rows = re.findall(
+        r"^\| `(\w+\(.*\))` \| (?:`(.*)`)? ?\| ", (ROOT / "docs" / "fusions.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    functions = {name.removesuffix("_"): getattr(rules, name) for name in rules.__all__}
+    guards = [eval(code, {"torch": torch, "is_": rules.is_, **functions}) for code, _ in rows]
+    assert {guard.test for guard in guards} == set(rules.TESTS)
+    places = {"linear": ("basic_linear",), "act": ("gelu", "relu")}
+    written = [(guard, YAML(typ="safe").load(text)) for guard, (_, text) in zip(guards, rows, strict=True) if text]
+    assert len(written) == len(rows) - 1
+    assert [to_guards(when, places) for _, when in written] == [(guard,) for guard, _ in written]
+    with pytest.raises(FusionError) as told:
+        rules.fusion("mine", "linear=basic_linear act=gelu", when=(True,), forward=lambda x, *, linear, act: x)
+    assert [word for word in rules.TESTS if word not in str(told.value)] == []
 
 
 @pytest.mark.parametrize("page", ["howto", "fusions"])

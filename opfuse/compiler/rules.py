@@ -295,7 +295,9 @@ class Fusion:
 
     def _check_guards(self) -> None:
         if not isinstance(self.when, tuple) or not all(isinstance(guard, Guard) for guard in self.when):
-            self._refuse("a tuple of guards as when", repr(self.when), "write when=(is_('env.device', 'cuda'),)")
+            words = ", ".join(f"{word}_" if word == "is" else word for word in TESTS)
+            cure = f"write when=(is_('env.device', 'cuda'),), with a function of opfuse.compiler.rules: {words}"
+            self._refuse("a tuple of guards as when", repr(self.when), cure)
         roots = ("env", *(term.name for term in self.pattern))
         for guard in self.when:
             if (root := guard.reads.split(".")[0]) not in roots:

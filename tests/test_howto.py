@@ -48,6 +48,14 @@ def test_the_run_of_the_page_has_the_casts_and_the_losses_in_the_order_of_steps(
     assert {"loss", "0/input/amax", "2/weight/sqnr"} <= run.names
 
 
+def test_a_run_that_goes_on_from_its_checkpoint_has_the_bits_of_one_that_did_not_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    executed("torch.load(")
+    assert capsys.readouterr().out == "True True\n"
+
+
 def test_a_run_is_recorded_and_the_commands_make_pages_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     executed("watch.log(")

@@ -49,6 +49,8 @@ def _print_torch(found: Any) -> None:
     if found["faults"]:
         echo(f"torch {found['installed']} differs from those that opfuse was tried with ({', '.join(found['tried'])}):")
         echo("\n".join(f"- {fault}" for fault in found["faults"]) + "\n")
+    else:
+        echo(f"torch {found['installed']} has all that opfuse takes of it beside its public interface, checked now\n")
 
 
 def _print_recipes(found: Any) -> None:

@@ -79,7 +79,7 @@ def load_policy(path: str | Path) -> Choices:
 
     ConfigError with every finding. fuse_ checks whether patterns fit the model.
     """
-    return loads_policy(*text_at(path))
+    return loads_policy(*text_at(path, {}))
 
 
 def check(path: str | Path) -> tuple[Finding, ...]:
@@ -94,19 +94,23 @@ def check(path: str | Path) -> tuple[Finding, ...]:
         return error.findings
 
 
-def text_at(path: str | Path) -> tuple[bytes, str]:
-    """The text of the file at ``path``, or of the example of that name, and its path. ConfigError if there is neither."""
+def text_at(path: str | Path, known: Mapping[str, Path] | None = None) -> tuple[bytes, str]:
+    """The text of the file at ``path``, or of the example of that name, and its path. ConfigError if there is neither.
+
+    known: the examples by their names; None: those of configurations.
+    """
     if not isinstance(path, (str, Path)):
         got, help = f"a path is a text, got {type(path).__name__}", "write the path of a file, or the name of an example"
         raise ConfigError(Finding("load", Span(1, 1), "no-file", got, help))
-    file, known = Path(path), examples()
+    file, known = Path(path), examples() if known is None else known
     if not file.exists():
         file = known.get(str(path), file)
     try:
         with file.open("rb") as stream:
             return stream.read(MAX_BYTES + 1), str(file)
     except OSError as error:
-        help = similar(str(path), known) or f"write the path of a file, or an example: {', '.join(known)}"
+        example = f", or an example: {', '.join(known)}" if known else ""
+        help = similar(str(path), known) or f"write the path of a file{example}"
         raise ConfigError(Finding(str(path), Span(1, 1), "no-file", error.strerror or str(error), help)) from None
 
 

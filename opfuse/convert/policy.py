@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import PurePath
 from typing import Literal, NamedTuple, NoReturn
 
 from torch import nn
@@ -48,7 +49,9 @@ class Policies:
             _refuse("filter_fn", "a function of module and path", got, "filter_fn=lambda module, path: 'mlp' in path")
         other = policy is not None and policy != AUTO and not isinstance(policy, Mapping)
         if other and (got := uncallable(policy, model, "")):
-            _refuse("policy", "'auto', a mapping, or a function of module and path", got, "policy={'lm_head': 'default'}")
+            file = isinstance(policy, (str, PurePath)) and PurePath(policy).suffix in (".yaml", ".yml")
+            cure = f"opfuse.fuse_(model, **opfuse.load_policy({str(policy)!r}))" if file else "policy={'lm_head': 'default'}"
+            _refuse("policy", "'auto', a mapping, or a function of module and path", got, cure)
         self.model = model
         self.recipe = None if recipe is None else as_recipe(recipe)
         self.policy = None if isinstance(policy, str) else policy

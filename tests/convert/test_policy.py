@@ -208,6 +208,15 @@ def test_auto_holds_for_a_model_that_is_one_layer():
         opfuse.fuse_(nn.Linear(64, 64), FP8, policy="auto")
 
 
+def test_a_file_that_is_missing_is_told_without_names_of_configurations(tmp_path):
+    with pytest.raises(ConfigError, match=r"error\[no-file\].*\n.*help: write the path of a file$"):
+        opfuse.load_policy(tmp_path / "mxfp8.yaml")
+    with pytest.raises(ConfigError, match="no-file"):
+        opfuse.load_policy("quickstart")
+
+
 def test_another_word_is_no_policy():
     with pytest.raises(ConversionError, match="wants 'auto', a mapping, or a function of module and path, got"):
         opfuse.fuse_(Model(), FP8, policy="automatic")
+    with pytest.raises(ConversionError, match=r"Cure: write opfuse\.fuse_\(model, \*\*opfuse\.load_policy\('fp8\.yaml'\)\)\."):
+        opfuse.fuse_(Model(), FP8, policy="fp8.yaml")

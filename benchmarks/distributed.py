@@ -233,13 +233,18 @@ def waits(training: Training) -> int:
 
 
 def traced(training: Training) -> list[dict[str, Any]]:
-    """What ran on the device in ``TRACED`` steps, by torch.profiler's trace."""
+    """What ran on the device in ``TRACED`` steps that follow each other, by torch.profiler's trace.
+
+    A step before them fills the device's queue: from an idle device, gathers would wait for the host, as in no step of a run.
+    """
     torch.cuda.synchronize()
     dist.barrier()
-    with torch.profiler.profile() as profile:
-        for _ in range(TRACED):
+    with torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=TRACED)) as profile:
+        for number in range(1 + TRACED):
             training.step()
-        torch.cuda.synchronize()
+            if number == TRACED:
+                torch.cuda.synchronize()
+            profile.step()
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         events: list[dict[str, Any]] = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]

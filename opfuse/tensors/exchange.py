@@ -38,10 +38,17 @@ def refuse(func: Any, run: Callable[..., Any], args: Sequence[Any], target: torc
     """QuantizedTensorError for a collective that would write into ``target``, once this rank has taken part by ``run``."""
     for made in tree_leaves(run(*tree_map(_copied_values, tuple(args)))):
         if isinstance(made, torch.ScriptObject):
-            torch.distributed.Work.unbox(made).wait()
+            _wait(made)
     wanted, got = "a plain tensor to write into", "one that lives quantized"
     cure = "let it write into a plain one, and copy_ that; broadcast sends the bytes of a quantized tensor"
     raise QuantizedTensorError(describe(f"{func} on {target!r}", wanted=wanted, got=got, cure=cure))
+
+
+def _wait(boxed: Any) -> None:
+    """Wait for a collective. One that NCCL ran on the current stream has no work to wait for."""
+    work = torch.distributed.Work.unbox(boxed)
+    if work is not None:
+        work.wait()
 
 
 def _copied_values(x: Any) -> Any:
@@ -65,7 +72,7 @@ def broadcast(func: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
         received = map_tensors(record, lambda held: held.clone(memory_format=torch.contiguous_format))
         for part in received.tensors():
             _, work = func([part.reshape(-1).view(torch.uint8)], *rest)
-            torch.distributed.Work.unbox(work).wait()
+            _wait(work)
         target.copy_(target.over(received))
     return tensors, work
 

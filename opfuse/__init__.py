@@ -45,6 +45,7 @@ GROUPS = {
         "kept_weights": "opfuse.runtime.weights.cast_cache",
         "offloaded": "opfuse.runtime.offload",
         "interpreted": "opfuse.runtime.replay.dispatch",
+        "ExpertParallel": "opfuse.convert.expert_parallel",
         "TensorParallel": "opfuse.ops.parallel",
     },
     "Weights and state dicts": {

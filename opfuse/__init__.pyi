@@ -21,6 +21,7 @@ from opfuse.convert import invariant as invariant
 from opfuse.convert import register_experts as register_experts
 from opfuse.convert import report as report
 from opfuse.convert import unfuse_ as unfuse_
+from opfuse.convert.expert_parallel import ExpertParallel as ExpertParallel
 from opfuse.core.state import plain_state_dict as plain_state_dict
 from opfuse.core.state import prepare_delayed as prepare_delayed
 from opfuse.inspect.advise import advise as advise

@@ -23,6 +23,7 @@ from opfuse.core.protocol import Grouping
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, OpfuseError, describe
 from opfuse.recipes.autocast import current_amax_group
+from opfuse.recipes.delayed import THIS_RANK
 
 
 class PlanKey(NamedTuple):
@@ -218,15 +219,21 @@ def live_casts(
     graph: Graph, ops: Sequence[BasicOperation], env: Env, labels: Sequence[str]
 ) -> tuple[dict[int, Cast], dict[int, dict[str, Cast]]]:
     """What each quantize node runs, and what the methods of ops that cast by themselves do, by role. labels: of the ops."""
-    group = current_amax_group()
+    around = group = current_amax_group()
     casts, own = {}, {}
     for node in graph.nodes:
+        if not RANK_ALONE.isdisjoint(node.traits):
+            group = THIS_RANK if "dispatches" in node.traits else around
         if node.is_cast:
             casts[node.index] = _live_cast(node.spec, ops[node.op], env, group, labels[node.op])
         if node.casts:
             op, label = ops[node.op], labels[node.op]
             own[node.index] = {spec.role: _live_cast(spec, op, env, group, label) for spec in node.casts}
     return casts, own
+
+
+RANK_ALONE = frozenset(("dispatches", "returns"))
+"""Traits of ops between which a rank has experts of its own: their amaxes are nobody else's."""
 
 
 def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: str) -> Cast:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import permutations, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -32,8 +32,10 @@ from opfuse.convert.record import (
     required_arguments,
     training_or_not,
 )
-from opfuse.convert.weights import MadeParameters
+from opfuse.convert.weights import LocalParameters, MadeParameters
+from opfuse.core.operation import BasicOperation
 from opfuse.ops.activation import ClampedSwiGLU, GatedActivation
+from opfuse.ops.all_to_all import AllToAllDispatch, AllToAllReturn
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.routing import TokenCombine, TokenPermute
 from opfuse.recipes import Recipe
@@ -265,11 +267,20 @@ class _Gate(torch.autograd.Function):
 SPLITS, PLACES = "splits", "places"
 """The channels that carry the number of rows of each expert, and where the rows of each token lie."""
 
+OWN, COUNTS, ORDER = "own", "counts", "order"
+"""Those of experts over ranks: rows of each expert of this rank, and how rows of all ranks came to it."""
+
 
 class Routed(Converted):
     """The forward of a module with experts. A number that is no expert's, as routers write for one on another device, adds
     nothing.
+
+    found: the experts.
     """
+
+    found: Experts
+    takes_none = False
+    """Whether its pipeline is also for calls without tokens."""
 
     def _is_proven(self, given: Sequence[Any]) -> bool:
         """Tokens (n, width) of the dtype of the matrices, an integer (n, k) of experts, and weights (n, k).
@@ -284,8 +295,8 @@ class Routed(Converted):
             or index.shape != weights.shape
             or len(index) != len(x)
             or x.stride(-1) != 1
-            or 0 in x.shape
-            or 0 in index.shape
+            or 0 in (x.shape[1], index.shape[1])
+            or not (len(x) or self.takes_none)
             or index.is_floating_point()
             or not weights.is_floating_point()
         ):
@@ -298,48 +309,78 @@ class Routed(Converted):
         return (torch.empty_like(given[0]),)
 
 
+AnyRouted = TypeVar("AnyRouted", bound=Routed)
+
+
+class Spread(NamedTuple):
+    """Experts that a process group of ``ranks`` shares in equal parts. quantized: whether codes travel where they can."""
+
+    group: Any
+    ranks: int
+    quantized: bool
+
+
 def build_experts(found: Experts, path: str, recipe: Recipe | None) -> Routed:
     """The new forward of a module with experts."""
+    return routed(Routed, found, pipeline_of(found, path), path, recipe)
+
+
+def routed(kind: type[AnyRouted], found: Experts, run: PipelineRun, path: str, recipe: Recipe | None) -> AnyRouted:
+    """A forward that runs a pipeline of :func:`pipeline_of`."""
+    members = dict(found.module.named_children())
+    made = kind(found.module, path, arguments=found.arguments, run=run, members=members, recipe=recipe, proven=Proven())
+    made.found = found
+    return made
+
+
+def pipeline_of(found: Experts, path: str, over: Spread | None = None) -> PipelineRun:
+    """The ops of a module with experts; ``over`` ranks, they are those of one rank, and rows go to others and come back."""
     experts, width, inner = found.sizes
-    permute = TokenPermute(experts)
-    combine = TokenCombine(weighted=True)
-    for number, channel in enumerate((SPLITS, PLACES)):
-        permute.set_extra_output_channel(number, channel, output_to_caller=False)
-    combine.set_extra_input_channel(0, PLACES)
-    run = PipelineRun(ops=[permute], names=["permute"], extras=[0, 1, INPUT], path=path)
-    for number, (name, sizes) in enumerate(((found.both, (width, 2 * inner)), (found.down, (inner, width)))):
+    run = PipelineRun(extras=[0, 1, INPUT], path=path)
+
+    def add(name: str, op: BasicOperation, reads: Sequence[str] = (), gives: Sequence[str] = ()) -> None:
+        for number, channel in enumerate(reads):
+            op.set_extra_input_channel(number, channel)
+        for number, channel in enumerate(gives):
+            op.set_extra_output_channel(number, channel, output_to_caller=False)
+        run.ops.append(op)
+        run.names.append(name)
+
+    def add_product(number: int, name: str, columns: int, rows: int) -> None:
         sources = {"weight": (name, found.transposed)}
         if found.biases:
             sources["bias"] = found.biases[number], False
-        op, made = _grouped(found.module, sources, experts, *sizes)
+        op, made = _grouped(found.module, sources, experts // (over.ranks if over else 1), columns, rows, parts=over is not None)
         op.name = f"{path}.{name}".lstrip(".")
-        op.set_extra_input_channel(0, SPLITS)
-        run.ops.append(op)
-        run.names.append(name)
         run.made.append(made)
-    run.ops.insert(2, found.gate)
-    run.names.insert(2, found.gate.kind)
-    run.ops.append(combine)
-    run.names.append("combine")
-    return Routed(
-        found.module,
-        path,
-        arguments=found.arguments,
-        run=run,
-        members=dict(found.module.named_children()),
-        recipe=recipe,
-        proven=Proven(),
-    )
+        add(name, op, (OWN if over else SPLITS,))
+
+    def add_exchange(name: str, kind: type[AllToAllDispatch | AllToAllReturn], product: str, **channels: Sequence[str]) -> None:
+        if over is not None:
+            op = kind(experts, over.group, quantized=over.quantized and not found.biases)
+            op.name = f"{path}.{product}".lstrip(".")  # that of the product, so casts are alike
+            add(name, op, **channels)
+
+    sent = OWN, COUNTS, ORDER
+    add("permute", TokenPermute(experts), gives=(SPLITS, PLACES))
+    add_exchange("dispatch", AllToAllDispatch, found.both, reads=(SPLITS,), gives=sent)
+    add_product(0, found.both, width, 2 * inner)
+    add(found.gate.kind, found.gate)
+    add_product(1, found.down, inner, width)
+    add_exchange("return", AllToAllReturn, found.down, reads=(SPLITS, *sent))
+    add("combine", TokenCombine(weighted=True), (PLACES,))
+    return run
 
 
 def _grouped(
-    module: nn.Module, sources: Mapping[str, tuple[str, bool]], experts: int, columns: int, rows: int
+    module: nn.Module, sources: Mapping[str, tuple[str, bool]], experts: int, columns: int, rows: int, *, parts: bool
 ) -> tuple[GroupedLinear, MadeParameters]:
     """A grouped product (columns to rows), and what lends it its parameters.
 
-    sources: by the op's names, those of ``module``, and whether they are transposed.
+    sources: by the op's names, those of ``module``, and whether they are transposed. parts: whether this rank has a part of each.
     """
-    made = MadeParameters({own: ((module, name, transposed),) for own, (name, transposed) in sources.items()})
+    lends = LocalParameters if parts else MadeParameters
+    made = lends({own: ((module, name, transposed),) for own, (name, transposed) in sources.items()})
     options: dict[str, Any] = {
         "bias": "bias" in sources,
         "single_grouped_weight": True,

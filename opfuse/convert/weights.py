@@ -142,6 +142,10 @@ class MadeParameters(nn.Module):
             self.__dict__.update(apart=_why_apart(parts) if len(parts) > 1 else "", loads=LOADS[0])
         return self.apart
 
+    def read(self, source: Source) -> torch.Tensor:
+        """A parameter as it is joined with others."""
+        return _read(source)
+
     def fill(self) -> None:
         """Make them, as autograd records it."""
         slots: dict[str, Any] = self._parameters
@@ -149,7 +153,7 @@ class MadeParameters(nn.Module):
         self.__dict__["reached"] = reached = list[bool]()
         for name, sources in self.sources.items():
             noted = isinstance(ledger, BackwardTape)
-            slots[name] = _noted(ledger, sources) if noted else joined([_read(each) for each in sources], reached)  # type: ignore[arg-type]
+            slots[name] = _noted(ledger, sources) if noted else joined([*map(self.read, sources)], reached)  # type: ignore[arg-type]
 
     def watch(self, result: torch.Tensor) -> None:
         """Have the backward pass of ``result`` check parameters in one memory for writes, whatever gradients it is asked for."""
@@ -168,7 +172,7 @@ class MadeParameters(nn.Module):
             like: Any = module._parameters[own]
             blank = self.blanks.get(name)
             if blank is None or (blank.dtype, blank.device) != (like.dtype, like.device):
-                blank = self.blanks[name] = _blank([_read(source) for source in sources])
+                blank = self.blanks[name] = _blank([*map(self.read, sources)])
             slots[name] = blank
 
     @torch.no_grad()
@@ -186,6 +190,16 @@ class MadeParameters(nn.Module):
                 whole = torch.cat(values)
                 for value, part in zip(values, whole.split([len(value) for value in values])):
                     value.data = part
+
+
+class LocalParameters(MadeParameters):
+    """Of DTensor parameters, the part of this rank."""
+
+    def read(self, source: Source) -> torch.Tensor:
+        module, name, transposed = source
+        value: Any = module._parameters[name]
+        part: torch.Tensor = value.to_local()
+        return part.mT if transposed else part
 
 
 def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:

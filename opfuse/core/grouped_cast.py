@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -19,10 +20,12 @@ import torch
 from opfuse.core.cast import Cast, Fused, fixed
 from opfuse.core.context import Value, plain
 from opfuse.errors import ShapeError, describe
+from opfuse.formats import ROWWISE
 from opfuse.recipes.delayed import DelayedScalingState
+from opfuse.tensors.expert_rows import in_parts, mirrored_parts
 from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import Float8Quantizer, GroupedQuantizer, Quantizer
-from opfuse.tensors.ragged import RaggedProducts, cast_in_groups, encoding_in_groups, groups_in
+from opfuse.tensors.ragged import RaggedPlane, RaggedProducts, cast_in_groups, encoding_in_groups, groups_in
 from opfuse.tensors.storage import QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -57,7 +60,7 @@ class GroupedCast(Cast):
         copied first.
         """
         if isinstance(x, QuantizedStorage) and (sizes_of(x) is not None or groups_in(x) is not None):
-            return x
+            return x if x.usages != (ROWWISE,) else self._completed(x, self.splits if splits is None else splits)
         x = x.detach().dequantize() if isinstance(x, QuantizedTensor) else plain(x)
         shape = x.shape if index is None else torch.Size((len(index), *x.shape[1:]))
         rows = matrix_shape(shape)[0]
@@ -73,6 +76,37 @@ class GroupedCast(Cast):
         self._check(quantizer, shape, dtype)
         storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
+
+    def _completed(self, x: QuantizedStorage, splits: torch.Tensor | Sizes | None) -> QuantizedStorage:
+        """``x``, whose groups were cast by rows before they came from other ranks, as this cast would make it: its rowwise plane
+        as it is, the columnwise one of the values in that. If it has another format than the cast makes, its values are cast.
+        """
+        rowwise = x.plane(ROWWISE)
+        if not isinstance(rowwise, RaggedPlane):
+            return x
+        if rowwise.format.as_stored != self.quantizer.formats[0].as_stored:
+            return self(x.dequantize(x.dtype), splits)
+        if not isinstance(splits, torch.Tensor) or not self._stay(splits, x.shape):
+            return self._completed_on_host(x, rowwise, splits)
+        if not self.quantizer.columnwise:
+            return x
+        if rowwise.is_mirror:
+            return replace(x, columnwise=rowwise.transposed())
+        columns = self.quantizer.wanting(rowwise=False, columnwise=True)
+        return replace(x, columnwise=cast_in_groups(columns, x.dequantize(x.dtype), splits).columnwise)
+
+    def _completed_on_host(
+        self, x: QuantizedStorage, rowwise: RaggedPlane, splits: torch.Tensor | Sizes | None
+    ) -> QuantizedStorage:
+        rows = x.shape[0]
+        sizes = read_sizes(splits, rows, where=self.op.label) if isinstance(splits, torch.Tensor) else splits or ()
+        quantizer, parts = self._grouped(check_sizes(sizes, rows, where=self.where), x.device), in_parts(rowwise, sizes)
+        columnwise = None
+        if self.quantizer.columnwise and rowwise.is_mirror:
+            columnwise = mirrored_parts(parts, quantizer.multiple)
+        elif self.quantizer.columnwise:
+            columnwise = quantizer.wanting(rowwise=False, columnwise=True).quantize(x.dequantize(x.dtype)).columnwise
+        return replace(x, rowwise=parts, columnwise=columnwise)
 
     def by(self, splits: torch.Tensor | Sizes | None = None) -> GroupedCast:
         """A copy of the cast for groups of ``splits`` rows."""
@@ -129,7 +163,7 @@ class GroupedCast(Cast):
         """:meth:`_check` of groups that begin on tiles in a columnwise plane, where any number of rows has whole blocks."""
         self._check(self.quantizer.wanting(columnwise=False), shape, dtype)
 
-    def _grouped(self, sizes: Sizes, device: torch.device) -> Quantizer:
+    def _grouped(self, sizes: Sizes, device: torch.device) -> GroupedQuantizer:
         each = self._quantizers_of_groups(device) or (self.quantizer,) * self.groups
         usages = {"rowwise": self.quantizer.rowwise, "columnwise": self.quantizer.columnwise}
         quantizer = GroupedQuantizer(each, sizes, padded=self.padded, **usages)

@@ -10,7 +10,7 @@ from opfuse.fusions.backward import (
     BACKWARD_LINEAR_SCALE,
 )
 from opfuse.fusions.chain import ELEMENTWISE
-from opfuse.fusions.dispatch import DISPATCH_CAST
+from opfuse.fusions.dispatch import DISPATCH_CAST, DISPATCH_EXCHANGE
 from opfuse.fusions.epilogue import EPILOGUE, EPILOGUE_GROUPS, LINEAR_ADD, LINEAR_SCALE_ADD
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "BACKWARD_LINEAR_ADD",
     "BACKWARD_LINEAR_SCALE",
     "DISPATCH_CAST",
+    "DISPATCH_EXCHANGE",
     "ELEMENTWISE",
     "EPILOGUE",
     "EPILOGUE_GROUPS",
@@ -37,6 +38,7 @@ RULES = RuleSet(
         EPILOGUE,
         ELEMENTWISE,
         DISPATCH_CAST,
+        DISPATCH_EXCHANGE,
         BACKWARD_LINEAR_ADD,
         BACKWARD_LINEAR_SCALE,
         BACKWARD_ADD_RMS_NORM,

@@ -1,4 +1,4 @@
-"""The forward rule that casts rows for experts as it reads them, instead of copying them first."""
+"""The forward rules that cast rows for experts as they read them, instead of copying them first."""
 
 from __future__ import annotations
 
@@ -22,5 +22,22 @@ DISPATCH_CAST = fusion(
     {"dispatch": "token_dispatch|token_permute", "quantize": "quantize_groups"},
     when=(one_of("quantize.ragged.inputs.family", "block", "row", "tensor"),),
     forward=dispatch_cast,
+    extra_outputs=True,
+)
+
+
+def dispatch_exchange(x: torch.Tensor, *, dispatch: Context, exchange: Context) -> Any:
+    """Rows for experts on other ranks, cast as they are read where codes travel; else copied in the order in which they go."""
+    route = dispatch.op.route(dispatch, x)
+    dispatch.set_extra_outputs(*route.extra_outputs)
+    y, *extra_outputs = exchange.op.dispatch(exchange, route.x, route.rows, route.extra_outputs[0])
+    exchange.set_extra_outputs(*extra_outputs)
+    return y
+
+
+DISPATCH_EXCHANGE = fusion(
+    "dispatch_exchange",
+    {"dispatch": "token_dispatch|token_permute", "exchange": "all_to_all_dispatch"},
+    forward=dispatch_exchange,
     extra_outputs=True,
 )

@@ -38,6 +38,7 @@ from opfuse.ops.activation import (
     SReLU,
     SwiGLU,
 )
+from opfuse.ops.all_to_all import AllToAllDispatch, AllToAllReturn
 from opfuse.ops.collective import AllGather, AllReduce, ReduceScatter
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear, Linear
@@ -59,6 +60,8 @@ __all__ = [
     "AddExtraInput",
     "AllGather",
     "AllReduce",
+    "AllToAllDispatch",
+    "AllToAllReturn",
     "BasicLinear",
     "BasicOperation",
     "Bias",

@@ -319,14 +319,16 @@ class GroupedLinear(BasicOperation):
     # -- backward --------------------------------------------------------------------------------------------------------
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor | None, Any, Any]:
-        plain = cast(torch.Tensor, ctx.grad_output if isinstance(grad_output, QuantizedStorage) else grad_output)
+        plain = ctx.grad_output if isinstance(grad_output, QuantizedStorage) else grad_output
+        if plain is None and self.reads_gradient(ctx.needs):
+            plain = cast(QuantizedStorage, grad_output).dequantize(ctx.compute_dtype)
         ctx.grad_output = None
         dy = ctx.cast("grad_output", grad_output, ctx.sizes or ctx.saved.splits)
         ctx.sizes = ctx.sizes or (sizes_of(dy) if isinstance(dy, QuantizedStorage) else None)
         dy, groups = in_dtype(dy, ctx.compute_dtype), Groups(ctx.sizes, ctx.saved.splits)
         dx = self._input_gradient(ctx, dy, groups)
         weights = self._weight_gradients(ctx, dy, groups)
-        biases, scales = self._bias_gradients(ctx, plain, groups)
+        biases, scales = self._bias_gradients(ctx, cast(torch.Tensor, plain), groups)
         return dx, (*map(weights.get, self.weight_names), *biases), (None, scales)[: self.num_extra_inputs]
 
     def _input_gradient(self, ctx: Context, dy: Value, groups: Groups) -> torch.Tensor | None:

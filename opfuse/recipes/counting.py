@@ -110,8 +110,9 @@ def quantizer_of_call(
     state.to(device)
     if counts and backward and not is_recomputing():
         touch_backward(state, recipe, rule=use.rule, group=use.group, name=use.name)
-    elif counts and not backward:
-        touch_forward(state, recipe, rule=use.rule, name=use.name)
+    elif counts and not backward and not is_recomputing():
+        state.adopt(recipe, use.rule, where=use.name)
+        count_forward({state: use})
     return state.quantizer(like.fp8_dtype, rowwise=like.rowwise, columnwise=like.columnwise, counts=counts, rule=use.rule)
 
 

@@ -250,11 +250,15 @@ class DelayedScalingState:
         self.tensors_id = object()
 
 
+THIS_RANK: Any = "this rank"
+"""In place of a process group: amaxes that no other rank shares."""
+
+
 class LastUse(NamedTuple):
     """How a state was last used: what its update needs.
 
-    group: the ranks that share its amax, if it is ``shared``; None is torch's default group. name: of the cast, and where it
-    stands in the model.
+    group: the ranks that share its amax, if it is ``shared``; None is torch's default group; or THIS_RANK. name: of the cast, and
+    where it stands in the model.
     """
 
     rule: UpdateRule
@@ -275,7 +279,7 @@ class LastUse(NamedTuple):
 
         RecipeError for a stage of a pipeline over ranks that would share its amaxes with all of them, and so with other layers.
         """
-        shared = recipe.reduce_amax and in_distributed_run()
+        shared = recipe.reduce_amax and in_distributed_run() and group is not THIS_RANK
         if shared and group is None and standing.stage and dist.get_world_size() > 1:
             cure = "give autocast an amax_reduction_group of the ranks that run this stage, or set reduce_amax=False"
             got = f"torch's default group, in {standing.stage}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,6 +47,11 @@ def scattered(x: torch.Tensor, ranks: int, group: Any) -> torch.Tensor:
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of ``x`` over the ranks."""
     return _waited(functional_collectives.all_reduce(x.contiguous(), "sum", _name(group)))
+
+
+def exchanged(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
+    """Rows of ``x``, as many as ``sent`` says to each rank in turn, for those that each of them sends here: ``received``."""
+    return _waited(functional_collectives.all_to_all_single(x.contiguous(), [*received], [*sent], _name(group)))
 
 
 def _waited(made: torch.Tensor) -> torch.Tensor:

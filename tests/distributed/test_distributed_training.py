@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import distributed
-from tests.distributed import checkpoints, collectives, parallel, shards, stages
+from tests.distributed import checkpoints, collectives, experts, parallel, shards, stages
 from tests.distributed.running import spawn
 from tests.distributed.training import FEW, WIRES, check_case, table
 
@@ -23,7 +23,7 @@ BENCHMARK = (check_benchmark, distributed.SMALL)
 @pytest.mark.cpu
 @pytest.mark.row("H20", "H22", "H23", "H27", "H28", "R17")
 def test_r17_training_on_two_ranks_equals_one_process():
-    modules = (shards, checkpoints, parallel, collectives, stages)
+    modules = (shards, checkpoints, parallel, collectives, stages, experts)
     tasks = [task for module in modules for task in module.TASKS]
     spawn(2, "cpu", [*((check_case, case) for case in FEW), *WIRES, *tasks, BENCHMARK])
 
@@ -33,4 +33,4 @@ def test_r17_training_on_two_ranks_equals_one_process():
 @pytest.mark.row("H20", "H22", "H35", "R17")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_r17_every_recipe_in_every_way_on_two_and_four_ranks(ranks):
-    spawn(ranks, "cpu", [*((check_case, case) for case in table(ranks)), *parallel.MORE])
+    spawn(ranks, "cpu", [*((check_case, case) for case in table(ranks)), *parallel.MORE, *experts.TASKS])

@@ -30,6 +30,7 @@ from opfuse.runtime.interpret.observed import GroupEvents
 from opfuse.runtime.replay.partial import RepeatedCast, context_fingerprints, repeat
 from opfuse.runtime.weights.cast_cache import PrecomputedCast
 from opfuse.runtime.weights.packed import PlaceInBlock, from_blocks, to_blocks
+from opfuse.tensors.ragged import groups_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.dispatch import active_modes
 
@@ -342,8 +343,8 @@ class Interpreter:
 
     def _backward_cast(self, node: Node, grads: Gradients) -> None:
         context, dy = self._cast_context(node, grads), cast(Value, grads.take(node.outputs[0]))
-        if context.reader is not None:
-            dy = context.reader.grad_output = plain(dy)
+        if context.reader is not None and not (isinstance(dy, QuantizedStorage) and groups_in(dy)):
+            dy = context.reader.grad_output = plain(dy)  # rows that came from other ranks as codes have no other values
         grads.put(node.outputs[0], self._caster(node.index, context.op)(dy, *context.extras))
 
     def _cast_context(self, node: Node, grads: Gradients) -> Context:

@@ -1,0 +1,139 @@
+"""Ops that move rows to experts on other ranks and back, behind a :class:`~opfuse.ops.TokenPermute` or
+:class:`~opfuse.ops.TokenDispatch` over all experts, and before the :class:`~opfuse.ops.TokenCombine`.
+
+Between the two, each rank of the process group has an equal part of the experts, in order, and the rows of all ranks for them.
+Under a recipe, what a grouped product casts travels as it is cast, in about half the bytes: rows to their experts, and gradients
+of the experts' results. Their way back is in the dtype of the op.
+
+What travels: row-wise codes, if the ranks can make those of a cast behind the collective
+(:func:`opfuse.tensors.expert_rows.travels`). Where codes by rows and by columns are the same values (per tensor), every product
+has the operands that it has on one rank. Where they are not (blocks, MX, rows), the weights' gradient is of the codes by rows,
+decoded and cast by columns: another rounding, which is the same over any number of ranks. Values travel under delayed scaling,
+NVFP4, a backward override that reads them, and with ``quantized=False``; casts are then those of one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from opfuse.core.context import Context, Value, plain
+from opfuse.core.spec import Size, hyper_parameters
+from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.ops.collective import ProcessGroup, _Collective
+from opfuse.recipes.policy import OVERRIDES
+from opfuse.tensors.expert_rows import Route, cast_for_experts, route_of, to_experts, to_tokens, travels
+from opfuse.tensors.groups import check_splits
+from opfuse.tensors.quantizers import Quantizer
+
+
+class _AllToAll(_Collective):
+    """num_groups: all experts. quantized: whether codes travel where they can."""
+
+    module_type = "grouped_linear"  # quantizers are those of the products beside, by this and the name
+
+    @hyper_parameters
+    def __init__(self, num_groups: Size, process_group: ProcessGroup = None, *, quantized: bool = True) -> None:
+        super().__init__(process_group)
+        if num_groups % self.process_group_size:
+            wanted, cure = f"a multiple of the {self.process_group_size} ranks", "spread the experts over fewer ranks"
+            raise SpecError(describe(f"{type(self).__name__}.num_groups", wanted=wanted, got=num_groups, cure=cure))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = type(self)(self.num_groups, self.process_group, quantized=self.quantized)
+        copy.__dict__.update(name=self.name, _channels=self._channels)
+        return copy.train(self.training)
+
+    def _route(self, own: torch.Tensor, counts: torch.Tensor, order: torch.Tensor) -> Route:
+        sent, received = counts.tolist()
+        rank = dist.get_rank(self.process_group) if self.process_group_size > 1 else 0
+        return Route(own, sent, received, order, self.process_group, rank)
+
+    def _quantizer(self, ctx: Context, role: str) -> Quantizer | None:
+        """That of the products' operand, if its codes travel."""
+        recipe = ctx.env.recipe
+        if recipe is None or not self.quantized:
+            return None
+        own, override = self.quantizer_role(role), OVERRIDES[recipe.backward_override]
+        if recipe.delayed_scaling(own) is not None or (override.backward != "quantized" and role == "grad_output"):
+            return None
+        if override.saved == "original" and ctx.needs:
+            return None
+        quantizer, _ = self.quantizer_of(own, recipe)
+        return quantizer if travels(quantizer, self.num_groups) else None
+
+
+class AllToAllDispatch(_AllToAll):
+    """y: the rows of this rank's experts, from all ranks, expert by expert, of x (rows, features), expert by expert on each rank.
+
+    Extra input: ``splits``, int64 or int32 (num_groups,), the rows of each of all experts here. Extra outputs: ``splits`` of this
+    rank's experts, int64 (num_groups / ranks,) on the CPU; and for :class:`AllToAllReturn` ``counts``, int64 (2, ranks) on the
+    CPU, the rows sent to each rank and received from each, and ``order``, int64 (rows of y,), where each row was among those
+    received. The host waits for the device once. DtypeError or ShapeError for other splits.
+    """
+
+    traits = frozenset(("dispatches",))
+    saves = ("own", "counts", "order")
+    num_extra_inputs = 1
+    num_extra_outputs = 3
+
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> Any:
+        return self.dispatch(ctx, input_, None)
+
+    def dispatch(self, ctx: Context, x: torch.Tensor, index: torch.Tensor | None, splits: torch.Tensor | None = None) -> Any:
+        """The outputs for the rows ``x[index]``; None: those of ``x``."""
+        splits = ctx.extras[0] if splits is None else splits
+        if x.ndim != 2:
+            cure = "flatten the leading dimensions"
+            raise ShapeError(describe(f"{self.label} input", wanted="shape (rows, features)", got=tuple(x.shape), cure=cure))
+        check_splits(splits, self.num_groups, where=self.label)
+        ctx.input_dtype, x = x.dtype, x.to(ctx.dtype_of(x))
+        own, counts, order = route_of(splits.to(x.device), self.process_group_size, self.process_group, where=self.label)
+        route, quantizer = self._route(own, counts, order), self._quantizer(ctx, "input")
+        rows = len(x) if index is None else len(index)
+        if sum(route.sent) != rows:
+            wanted, cure = f"{rows} rows, those of the input", "pass the splits of the op that sorted the rows"
+            raise ShapeError(describe(f"{self.label} split sizes", wanted=wanted, got=sum(route.sent), cure=cure))
+        y: Value
+        if quantizer is None:
+            y = to_experts(x if index is None else x.index_select(0, index), route)
+        else:
+            y = cast_for_experts(quantizer, x, splits, route, index)
+        ctx.save(**dict.fromkeys(self.saves) if not ctx.needs else {"own": own, "counts": counts, "order": order})
+        return y, own, counts, order
+
+    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor, tuple[()], tuple[None]]:
+        route = self._route(ctx.saved.own, ctx.saved.counts, ctx.saved.order)
+        return to_tokens(plain(grad_output), route).to(ctx.input_dtype), (), (None,)
+
+
+class AllToAllReturn(_AllToAll):
+    """y: the results for this rank's rows, expert by expert; of x (rows, features), those of this rank's experts for all ranks.
+
+    Extra inputs: ``splits``, int64 or int32 (num_groups,), the rows of each of all experts here; and ``own``, ``counts`` and
+    ``order``, the extra outputs of the :class:`AllToAllDispatch`.
+    """
+
+    traits = frozenset(("returns",))
+    saves = ("splits", "own", "counts", "order")
+    num_extra_inputs = 4
+
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        splits, own, counts, order = ctx.extras
+        ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
+        if len(x) != len(order):
+            cure = "pass the order of the AllToAllDispatch that made the rows"
+            raise ShapeError(describe(f"{self.label} input", wanted=f"{len(order)} rows", got=tuple(x.shape), cure=cure))
+        kept = dict.fromkeys(self.saves) if not ctx.needs else {"splits": splits, "own": own, "counts": counts, "order": order}
+        ctx.save(**kept)
+        return to_tokens(x, self._route(own, counts, order))
+
+    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[Value, tuple[()], tuple[None, ...]]:
+        saved = ctx.saved
+        route, quantizer = self._route(saved.own, saved.counts, saved.order), self._quantizer(ctx, "grad_output")
+        dy = grad_output.to(ctx.input_dtype)
+        if quantizer is None:
+            return to_experts(dy, route), (), (None,) * 4
+        return cast_for_experts(quantizer, dy, saved.splits, route), (), (None,) * 4

@@ -1,0 +1,179 @@
+"""Rows of experts that are spread over ranks: where they go, and their values or codes on the way.
+
+Rows lie expert by expert on both sides. A rank has equal parts of the experts, in order, so what it sends to another rank lies
+together. What it receives lies rank by rank, and is then ordered by expert, and within one by rank: the order in which one rank
+would have the rows of all.
+
+Codes travel with their scales: about half the bytes of values. Each row of a row-wise format is cast by itself, so any rank
+casts it alike. Per tensor, an expert has one scale, from the largest of its amaxes over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.nn.functional import pad
+
+from opfuse.events import ValuesRead, emit, listeners
+from opfuse.formats import ROWWISE
+from opfuse.kernels.casts.groups import row_groups
+from opfuse.kernels.casts.scaled_groups import cast_current_groups, group_amaxes
+from opfuse.kernels.engine.launch import check_capture
+from opfuse.numerics.layouts import layout_of, load_scale, store_scale
+from opfuse.numerics.row_groups import MOST_GROUPS, RowGroups, rows_read
+from opfuse.tensors.groups import GroupedPlane, Sizes, offsets
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, Quantizer
+from opfuse.tensors.quantizers.base import draws, is_library_quantizer
+from opfuse.tensors.quantizers.ranks import reduce_amax
+from opfuse.tensors.ragged import RaggedPlane, cast_in_groups, casts_in_groups, copied_to
+from opfuse.tensors.row_collectives import exchanged
+from opfuse.tensors.rows import join_rows, row_parts
+from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
+
+
+class Route(NamedTuple):
+    """Rows that this rank sends to each rank of ``group``, and receives from each.
+
+    own: int64 (experts of this rank,), the rows of each. order: int64 (received rows,), by expert: where each row is among those
+    received, rank by rank. rank: this one in the group.
+    """
+
+    own: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    order: torch.Tensor
+    group: Any
+    rank: int
+
+
+def route_of(splits: torch.Tensor, ranks: int, group: Any, *, where: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How many rows each expert of this rank gets, int64 (experts of a rank,) on the CPU; how many rows are sent to each rank and
+    received from each, int64 (2, ranks) on the CPU; and their order.
+
+    splits: int64, the rows of each of all experts. The host waits for the device once, as the collective wants numbers.
+    """
+    check_capture(f"{where} split sizes", got="rows that go to other ranks", cure="capture what is before and behind it apart")
+    splits = splits.long().contiguous()
+    each = [len(splits) // ranks] * ranks
+    incoming = exchanged(splits, each, each, group) if ranks > 1 else splits
+    if ValuesRead in listeners():
+        emit(ValuesRead("how many rows go to other ranks"))
+    on_host = torch.stack((splits, incoming)).cpu().view(2, ranks, -1)
+    own = on_host[1].sum(0)
+    order = _by_expert(incoming.view(ranks, -1), int(own.sum()))
+    return own, on_host.sum(2), order
+
+
+def _by_expert(counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """int64 (rows,): the places of rows that lie rank by rank, in the order of experts. counts: (ranks, experts)."""
+    flat = counts.flatten()
+    starts, sizes = (flat.cumsum(0) - flat).view_as(counts).t().flatten(), counts.t().flatten()
+    shifts = starts - (sizes.cumsum(0) - sizes)
+    return torch.arange(rows, device=counts.device) + shifts.repeat_interleave(sizes, output_size=rows)
+
+
+def to_experts(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """The rows that this rank's experts get, from ``rows`` (sent rows, ...) of every rank."""
+    if len(route.sent) == 1:
+        return rows.clone()
+    return exchanged(rows, route.received, route.sent, route.group).index_select(0, route.order)
+
+
+def to_tokens(rows: torch.Tensor, route: Route) -> torch.Tensor:
+    """``rows`` (received rows, ...) back where they came from: the inverse of :func:`to_experts`."""
+    if len(route.sent) == 1:
+        return rows.clone()
+    by_rank = torch.empty_like(rows).index_copy_(0, route.order, rows)
+    return exchanged(by_rank, route.sent, route.received, route.group)
+
+
+def travels(quantizer: Quantizer, experts: int) -> bool:
+    """Whether rows that ``quantizer`` casts for a product have the same codes if they are cast before they travel, and those by
+    columns are codes of the same format: what is kept in high precision, or in another format, is made of values.
+    """
+    fmt, columns = quantizer.formats
+    if fmt.element is None or columns.as_stored != fmt.as_stored or draws(quantizer) or not is_library_quantizer(quantizer):
+        return False
+    per_tensor = isinstance(quantizer, Float8CurrentScalingQuantizer) and experts <= MOST_GROUPS and not quantizer.runs_in_torch
+    return per_tensor or quantizer.wanting(columnwise=False).row_local
+
+
+def cast_for_experts(
+    quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor, route: Route, index: torch.Tensor | None = None
+) -> QuantizedStorage:
+    """The rowwise plane of the rows of this rank's experts, in groups, from ``x`` of every rank, cast there.
+
+    quantizer: one that :func:`travels`. splits: the rows of each of all experts. index: int64; then the rows are ``x[index]``.
+    """
+    rowwise = quantizer.wanting(rowwise=True, columnwise=False)
+    make = _cast_rows if rowwise.row_local else _cast_groups
+    piece = make(rowwise, x, copied_to(splits, x.device), route, index)
+    # Of a format whose rows share a scale, codes alone are parts of rows.
+    received = [_bytes(to_experts(_bytes(part, torch.uint8), route), part.dtype) for part in row_parts(piece)]
+    rows = len(route.order)
+    plane = join_rows(piece, received, (rows, *piece.shape[1:])).plane(ROWWISE)
+    if not rowwise.row_local:
+        plane = replace(plane, scale=cast(torch.Tensor, plane.scale).chunk(len(route.sent))[route.rank])
+    groups = RowGroups(row_groups(copied_to(route.own, x.device), rows), rows, len(route.own))
+    made = RaggedPlane(**{each.name: getattr(plane, each.name) for each in fields(plane)}, groups=groups)
+    return QuantizedStorage(torch.Size(plane.shape), x.dtype, made, None, _WHY)
+
+
+_WHY = "rows came from other ranks in one direction"
+
+
+def _bytes(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An array of codes as another dtype of one byte, which collectives and indices take; other arrays as they are."""
+    return part.view(dtype) if part.itemsize == 1 else part
+
+
+def _cast_rows(
+    quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor, route: Route, index: torch.Tensor | None
+) -> QuantizedStorage:
+    """A cast of rows each by itself, in a plane like that of any matrix."""
+    if index is None or not x.is_cuda or not casts_in_groups(quantizer, len(splits)) or not len(index):
+        return quantizer.quantize(rows_read(x, index))
+    made = cast_in_groups(quantizer, x, splits, index)
+    plane = made.plane(ROWWISE)
+    return replace(made, rowwise=Plane(ROWWISE, plane.format, plane.shape, plane.data, plane.scale))
+
+
+def _cast_groups(
+    quantizer: Any, x: torch.Tensor, splits: torch.Tensor, route: Route, index: torch.Tensor | None
+) -> QuantizedStorage:
+    """A cast under a scale for each expert, fp32 (experts,), from its largest amax over the ranks."""
+    rows = len(x) if index is None else len(index)
+    groups = RowGroups(row_groups(splits, rows), rows, len(splits))
+    amaxes = group_amaxes(x, groups, index=index) if rows else torch.zeros(len(splits), device=x.device)
+    amaxes = reduce_amax(amaxes, route.group) if len(route.sent) > 1 else amaxes
+    shape = torch.Size((rows, x.shape[1]))
+    (layout,), options = quantizer._layouts(shape), quantizer._options(quantizer.amax_epsilon)
+    (data,), scales = cast_current_groups(x, groups, amaxes, [layout], index=index, **options)
+    return QuantizedStorage(shape, x.dtype, Plane(ROWWISE, layout.format, matrix_shape(shape), data, scales), None)
+
+
+def in_parts(plane: RaggedPlane, sizes: Sizes) -> GroupedPlane:
+    """The plane of each group of a rowwise plane, over parts of its arrays. sizes: the rows of each."""
+    return GroupedPlane([_part(plane, number, *ends) for number, ends in enumerate(offsets(sizes))], sizes)
+
+
+def _part(plane: RaggedPlane, number: int, start: int, stop: int) -> Plane:
+    shape, scale = (stop - start, plane.shape[1]), cast(torch.Tensor, plane.scale)
+    if plane.format.family == "tensor":
+        scale = scale[number : number + 1]
+    else:
+        lines = load_scale(scale, plane.layout)[start:stop]
+        scale = store_scale(lines, layout_of(plane.format, ROWWISE, shape, plane.swizzled))
+    amax = None if plane.amax is None else plane.amax[start:stop]
+    return Plane(ROWWISE, plane.format, shape, plane.data[start:stop], scale, amax, plane.swizzled)
+
+
+def mirrored_parts(plane: GroupedPlane, multiple: int) -> GroupedPlane:
+    """The columnwise plane of a rowwise one per tensor; rows of zeros fill each group up to a multiple of rows."""
+    filled = []
+    for member, size in zip(plane.members, plane.sizes):
+        data = pad(_bytes(member.data, torch.uint8), (0, 0, 0, -size % multiple))
+        filled.append(replace(member, shape=(len(data), member.shape[1]), data=_bytes(data, member.data.dtype)))
+    return GroupedPlane([member.transposed() for member in filled], plane.sizes)

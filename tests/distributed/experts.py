@@ -1,0 +1,273 @@
+"""A mixture whose experts are spread over ranks beside the same mixture on one rank, which has the tokens of all.
+
+On a CPU all sums have one order, so bits are compared. On GPUs, products of other sizes may sum in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.errors import ConversionError, ShapeError, SpecError
+from opfuse.tensors import row_collectives
+from tests.distributed.running import Task
+
+EXPERTS, WIDTH, INNER, CHOSEN = 8, 128, 64, 2
+
+MADE: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "current": recipes.Float8CurrentScaling,
+    "delayed": lambda: recipes.DelayedScaling(amax_history_len=2),
+    "block": recipes.Float8BlockScaling,
+    "block dequantized": lambda: recipes.Float8BlockScaling(backward_override="dequantized"),
+    "block high precision": lambda: recipes.Float8BlockScaling(backward_override="high_precision"),
+    "rows": lambda: recipes.CustomRecipe(qfactory="fp8_row_scaled"),
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "nvfp4": lambda: recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+CODES = {"current": 2, "block": 2, "rows": 2, "mxfp8": 2, "block dequantized": 1}
+"""In how many of the passes codes travel to experts, by recipe; values do under all others."""
+
+TWICE = ("block", "rows", "mxfp8")
+"""Recipes under which codes by columns are made of codes by rows: on one rank alone, they are made of values."""
+
+WIRE = 0.55
+"""Most bytes of codes beside those of values in 16 bits."""
+
+BOUND = 2.0**-4
+"""On a GPU, relative to the largest value: a sum in another order flips roundings of casts behind it."""
+
+
+class Mixture(NamedTuple):
+    """recipe: by name. tokens: of each rank. most: how many experts get tokens; biased, transposed: of the layout."""
+
+    recipe: str
+    tokens: tuple[int, ...] = (48, 16, 32, 8)
+    most: int = EXPERTS
+    biased: bool = False
+    transposed: bool = False
+
+
+class Experts(nn.Module):
+    """A loop over the experts that have tokens, as transformers' models write it."""
+
+    def __init__(self, case: Mixture) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        sizes = (EXPERTS, 2 * INNER, WIDTH), (EXPERTS, WIDTH, INNER)
+        made = [(torch.randn(*size, generator=generator) / 8).bfloat16() for size in sizes]
+        first, last = [each.mT.contiguous() if case.transposed else each for each in made]
+        self.gate_up_proj, self.down_proj = nn.Parameter(first), nn.Parameter(last)
+        if case.biased:
+            biases = [torch.randn(EXPERTS, size[1], generator=generator).bfloat16() for size in sizes]
+            self.gate_up_proj_bias, self.down_proj_bias = map(nn.Parameter, biases)
+        self.biased, self.transposed = case.biased, case.transposed
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(self.down_proj.shape[0]):
+            token, place = torch.where(index == expert)
+            x = self.product(hidden[token], self.gate_up_proj[expert])
+            if self.biased:
+                x = x + self.gate_up_proj_bias[expert]
+            gate, up = x.chunk(2, -1)
+            y = self.product(self.act_fn(gate) * up, self.down_proj[expert])
+            if self.biased:
+                y = y + self.down_proj_bias[expert]
+            out.index_add_(0, token, (y * weights[token, place, None]).to(out.dtype))
+        return out
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight if self.transposed else nn.functional.linear(x, weight)
+
+
+def converted(case: Mixture, device: str, mesh: Any = None, **options: Any) -> Experts:
+    model = Experts(case).to(device)
+    opfuse.fuse_(model)
+    return model if mesh is None else parallelize_module(model, mesh, opfuse.ExpertParallel(**options))  # type: ignore[return-value]
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+    dy: torch.Tensor
+
+
+def batches(case: Mixture, step: int, ranks: int, device: str) -> list[Batch]:
+    """Of each rank."""
+    generator, made = torch.Generator().manual_seed(step), []
+    for rank in range(ranks):
+        tokens = case.tokens[rank % len(case.tokens)]
+        x, dy = (torch.randn(tokens, WIDTH, generator=generator).bfloat16() for _ in range(2))
+        index = torch.rand(tokens, case.most, generator=generator).argsort(1)[:, :CHOSEN]
+        weights = torch.rand(tokens, CHOSEN, generator=generator).bfloat16()
+        made.append(Batch(*(each.to(device) for each in (x, index, weights, dy))))
+    return made
+
+
+def passes(model: nn.Module, recipe: Any, batch: Batch) -> dict[str, torch.Tensor]:
+    """Results and gradients, by name."""
+    x, weights = (each.clone().requires_grad_() for each in (batch.x, batch.weights))
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x, batch.index, weights)
+    y.backward(batch.dy)
+    found = {"result": y.detach(), "x": x.grad, "weights": weights.grad}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        found[name] = grad.to_local() if isinstance(grad, DTensor) else grad
+        parameter.grad = None
+    return found
+
+
+def own(found: dict[str, torch.Tensor], rank: int, tokens: list[int], experts: slice) -> dict[str, torch.Tensor]:
+    """This rank's part of the results for the tokens of all."""
+    return {
+        name: each.split(tokens)[rank] if name in ("result", "x", "weights") else each[experts] for name, each in found.items()
+    }
+
+
+def check_experts(case: Mixture, rank: int, ranks: int, device: str) -> list[str]:
+    """Over ranks, and over one rank that has all tokens; and beside experts of a model that knows of no ranks."""
+    wrong: list[str] = []
+    meshes = init_device_mesh(device, (1, ranks), mesh_dim_names=("one", "all"))
+    many, one, plain = (converted(case, device, each) for each in (meshes["all"], meshes["one"], None))
+    experts = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
+    recipe = MADE[case.recipe]()
+    for step in range(3):
+        parts = batches(case, step, ranks, device)
+        whole, tokens = Batch(*map(torch.cat, zip(*parts))), [len(part.x) for part in parts]
+        found = passes(many, recipe, parts[rank])
+        for name, model in {"one rank": one, "no ranks": plain}.items():
+            # Without a recipe the model's own forward runs, which rounds elsewhere, and without tokens too.
+            if model is plain and (recipe is None or not sum(tokens) or (case.recipe in TWICE and not case.biased)):
+                continue
+            want = own(passes(model, recipe, whole), rank, tokens, experts)
+            far = {what: apart(found[what], want[what], device) for what in want}
+            wrong += [f"{what} of step {step} beside {name}: {each}" for what, each in far.items() if each]
+    return wrong
+
+
+def apart(got: torch.Tensor, want: torch.Tensor, device: str) -> float:
+    """How far two results are, relative to the largest value; 0 within what may be."""
+    if got.shape != want.shape:
+        return torch.inf
+    if torch.equal(got, want):
+        return 0.0
+    far = ((got.float() - want.float()).abs().max() / want.float().abs().max()).item()
+    return 0.0 if device != "cpu" and far <= BOUND else far
+
+
+def check_bytes(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """Codes and scales that travel to experts are about half of the values, and a style that asks for values sends values."""
+    case, sent = Mixture(recipe, tokens=(32,)), dict[str, list[int]]()
+    for name, options in {"codes": {}, "values": {"quantized": False}}.items():
+        calls = sent[name] = list[int]()
+
+        def count(x: torch.Tensor, received: Any, given: Any, group: Any, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(x.nbytes if x.dim() > 1 else 0)
+            return _exchanged(x, received, given, group)
+
+        model = converted(case, device, init_device_mesh(device, (ranks,)), **options)
+        with mock.patch("opfuse.tensors.expert_rows.exchanged", count):
+            passes(model, MADE[recipe](), batches(case, 0, ranks, device)[rank])
+    ways, values = CODES.get(recipe, 0), sum(sent["values"])
+    back = values - ways * 32 * CHOSEN * WIDTH * 2  # of the ways on which values travel in any case
+    codes = sum(sent["codes"]) - back
+    most = WIRE * (values - back) if ways else 0
+    return [] if codes <= most and values > 0 else [f"{codes} bytes of codes, {values - back} of values"]
+
+
+_exchanged = row_collectives.exchanged
+
+
+def check_refused(_: None, rank: int, ranks: int, device: str) -> list[str]:
+    """What cannot be spread, and calls for which the pipeline is not."""
+    mesh, case = init_device_mesh(device, (ranks,)), Mixture("none")
+    model, batch = converted(case, device, mesh), batches(case, 0, ranks, device)[rank]
+    with pytest.raises(ConversionError, match=r"experts over ranks: wants .*, got torch.float32 .*Cure"):
+        model(batch.x.float(), batch.index, batch.weights)
+    with pytest.raises(ConversionError, match="got one that is spread already"):
+        parallelize_module(model, mesh, opfuse.ExpertParallel())
+    with pytest.raises(ConversionError, match=r"opfuse.fuse_\(model\) first"):
+        parallelize_module(Experts(case), mesh, opfuse.ExpertParallel())
+    with pytest.raises(SpecError, match=f"a multiple of the {ranks} ranks, got {ranks + 1}"):
+        ops.AllToAllDispatch(ranks + 1)
+    wrong = torch.full((ranks,), 2, device=device)
+    with pytest.raises(ShapeError, match=f"1 rows, those of the input, got {2 * ranks}"):
+        ops.AllToAllDispatch(ranks)(torch.ones(1, 4, device=device), wrong)
+    return []
+
+
+def check_compiled(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """A graph that has experts breaks there, and computes what the eager call does."""
+    case = Mixture(recipe)
+    model, batch = converted(case, device, init_device_mesh(device, (ranks,))), batches(case, 0, ranks, device)[rank]
+    want, got = passes(model, MADE[recipe](), batch), passes(_Around(model), MADE[recipe](), batch)
+    compiled = passes(torch.compile(_Around(model)), MADE[recipe](), batch)
+    return [
+        name
+        for name in want
+        if not (torch.equal(want[name], got[_of(name, got)]) and torch.equal(want[name], compiled[_of(name, compiled)]))
+    ]
+
+
+def _of(name: str, found: dict[str, torch.Tensor]) -> str:
+    return next(each for each in found if each.endswith(name))
+
+
+class _Around(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.experts(x * 1.0, index, weights)
+        return out
+
+
+def check_sharded(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """FSDP2 around, along the other dimension of the mesh: what each batch gives, and the mean of gradients over the batches."""
+    spread, wrong = ranks // 2, []
+    mesh = init_device_mesh(device, (2, spread), mesh_dim_names=("batch", "experts"))
+    case, each = Mixture(recipe, tokens=(16,)), mesh["batch"].get_local_rank()
+    many, one = converted(case, device, mesh["experts"]), converted(case, device, mesh["experts"])
+    fully_shard(many, mesh=mesh["batch"])
+    parts, place = batches(case, 0, ranks, device), mesh["experts"].get_local_rank()
+    found = passes(many, MADE[recipe](), parts[spread * each + place])
+    want = [passes(one, MADE[recipe](), parts[spread * batch + place]) for batch in range(2)]
+    for name in found:
+        mean = want[each][name]
+        if name.endswith("proj"):
+            mean = ((want[0][name].float() + want[1][name].float()) / 2).to(mean.dtype).chunk(2)[each]
+        far = apart(found[name], mean, device)
+        wrong += [f"{name}: {far}"] if far > (2.0**-7 if name.endswith("proj") else 0) else []
+    optimizer = torch.optim.AdamW(many.parameters(), lr=1e-3)
+    optimizer.step()
+    return wrong
+
+
+UNEVEN = (48, 0, 32, 8), (0, 0, 5, 0), (1, 64, 0, 3)
+
+TASKS: list[Task] = [
+    *((check_experts, Mixture(name)) for name in MADE),
+    *((check_experts, Mixture(name, tokens)) for name in ("none", "current", "delayed", "block") for tokens in UNEVEN),
+    *((check_experts, Mixture(name, most=2)) for name in ("current", "block", "mxfp8")),
+    *((check_experts, Mixture(name, biased=True, transposed=True)) for name in ("none", "current", "block")),
+    *((check_bytes, name) for name in MADE if name != "none"),
+    (check_refused, None),
+    *((check_compiled, name) for name in ("none", "block")),
+    *((check_sharded, name) for name in ("none", "current", "block")),
+]

@@ -2,8 +2,9 @@
 
 A stack of four layers in the shape of an 8B model, each sharded by itself: weights of opfuse that live quantized and are gathered
 so, weights in bf16 that each rank casts after the gather, torch in bf16, and the FP8 gather of torchao if that is installed. All
-live in one process group and take turns. Figures are those of the slowest rank; the record is a file of its own, named after
-the devices. ``--tests`` adds what became of ``python -m tests.distributed``, from the report that it wrote.
+live in one process group and take turns. Then mixtures whose experts are spread over the ranks (benchmarks/experts.py). Figures
+are those of the slowest rank; the record is a file of its own, named after the devices. ``--tests`` adds what became of
+``python -m tests.distributed``, from the report that it wrote.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import opfuse
+from benchmarks import experts
 from benchmarks.models import PIPELINES, Sizes, active
 from benchmarks.stamp import device_file, stamp
 from opfuse import ops, recipes
@@ -316,8 +319,10 @@ def worker(rank: int, folder: Path, stack: Stack, ranks: int, device: str) -> No
         torch.cuda.set_device(rank)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=ranks, init_method=f"file://{folder}/store")
-    found = []
-    for each in records(stack, ranks, device):
+    found, read = [], clock(device)
+    shapes = (experts.QWEN, experts.MIXTRAL) if device == "cuda" else (experts.SMALL,)
+    spread = experts.records(shapes, ranks, device, lambda: read, slowest)
+    for each in chain(records(stack, ranks, device), spread):
         found.append(each)
         if rank == 0:
             state = "" if each["limit"] is None else f", limit {each['limit']}: {'met' if each['met'] else 'NOT MET'}"

@@ -85,8 +85,9 @@ def to_tokens(rows: torch.Tensor, route: Route) -> torch.Tensor:
     """``rows`` (received rows, ...) back where they came from: the inverse of :func:`to_experts`."""
     if len(route.sent) == 1:
         return rows.clone()
-    by_rank = torch.empty_like(rows).index_copy_(0, route.order, rows)
-    return exchanged(by_rank, route.sent, route.received, route.group)
+    order = route.order
+    by_rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return exchanged(rows.index_select(0, by_rank), route.sent, route.received, route.group)
 
 
 def travels(quantizer: Quantizer, experts: int) -> bool:

@@ -23,13 +23,14 @@ from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, EncodedArrays,
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
 from opfuse.kernels.casts.tensor import cast_mx
+from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.engine.launch import is_capturing
 from opfuse.kernels.engine.registry import kernels_run_on
 from opfuse.kernels.products import grouped
 from opfuse.kernels.products.backends import Machine
 from opfuse.kernels.products.native import adds_runs, machine_of, runs_are_right, runs_refusal
 from opfuse.numerics.casts import Encoded
-from opfuse.numerics.layouts import Layout, layout_of, transposed
+from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE, RowGroups, padded, rows_read
 from opfuse.tensors.groups import written
 from opfuse.tensors.quantizers import (
@@ -73,7 +74,9 @@ class RaggedPlane(Plane):
 
     def transposed(self) -> RaggedPlane:
         """The columnwise plane of the same values in a per-tensor format: the rowwise bytes of each group, transposed."""
-        return replace(self, usage=COLUMNWISE, data=transposed(padded(self.data, self.groups)))
+        whole = not (self.shape[1] % 8 or self.data.storage_offset() % 8)
+        words = self.data.view(torch.int64) if whole else self.data  # torch moves rows element by element
+        return replace(self, usage=COLUMNWISE, data=transposed(padded(words, self.groups).view(self.data.dtype)))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The (M, K) matrix in ``dtype``; nothing waits for the device."""

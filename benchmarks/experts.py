@@ -182,10 +182,10 @@ class Layer:
         """Of one forward and backward pass, those to other ranks and to itself; those of other ways are the same in all."""
         total, count = 0, expert_rows.to_experts
 
-        def counting(rows: torch.Tensor, route: Any) -> torch.Tensor:
+        def counting(rows: torch.Tensor, exchange: Any) -> torch.Tensor:
             nonlocal total
             total += rows.nbytes
-            return count(rows, route)
+            return count(rows, exchange)
 
         with (
             mock.patch("opfuse.tensors.expert_rows.to_experts", counting),

@@ -303,7 +303,20 @@ def ranks(record: Mapping[str, Any], today: str) -> str:
         f"{code(record, today)}. By `{record['script']}`, {count} ranks, one a GPU: {versions}; "
         f"tests/distributed over NCCL: {counted(record['tests'])}.\n\n"
     )
-    return origin + prose.SEVERAL + table(("layers", *columns), rows)
+    spread = of_script(record, "experts")
+    speeds = [
+        (
+            name,
+            shown(units.get("x bytes to experts"), 2),
+            shown(units["ms, forward and backward"], 1),
+            shown(units["x the speed of torch"], 2),
+        )
+        for name, units in spread.items()
+    ]
+    mixtures = (
+        prose.SPREAD + table(("experts", "bytes to experts, x bf16", "ms", "x the speed of torch"), speeds) if spread else ""
+    )
+    return origin + prose.SEVERAL + table(("layers", *columns), rows) + mixtures
 
 
 def document(record: Mapping[str, Any], several: Mapping[str, Any], h100: Mapping[str, Any], today: str) -> str:

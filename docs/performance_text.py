@@ -258,11 +258,18 @@ SANITIZER = """\
 Initcheck does not see what Hopper's copy engine (TMA) stores, so two cases in which a cast reads what a product stored are
 left out of it; `python -m benchmarks.sanitizer --unseen` shows this with a short program."""
 
+SPREAD = """
+Experts of a mixture over the ranks, by `ExpertParallel`: one layer of experts of Qwen3-30B-A3B's and of Mixtral's shape, 8192
+tokens on each rank, forward and backward, other routes in each call. Torch in bf16 moves rows by index, multiplies by
+`grouped_mm`, and has its elementwise parts compiled.
+
+"""
+
 SEVERAL = """\
 FSDP2 over four layers with the sizes of an 8B model (4096 wide, 14336 inside, 32 heads, 8 key-value heads), 4096 tokens on
 each rank, each layer sharded by itself and freed between the passes. *gathered* is what a rank sends to all-gathers in a
 step, relative to bf16. Times are medians of the slowest rank, relative to eager torch. *beside kernels* is the share of the
-gathers' time during which other kernels ran, by torch.profiler. AdamW updates fp32 masters of weights stored quantized,
-otherwise bf16 weights.
+gathers' time during which other kernels ran, by torch.profiler, in three steps that follow each other. AdamW updates fp32
+masters of weights stored quantized, otherwise bf16 weights.
 
 """

@@ -25,7 +25,7 @@ from opfuse.tensors.expert_rows import in_parts, mirrored_parts
 from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import Float8Quantizer, GroupedQuantizer, Quantizer
 from opfuse.tensors.ragged import RaggedPlane, RaggedProducts, cast_in_groups, encoding_in_groups, groups_in
-from opfuse.tensors.storage import QuantizedStorage, matrix_shape
+from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
 
 
@@ -100,7 +100,7 @@ class GroupedCast(Cast):
         rows = x.shape[0]
         sizes = read_sizes(splits, rows, where=self.op.label) if isinstance(splits, torch.Tensor) else splits or ()
         quantizer, parts = self._grouped(check_sizes(sizes, rows, where=self.where), x.device), in_parts(rowwise, sizes)
-        columnwise = None
+        columnwise: Plane | None = None
         if self.quantizer.columnwise and rowwise.is_mirror:
             columnwise = mirrored_parts(parts, quantizer.multiple)
         elif self.quantizer.columnwise:

@@ -24,7 +24,7 @@ from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.ops.collective import ProcessGroup, _Collective
 from opfuse.recipes.policy import OVERRIDES
-from opfuse.tensors.expert_rows import Route, cast_for_experts, route_of, to_experts, to_tokens, travels
+from opfuse.tensors.expert_rows import Exchange, cast_for_experts, exchange_of, to_experts, to_tokens, travels
 from opfuse.tensors.groups import check_splits
 from opfuse.tensors.quantizers import Quantizer
 
@@ -46,10 +46,10 @@ class _AllToAll(_Collective):
         copy.__dict__.update(name=self.name, _channels=self._channels)
         return copy.train(self.training)
 
-    def _route(self, own: torch.Tensor, counts: torch.Tensor, order: torch.Tensor) -> Route:
+    def _exchange(self, own: torch.Tensor, counts: torch.Tensor, order: torch.Tensor) -> Exchange:
         sent, received = counts.tolist()
         rank = dist.get_rank(self.process_group) if self.process_group_size > 1 else 0
-        return Route(own, sent, received, order, self.process_group, rank)
+        return Exchange(own, sent, received, order, self.process_group, rank)
 
     def _quantizer(self, ctx: Context, role: str) -> Quantizer | None:
         """That of the products' operand, if its codes travel."""
@@ -90,23 +90,23 @@ class AllToAllDispatch(_AllToAll):
             raise ShapeError(describe(f"{self.label} input", wanted="shape (rows, features)", got=tuple(x.shape), cure=cure))
         check_splits(splits, self.num_groups, where=self.label)
         ctx.input_dtype, x = x.dtype, x.to(ctx.dtype_of(x))
-        own, counts, order = route_of(splits.to(x.device), self.process_group_size, self.process_group, where=self.label)
-        route, quantizer = self._route(own, counts, order), self._quantizer(ctx, "input")
+        own, counts, order = exchange_of(splits.to(x.device), self.process_group_size, self.process_group, where=self.label)
+        exchange, quantizer = self._exchange(own, counts, order), self._quantizer(ctx, "input")
         rows = len(x) if index is None else len(index)
-        if sum(route.sent) != rows:
+        if sum(exchange.sent) != rows:
             wanted, cure = f"{rows} rows, those of the input", "pass the splits of the op that sorted the rows"
-            raise ShapeError(describe(f"{self.label} split sizes", wanted=wanted, got=sum(route.sent), cure=cure))
+            raise ShapeError(describe(f"{self.label} split sizes", wanted=wanted, got=sum(exchange.sent), cure=cure))
         y: Value
         if quantizer is None:
-            y = to_experts(x if index is None else x.index_select(0, index), route)
+            y = to_experts(x if index is None else x.index_select(0, index), exchange)
         else:
-            y = cast_for_experts(quantizer, x, splits, route, index)
+            y = cast_for_experts(quantizer, x, splits, exchange, index)
         ctx.save(**dict.fromkeys(self.saves) if not ctx.needs else {"own": own, "counts": counts, "order": order})
         return y, own, counts, order
 
     def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor, tuple[()], tuple[None]]:
-        route = self._route(ctx.saved.own, ctx.saved.counts, ctx.saved.order)
-        return to_tokens(plain(grad_output), route).to(ctx.input_dtype), (), (None,)
+        exchange = self._exchange(ctx.saved.own, ctx.saved.counts, ctx.saved.order)
+        return to_tokens(plain(grad_output), exchange).to(ctx.input_dtype), (), (None,)
 
 
 class AllToAllReturn(_AllToAll):
@@ -128,12 +128,12 @@ class AllToAllReturn(_AllToAll):
             raise ShapeError(describe(f"{self.label} input", wanted=f"{len(order)} rows", got=tuple(x.shape), cure=cure))
         kept = dict.fromkeys(self.saves) if not ctx.needs else {"splits": splits, "own": own, "counts": counts, "order": order}
         ctx.save(**kept)
-        return to_tokens(x, self._route(own, counts, order))
+        return to_tokens(x, self._exchange(own, counts, order))
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[Value, tuple[()], tuple[None, ...]]:
         saved = ctx.saved
-        route, quantizer = self._route(saved.own, saved.counts, saved.order), self._quantizer(ctx, "grad_output")
+        exchange, quantizer = self._exchange(saved.own, saved.counts, saved.order), self._quantizer(ctx, "grad_output")
         dy = grad_output.to(ctx.input_dtype)
         if quantizer is None:
-            return to_experts(dy, route), (), (None,) * 4
-        return cast_for_experts(quantizer, dy, saved.splits, route), (), (None,) * 4
+            return to_experts(dy, exchange), (), (None,) * 4
+        return cast_for_experts(quantizer, dy, saved.splits, exchange), (), (None,) * 4

@@ -33,7 +33,7 @@ from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 
-class Route(NamedTuple):
+class Exchange(NamedTuple):
     """Rows that this rank sends to each rank of ``group``, and receives from each.
 
     own: int64 (experts of this rank,), the rows of each. order: int64 (received rows,), by expert: where each row is among those
@@ -48,7 +48,7 @@ class Route(NamedTuple):
     rank: int
 
 
-def route_of(splits: torch.Tensor, ranks: int, group: Any, *, where: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def exchange_of(splits: torch.Tensor, ranks: int, group: Any, *, where: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """How many rows each expert of this rank gets, int64 (experts of a rank,) on the CPU; how many rows are sent to each rank and
     received from each, int64 (2, ranks) on the CPU; and their order.
 
@@ -74,20 +74,20 @@ def _by_expert(counts: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.arange(rows, device=counts.device) + shifts.repeat_interleave(sizes, output_size=rows)
 
 
-def to_experts(rows: torch.Tensor, route: Route) -> torch.Tensor:
+def to_experts(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """The rows that this rank's experts get, from ``rows`` (sent rows, ...) of every rank."""
-    if len(route.sent) == 1:
+    if len(exchange.sent) == 1:
         return rows.clone()
-    return exchanged(rows, route.received, route.sent, route.group).index_select(0, route.order)
+    return exchanged(rows, exchange.received, exchange.sent, exchange.group).index_select(0, exchange.order)
 
 
-def to_tokens(rows: torch.Tensor, route: Route) -> torch.Tensor:
+def to_tokens(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """``rows`` (received rows, ...) back where they came from: the inverse of :func:`to_experts`."""
-    if len(route.sent) == 1:
+    if len(exchange.sent) == 1:
         return rows.clone()
-    order = route.order
+    order = exchange.order
     by_rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return exchanged(rows.index_select(0, by_rank), route.sent, route.received, route.group)
+    return exchanged(rows.index_select(0, by_rank), exchange.sent, exchange.received, exchange.group)
 
 
 def travels(quantizer: Quantizer, experts: int) -> bool:
@@ -102,7 +102,7 @@ def travels(quantizer: Quantizer, experts: int) -> bool:
 
 
 def cast_for_experts(
-    quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor, route: Route, index: torch.Tensor | None = None
+    quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor, exchange: Exchange, index: torch.Tensor | None = None
 ) -> QuantizedStorage:
     """The rowwise plane of the rows of this rank's experts, in groups, from ``x`` of every rank, cast there.
 
@@ -110,14 +110,14 @@ def cast_for_experts(
     """
     rowwise = quantizer.wanting(rowwise=True, columnwise=False)
     make = _cast_rows if rowwise.row_local else _cast_groups
-    piece = make(rowwise, x, copied_to(splits, x.device), route, index)
+    piece = make(rowwise, x, copied_to(splits, x.device), exchange, index)
     # Of a format whose rows share a scale, codes alone are parts of rows.
-    received = [_bytes(to_experts(_bytes(part, torch.uint8), route), part.dtype) for part in row_parts(piece)]
-    rows = len(route.order)
+    received = [_bytes(to_experts(_bytes(part, torch.uint8), exchange), part.dtype) for part in row_parts(piece)]
+    rows = len(exchange.order)
     plane = join_rows(piece, received, (rows, *piece.shape[1:])).plane(ROWWISE)
     if not rowwise.row_local:
-        plane = replace(plane, scale=cast(torch.Tensor, plane.scale).chunk(len(route.sent))[route.rank])
-    groups = RowGroups(row_groups(copied_to(route.own, x.device), rows), rows, len(route.own))
+        plane = replace(plane, scale=cast(torch.Tensor, plane.scale).chunk(len(exchange.sent))[exchange.rank])
+    groups = RowGroups(row_groups(copied_to(exchange.own, x.device), rows), rows, len(exchange.own))
     made = RaggedPlane(**{each.name: getattr(plane, each.name) for each in fields(plane)}, groups=groups)
     return QuantizedStorage(torch.Size(plane.shape), x.dtype, made, None, _WHY)
 
@@ -131,7 +131,7 @@ def _bytes(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _cast_rows(
-    quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor, route: Route, index: torch.Tensor | None
+    quantizer: Quantizer, x: torch.Tensor, splits: torch.Tensor, exchange: Exchange, index: torch.Tensor | None
 ) -> QuantizedStorage:
     """A cast of rows each by itself, in a plane like that of any matrix."""
     if index is None or not x.is_cuda or not casts_in_groups(quantizer, len(splits)) or not len(index):
@@ -142,13 +142,13 @@ def _cast_rows(
 
 
 def _cast_groups(
-    quantizer: Any, x: torch.Tensor, splits: torch.Tensor, route: Route, index: torch.Tensor | None
+    quantizer: Any, x: torch.Tensor, splits: torch.Tensor, exchange: Exchange, index: torch.Tensor | None
 ) -> QuantizedStorage:
     """A cast under a scale for each expert, fp32 (experts,), from its largest amax over the ranks."""
     rows = len(x) if index is None else len(index)
     groups = RowGroups(row_groups(splits, rows), rows, len(splits))
     amaxes = group_amaxes(x, groups, index=index) if rows else torch.zeros(len(splits), device=x.device)
-    amaxes = reduce_amax(amaxes, route.group) if len(route.sent) > 1 else amaxes
+    amaxes = reduce_amax(amaxes, exchange.group) if len(exchange.sent) > 1 else amaxes
     shape = torch.Size((rows, x.shape[1]))
     (layout,), options = quantizer._layouts(shape), quantizer._options(quantizer.amax_epsilon)
     (data,), scales = cast_current_groups(x, groups, amaxes, [layout], index=index, **options)

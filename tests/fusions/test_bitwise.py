@@ -51,6 +51,24 @@ def experts() -> ops.Sequential:
     return ops.Sequential(gate, layer, combine)
 
 
+def experts_over_ranks() -> ops.Sequential:
+    """Rows that go to experts on other ranks, of which there are none here, and come back."""
+    gate, layer, combine = (
+        ops.TokenDispatch(4, WIDTH, top_k=2),
+        ops.GroupedLinear(4, WIDTH, WIDTH, bias=False, pad_splits=True),
+        ops.TokenCombine(),
+    )
+    there, back = ops.AllToAllDispatch(4), ops.AllToAllReturn(4)
+    gate.set_extra_output_channel(0, "splits")
+    gate.set_extra_output_channel(2, "places")
+    for number, name in enumerate(("own", "counts", "order")):
+        there.set_extra_output_channel(number, name, output_to_caller=False)
+        back.set_extra_input_channel(1 + number, name)
+    for op, name in ((there, "splits"), (back, "splits"), (layer, "own"), (combine, "places")):
+        op.set_extra_input_channel(0, name)
+    return ops.Sequential(gate, there, layer, back, combine)
+
+
 def gated_experts() -> ops.Sequential:
     """An activation between experts, whose result is cast in groups."""
     layers = [ops.GroupedLinear(4, WIDTH, width, bias=False, pad_splits=True) for width in (2 * WIDTH, WIDTH)]
@@ -91,6 +109,9 @@ PLACES = {
         extras=1,
     ),
     "dispatch_cast": Place(experts, ("token_dispatch", "quantize_groups"), ()),
+    "dispatch_exchange": Place(
+        experts_over_ranks, ("token_dispatch", "all_to_all_dispatch"), ("token_dispatch", "all_to_all_dispatch")
+    ),
     "backward_linear_add": Place(
         lambda: ops.Sequential(ops.RMSNorm(WIDTH), ops.MakeExtraOutput(in_place=True), ops.Linear(WIDTH, WIDTH)),
         ("make_extra_output", "basic_linear"),

@@ -246,15 +246,17 @@ def traced(training: Training) -> list[dict[str, Any]]:
     """
     torch.cuda.synchronize()
     dist.barrier()
-    with torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=TRACED)) as profile:
-        for number in range(1 + TRACED):
-            training.step()
-            if number == TRACED:
-                torch.cuda.synchronize()
-            profile.step()
     with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        events: list[dict[str, Any]] = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+        file, schedule = Path(folder, "trace.json"), torch.profiler.schedule(wait=0, warmup=1, active=TRACED)
+        with torch.profiler.profile(
+            schedule=schedule, on_trace_ready=lambda made: made.export_chrome_trace(str(file))
+        ) as profile:
+            for number in range(1 + TRACED):
+                training.step()
+                if number == TRACED:
+                    torch.cuda.synchronize()
+                profile.step()
+        events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
     return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 

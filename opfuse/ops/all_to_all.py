@@ -68,10 +68,11 @@ class _AllToAll(_Collective):
 class AllToAllDispatch(_AllToAll):
     """y: the rows of this rank's experts, from all ranks, expert by expert, of x (rows, features), expert by expert on each rank.
 
-    Extra input: ``splits``, int64 or int32 (num_groups,), the rows of each of all experts here. Extra outputs: ``splits`` of this
-    rank's experts, int64 (num_groups / ranks,) on the CPU; and for :class:`AllToAllReturn` ``counts``, int64 (2, ranks) on the
-    CPU, the rows sent to each rank and received from each, and ``order``, int64 (rows of y,), where each row was among those
-    received. The host waits for the device once. DtypeError or ShapeError for other splits.
+    Extra input: ``splits``, int64 or int32 (num_groups,), the rows of each of all experts here. Extra outputs: ``own``, int64
+    (num_groups / ranks,), the rows of each expert of this rank, of the last one with rows of zeros that a GPU has behind them;
+    and for :class:`AllToAllReturn` ``counts``, int64 (2, ranks) on the CPU, the rows sent to each rank and received from each,
+    and ``order``, int64 (rows received,), where each row was among them. The host waits for the device once. DtypeError or
+    ShapeError for other splits.
     """
 
     traits = frozenset(("dispatches",))
@@ -123,12 +124,13 @@ class AllToAllReturn(_AllToAll):
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         splits, own, counts, order = ctx.extras
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
-        if len(x) != len(order):
-            cure = "pass the order of the AllToAllDispatch that made the rows"
-            raise ShapeError(describe(f"{self.label} input", wanted=f"{len(order)} rows", got=tuple(x.shape), cure=cure))
+        exchange = self._exchange(own, counts, order)
+        if len(x) != exchange.room:
+            cure = "pass what the AllToAllDispatch that made the rows has given"
+            raise ShapeError(describe(f"{self.label} input", wanted=f"{exchange.room} rows", got=tuple(x.shape), cure=cure))
         kept = dict.fromkeys(self.saves) if not ctx.needs else {"splits": splits, "own": own, "counts": counts, "order": order}
         ctx.save(**kept)
-        return to_tokens(x, self._exchange(own, counts, order))
+        return to_tokens(x, exchange)
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[Value, tuple[()], tuple[None, ...]]:
         saved = ctx.saved

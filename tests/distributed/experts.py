@@ -170,6 +170,17 @@ def apart(got: torch.Tensor, want: torch.Tensor, device: str) -> float:
     return 0.0 if device != "cpu" and far <= BOUND else far
 
 
+def check_rounded(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """Rows of zeros, which on a GPU round up how many there are, change no result and no gradient."""
+    case, mesh = Mixture(recipe), init_device_mesh(device, (ranks,))
+    batch, found = batches(case, 0, ranks, device)[rank], []
+    for kinds in ((), ("cpu", "cuda")):
+        with mock.patch("opfuse.tensors.expert_rows.ROUNDED", kinds):
+            found.append(passes(converted(case, device, mesh), MADE[recipe](), batch))
+    far = {what: apart(found[0][what], found[1][what], device) for what in found[0]}
+    return [f"{what}: {each}" for what, each in far.items() if each]
+
+
 def check_bytes(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
     """Codes and scales that travel to experts are about half of the values, and a style that asks for values sends values."""
     case, sent = Mixture(recipe, tokens=(32,)), dict[str, list[int]]()
@@ -266,6 +277,7 @@ TASKS: list[Task] = [
     *((check_experts, Mixture(name, tokens)) for name in ("none", "current", "delayed", "block") for tokens in UNEVEN),
     *((check_experts, Mixture(name, most=2)) for name in ("current", "block", "mxfp8")),
     *((check_experts, Mixture(name, biased=True, transposed=True)) for name in ("none", "current", "block")),
+    *((check_rounded, name) for name in ("none", "current", "delayed", "block", "mxfp8")),
     *((check_bytes, name) for name in MADE if name != "none"),
     (check_refused, None),
     *((check_compiled, name) for name in ("none", "block")),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib.util
 import json
 import statistics
@@ -301,6 +302,7 @@ def records(stack: Stack, ranks: int, device: str) -> Iterator[dict[str, Any]]:
         made.step()
         yield record(name, made.counting.sent / 1e6, "MB given to gathers a step")
         yield record(name, made.counting.sent / trainings[PLAIN].counting.sent, "x bytes of bf16", made.variant.wire)
+    gc.freeze()  # of all variants there are many objects, which a step of none has to look through
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in trainings}
     for _ in range(stack.turns):
         for name, training in trainings.items():

@@ -1,8 +1,8 @@
 """Causal attention in which a query has the same bits alone and in any batch, with a KV cache and without one.
 
-Registered with transformers' attention interface. On a GPU, 16-bit queries run torch's ``varlen_attn`` without splits of
-keys; anything else runs products of fixed sizes over tiles of keys, counted from the first key of each sequence. What a query
-may not see adds exact zeros.
+Registered with transformers' attention interface. On a GPU, 16-bit queries run torch's ``varlen_attn``, which splits keys for
+single queries alone (torch 2.13 and newer are told not to); anything else runs products of fixed sizes over tiles of keys,
+counted from the first key of each sequence. What a query may not see adds exact zeros.
 """
 
 from __future__ import annotations
@@ -141,19 +141,17 @@ def _has_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> b
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability()[0] < 8:
         return False
     width = query.shape[-1]
-    if width < value.shape[-1] or width % 8 or width > 256:
-        return False
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "num_splits" in inspect.signature(varlen_attn).parameters
+    return not (width < value.shape[-1] or width % 8 or width > 256)
 
 
 def _by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, found: Sequences, scale: float) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # A longest query of 1 would have the kernel swap heads and queries.
+    # A longest query of 1 would have the kernel swap heads and queries, and split keys.
     longest = [max(2, *each) for each in zip(*found.counts)]
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1], "num_splits": 1}
+    known = inspect.signature(varlen_attn).parameters
+    newer = {"enable_gqa": q.shape[1] != k.shape[1], "num_splits": 1}  # torch 2.11 shares heads unasked
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)} | {name: newer[name] for name in newer if name in known}
     filled = pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
     y: Any = varlen_attn(q, k, filled, found.query_starts, found.key_starts, *longest, **options)
     return y[..., : v.shape[-1]]  # type: ignore[no-any-return]

@@ -6,8 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,7 +53,9 @@ def test_r14_the_second_use_compiles_nothing(cache, small, monkeypatch):
     assert cubin == compiling.compile_variant(small, "sm_90a").cubin
     assert [p.read_text() for p in cache.directory.glob("*.cu")] == [compiling.assemble(small)]
     used = compiling.compile_variant(small, "sm_90a").entries
-    monkeypatch.setattr(compiling, "compile_text", None)
+    bindings.nvrtc_version.cache_clear()
+    for module, name in ((compiling, "compile_text"), (compiling, "nvrtc"), (bindings, "nvrtc")):
+        monkeypatch.setattr(module, name, None)  # the compiler is not even loaded
     assert compiling.cubin(small, "sm_90a", cache) == cubin
     assert compiling.resources(small, "sm_90a", cache) == used
     assert used["twice"].registers > 0
@@ -99,9 +103,20 @@ def test_r14_the_key_holds_all_that_a_cubin_is_made_from(what, cache, small, mon
         case "flags":
             monkeypatch.setattr(compiling, "FLAGS", (*compiling.FLAGS, "--extra-device-vectorization"))
         case "compiler":
-            monkeypatch.setattr(bindings.nvrtc(), "version", (99, 0))
+            monkeypatch.setattr(compiling, "nvrtc_version", lambda: (99, 0))
     compiling.cubin(small, arch, cache)
     assert len({path.name[:64] for path in cache.directory.glob("*.cubin")} - {first.name[:64]}) == 1
+
+
+def test_the_version_of_the_compiler_is_that_of_its_package_or_of_the_library(monkeypatch):
+    library = bindings.nvrtc().version
+    bindings.nvrtc_version.cache_clear()
+    assert bindings.nvrtc_version()[:2] == library
+    for told in (PackageNotFoundError("none"), "12.9.1", "13.0rc1"):
+        bindings.nvrtc_version.cache_clear()
+        monkeypatch.setattr(bindings, "version", Mock(side_effect=told if isinstance(told, Exception) else [told]))
+        assert bindings.nvrtc_version() == library
+    bindings.nvrtc_version.cache_clear()
 
 
 def test_r14_a_damaged_cubin_is_compiled_again(cache, small):

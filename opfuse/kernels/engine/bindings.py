@@ -13,6 +13,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +65,18 @@ def nvrtc() -> Nvrtc:
     return made
 
 
+@functools.cache
+def nvrtc_version() -> tuple[int, ...]:
+    """The compiler's version. Its package tells it, in which the bindings look for the library first: to load that takes as long
+    as to import CuPy, which a process that finds its kernels on disk need not do. Without the package the library tells it.
+    """
+    try:
+        found = tuple(map(int, version(_library()).split(".")))
+    except (PackageNotFoundError, ValueError):
+        return nvrtc().version
+    return found if str(found[0]) == _major() else nvrtc().version
+
+
 _PACKAGES = {"CuPy": ("cupy-cuda{major}x>=14.2",), "NVRTC": ("cuda-bindings=={major}.*", "{nvrtc}")}
 """What to install; NVIDIA's package of NVRTC has the major version in its name before CUDA 13, and as its own since."""
 
@@ -71,9 +84,14 @@ _PACKAGES = {"CuPy": ("cupy-cuda{major}x>=14.2",), "NVRTC": ("cuda-bindings=={ma
 def _cure(what: str) -> str:
     """What to install for the CUDA of this torch."""
     major = _major()
-    library = "nvidia-cuda-nvrtc-cu12" if major == "12" else f"nvidia-cuda-nvrtc=={major}.*"
+    library = _library() if major == "12" else f"{_library()}=={major}.*"
     wanted = " ".join(f"'{package.format(major=major, nvrtc=library)}'" for package in _PACKAGES[what])
     return f"pip install {wanted}, or set OPFUSE_REFERENCE=1 to compute with torch alone"
+
+
+def _library() -> str:
+    """NVIDIA's package of NVRTC."""
+    return "nvidia-cuda-nvrtc-cu12" if _major() == "12" else "nvidia-cuda-nvrtc"
 
 
 def _require_same_cuda(what: str, major: int) -> None:

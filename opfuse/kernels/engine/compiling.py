@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from opfuse.errors import KernelError, describe
-from opfuse.kernels.engine.bindings import SOURCES, nvrtc
+from opfuse.kernels.engine.bindings import SOURCES, nvrtc, nvrtc_version
 from opfuse.kernels.engine.cubins import CUBIN, FACTS, CubinCache
 from opfuse.kernels.engine.ladder import rungs
 from opfuse.kernels.engine.nvrtc import NvrtcError
@@ -183,7 +183,7 @@ def compile_text(text: str, arch: str, name: str = "kernel.cu") -> Compiled:
 
 
 def _flags() -> tuple[str, ...]:
-    return (*FLAGS, *(SINCE_13 if nvrtc().version >= (13, 0) else ()))
+    return (*FLAGS, *(SINCE_13 if nvrtc_version() >= (13, 0) else ()))
 
 
 def compile_variant(variant: Variant, arch: str) -> Compiled:
@@ -219,7 +219,7 @@ def resources(variant: Variant, arch: str, cache: CubinCache) -> dict[str, Resou
 
 def _key(variant: Variant, arch: str) -> str:
     """The cache's key of the variant: of all that its cubin depends on, also this compiler and its flags."""
-    parts = (code_of(variant), arch, *map(" ".join, rungs(variant.defines)), *_flags(), *map(str, nvrtc().version))
+    parts = (code_of(variant), arch, *map(" ".join, rungs(variant.defines)), *_flags(), *map(str, nvrtc_version()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

@@ -59,7 +59,7 @@ class _AllToAll(_Collective):
         own, override = self.quantizer_role(role), OVERRIDES[recipe.backward_override]
         if recipe.delayed_scaling(own) is not None or (override.backward != "quantized" and role == "grad_output"):
             return None
-        if override.saved == "original" and ctx.needs:
+        if override.saved == "original" and ctx.env.grad:  # also where only weights behind want gradients
             return None
         quantizer, _ = self.quantizer_of(own, recipe)
         return quantizer if travels(quantizer, self.num_groups) else None

@@ -50,13 +50,16 @@ BOUND = 2.0**-4
 
 
 class Mixture(NamedTuple):
-    """recipe: by name. tokens: of each rank. most: how many experts get tokens; biased, transposed: of the layout."""
+    """recipe: by name. tokens: of each rank. most: how many experts get tokens; biased, transposed: of the layout. learned:
+    whether tokens want gradients.
+    """
 
     recipe: str
     tokens: tuple[int, ...] = (48, 16, 32, 8)
     most: int = EXPERTS
     biased: bool = False
     transposed: bool = False
+    learned: bool = True
 
 
 class Experts(nn.Module):
@@ -118,13 +121,13 @@ def batches(case: Mixture, step: int, ranks: int, device: str) -> list[Batch]:
     return made
 
 
-def passes(model: nn.Module, recipe: Any, batch: Batch) -> dict[str, torch.Tensor]:
-    """Results and gradients, by name."""
-    x, weights = (each.clone().requires_grad_() for each in (batch.x, batch.weights))
+def passes(model: nn.Module, recipe: Any, batch: Batch, *, learned: bool = True) -> dict[str, torch.Tensor]:
+    """Results and gradients, by name. learned: whether tokens want gradients."""
+    x, weights = batch.x.clone().requires_grad_(learned), batch.weights.clone().requires_grad_()
     with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
         y = model(x, batch.index, weights)
     y.backward(batch.dy)
-    found = {"result": y.detach(), "x": x.grad, "weights": weights.grad}
+    found = {"result": y.detach(), "weights": weights.grad, **({"x": x.grad} if learned else {})}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         found[name] = grad.to_local() if isinstance(grad, DTensor) else grad
@@ -149,12 +152,12 @@ def check_experts(case: Mixture, rank: int, ranks: int, device: str) -> list[str
     for step in range(3):
         parts = batches(case, step, ranks, device)
         whole, tokens = Batch(*map(torch.cat, zip(*parts))), [len(part.x) for part in parts]
-        found = passes(many, recipe, parts[rank])
+        found = passes(many, recipe, parts[rank], learned=case.learned)
         for name, model in {"one rank": one, "no ranks": plain}.items():
             # Without a recipe the model's own forward runs, which rounds elsewhere, and without tokens too.
             if model is plain and (recipe is None or not sum(tokens) or (case.recipe in TWICE and not case.biased)):
                 continue
-            want = own(passes(model, recipe, whole), rank, tokens, experts)
+            want = own(passes(model, recipe, whole, learned=case.learned), rank, tokens, experts)
             far = {what: apart(found[what], want[what], device) for what in want}
             wrong += [f"{what} of step {step} beside {name}: {each}" for what, each in far.items() if each]
     return wrong
@@ -276,6 +279,7 @@ TASKS: list[Task] = [
     *((check_experts, Mixture(name)) for name in MADE),
     *((check_experts, Mixture(name, tokens)) for name in ("none", "current", "delayed", "block") for tokens in UNEVEN),
     *((check_experts, Mixture(name, most=2)) for name in ("current", "block", "mxfp8")),
+    *((check_experts, Mixture(name, learned=False)) for name in ("current", "block", "block high precision")),
     *((check_experts, Mixture(name, biased=True, transposed=True)) for name in ("none", "current", "block")),
     *((check_rounded, name) for name in ("none", "current", "delayed", "block", "mxfp8")),
     *((check_bytes, name) for name in MADE if name != "none"),

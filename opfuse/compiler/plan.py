@@ -238,12 +238,13 @@ RANK_ALONE = frozenset(("dispatches", "returns"))
 
 def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: str) -> Cast:
     where = f"{label} {spec.role}"
+    quantizer = spec.quantizer.on_one_rank() if group is THIS_RANK else spec.quantizer
     if not spec.groups:
-        return Cast(spec.role, spec.quantizer, op, env, where, spec.state, group)
+        return Cast(spec.role, quantizer, op, env, where, spec.state, group)
     grouping = op.grouping(())
     padded = spec.role not in op.parameter_names and grouping is not None and grouping.padded
     states = tuple(spec.state or ())
-    return GroupedCast(spec.role, spec.quantizer, op, env, where, None, group, spec.groups, states, padded, spec.ragged)
+    return GroupedCast(spec.role, quantizer, op, env, where, None, group, spec.groups, states, padded, spec.ragged)
 
 
 def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:

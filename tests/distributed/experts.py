@@ -21,14 +21,22 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import ConversionError, ShapeError, SpecError
 from opfuse.tensors import row_collectives
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.distributed.running import Task
 
 EXPERTS, WIDTH, INNER, CHOSEN = 8, 128, 64, 2
+
+
+def over_ranks(role: Any) -> Any:
+    """Casts under amaxes of all ranks, which have the same experts where these are not spread."""
+    return Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True)
+
 
 MADE: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
     "current": recipes.Float8CurrentScaling,
     "delayed": lambda: recipes.DelayedScaling(amax_history_len=2),
+    "amaxes over ranks": lambda: recipes.CustomRecipe(qfactory=over_ranks),
     "block": recipes.Float8BlockScaling,
     "block dequantized": lambda: recipes.Float8BlockScaling(backward_override="dequantized"),
     "block high precision": lambda: recipes.Float8BlockScaling(backward_override="high_precision"),

@@ -185,6 +185,10 @@ class Quantizer(ABC):
             return self if all(fmt.family in _APART for fmt in self.formats) else None
         return self if reduces else self._reducing(group)
 
+    def on_one_rank(self) -> Quantizer:
+        """A quantizer of equal settings that takes amaxes of its own tensor alone; itself if it does so."""
+        return self._reducing(None, reduces=False) if getattr(self, "with_amax_reduction", False) else self
+
     def _reducing(self, group: AmaxRanks, *, reduces: bool = True) -> Self:
         return replace(self, with_amax_reduction=reduces, amax_reduction_group=group)  # type: ignore[call-arg]
 

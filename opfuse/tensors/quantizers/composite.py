@@ -93,6 +93,10 @@ class HybridQuantizer(Quantizer):
             return None
         return replace(self, rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
 
+    def on_one_rank(self) -> Quantizer:
+        rowwise, columnwise = self.rowwise_quantizer.on_one_rank(), self.columnwise_quantizer.on_one_rank()
+        return replace(self, rowwise_quantizer=rowwise, columnwise_quantizer=columnwise)
+
     @property
     def row_local(self) -> bool:
         return self.rowwise_quantizer.row_local

@@ -44,7 +44,7 @@ class States:
         op = vars(self).get("ops", {}).get(name)
         if op is None:
             raise AttributeError(name)
-        return SimpleNamespace(**{role.removeprefix(_named(op)): each for role, each in vars(op.delayed_scaling).items()})
+        return SimpleNamespace(**{_short(op, role): each for role, each in vars(op.delayed_scaling).items()})
 
     @property
     def device(self) -> torch.device | None:
@@ -67,7 +67,7 @@ class States:
             if op.quantizer_states.tracked:
                 found = op.saved_states(self.device)
                 start = f"{prefix}{NAMESPACE}.{name}."
-                destination.update({start + key.removeprefix(_named(op)): tensor for key, tensor in found.items()})
+                destination.update({start + _short(op, key): tensor for key, tensor in found.items()})
 
     def load(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """``nn.Module._load_from_state_dict``, with the states that ``state_dict`` has."""
@@ -75,7 +75,7 @@ class States:
         for name, op in self.ops.items():
             start = f"{prefix}{NAMESPACE}.{name}."
             for key in [key for key in state_dict if key.startswith(start)]:
-                taken.setdefault(name, {})[unquoted(_named(op) + key.removeprefix(start))] = state_dict.pop(key)
+                taken.setdefault(name, {})[unquoted(_whole(op, key.removeprefix(start)))] = state_dict.pop(key)
         type(self.module)._load_from_state_dict(self.module, state_dict, prefix, *args)
         LOADS[0] += 1
         for name, saved in taken.items():
@@ -83,6 +83,12 @@ class States:
             self.ops[name].quantizer_states.tracked = True
 
 
-def _named(op: BasicOperation) -> str:
-    """The prefix of an op's keys: the path of its module, which the module's own key repeats and so leaves out."""
-    return f"{quoted(op.name)}:" if op.name else ""
+def _short(op: BasicOperation, key: str) -> str:
+    """A key of an op without the path of its module, which the module's own key repeats: ``input.scale``, ``[2]:input.scale``."""
+    return key.removeprefix(quoted(op.name)).removeprefix(":")
+
+
+def _whole(op: BasicOperation, key: str) -> str:
+    """The key of an op from one without the path of its module."""
+    colon = ":" if op.name and not key.startswith("[") else ""
+    return f"{quoted(op.name)}{colon}{key}"

@@ -7,12 +7,14 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import opfuse
 from opfuse.errors import QuantizerError, RecipeError
 from opfuse.recipes import DelayedScaling, Float8CurrentScaling
 from tests.convert.blocks import Model
+from tests.convert.test_experts import EXPERTS, Mixture
 
 RECIPE = DelayedScaling(amax_history_len=3)
 WORDS = torch.arange(32).view(2, 16)
@@ -95,6 +97,36 @@ def test_the_model_given_back_has_its_own_methods(trained):
     assert model.state_dict().keys() == plain.state_dict().keys()
     names = {"forward", "delayed_scaling", "_apply", "_save_to_state_dict", "_load_from_state_dict"}
     assert not any(names & vars(module).keys() for module in model.modules())
+
+
+def with_experts():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": Mixture()})})
+    opfuse.fuse_(model, RECIPE)
+    return model
+
+
+def routed_step(model):
+    """The result of a step in which every expert has tokens."""
+    torch.manual_seed(1)
+    x, chosen = torch.randn(3 * EXPERTS, 32), torch.arange(3 * EXPERTS).view(-1, 1) % EXPERTS
+    y = model["mlp"]["experts"](x, chosen, torch.ones(len(x), 1))
+    y.square().sum().backward()
+    return y.detach()
+
+
+def test_each_expert_goes_on_with_its_own_states():
+    model = opfuse.prepare_delayed(with_experts(), RECIPE)
+    for _ in range(2):
+        routed_step(model)
+    state = copy.deepcopy(model.state_dict())
+    names = [name for name in state if name.endswith("input.scale")]
+    assert "mlp.experts.delayed_scaling.up.[2]:input.scale" in names
+    assert len(names) == 2 * EXPERTS
+    assert get_model_state_dict(model).keys() == state.keys()
+    other = with_experts()
+    other.load_state_dict(state)
+    assert torch.equal(routed_step(other), routed_step(model))
 
 
 def test_states_move_with_the_model(trained):

@@ -46,9 +46,12 @@ class ExpertParallel(ParallelStyle):
         for name, parameter in before.found.module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = _part(parameter, device_mesh)
-        over = Spread(device_mesh.get_group(), device_mesh.size(), self.quantized)
+        over = Spread(device_mesh.get_group(), device_mesh.get_local_rank(), device_mesh.size(), self.quantized)
         made = routed(SpreadExperts, before.found, pipeline_of(before.found, before.path, over), before.path, before.recipe)
         made.report = before.report
+        for name, op in made.products.items():
+            slots = [slot for _, slot in op.quantizer_slots()]
+            op.__dict__["quantizer_states"] = before.products[name].quantizer_states.part(slots)
         made.install()
         return module
 

@@ -313,9 +313,12 @@ AnyRouted = TypeVar("AnyRouted", bound=Routed)
 
 
 class Spread(NamedTuple):
-    """Experts that a process group of ``ranks`` shares in equal parts. quantized: whether codes travel where they can."""
+    """Experts that a process group of ``ranks`` shares in equal parts, of which this is one. quantized: whether codes travel
+    where they can.
+    """
 
     group: Any
+    rank: int
     ranks: int
     quantized: bool
 
@@ -350,7 +353,7 @@ def pipeline_of(found: Experts, path: str, over: Spread | None = None) -> Pipeli
         sources = {"weight": (name, found.transposed)}
         if found.biases:
             sources["bias"] = found.biases[number], False
-        op, made = _grouped(found.module, sources, experts // (over.ranks if over else 1), columns, rows, parts=over is not None)
+        op, made = _grouped(found.module, sources, (experts, columns, rows), over)
         op.name = f"{path}.{name}".lstrip(".")
         run.made.append(made)
         add(name, op, (OWN if over else SPLITS,))
@@ -373,13 +376,15 @@ def pipeline_of(found: Experts, path: str, over: Spread | None = None) -> Pipeli
 
 
 def _grouped(
-    module: nn.Module, sources: Mapping[str, tuple[str, bool]], experts: int, columns: int, rows: int, *, parts: bool
+    module: nn.Module, sources: Mapping[str, tuple[str, bool]], sizes: tuple[int, int, int], over: Spread | None
 ) -> tuple[GroupedLinear, MadeParameters]:
-    """A grouped product (columns to rows), and what lends it its parameters.
+    """A grouped product, and what lends it its parameters.
 
-    sources: by the op's names, those of ``module``, and whether they are transposed. parts: whether this rank has a part of each.
+    sources: by the op's names, those of ``module``, and whether they are transposed. sizes: experts, columns and rows. over: the
+    ranks that share the experts.
     """
-    lends = LocalParameters if parts else MadeParameters
+    experts, columns, rows = sizes
+    lends, ranks = (MadeParameters, 1) if over is None else (LocalParameters, over.ranks)
     made = lends({own: ((module, name, transposed),) for own, (name, transposed) in sources.items()})
     options: dict[str, Any] = {
         "bias": "bias" in sources,
@@ -388,7 +393,9 @@ def _grouped(
         "pad_splits": True,
     }
     dtype = module._parameters[sources["weight"][0]].dtype  # type: ignore[union-attr]
-    op = GroupedLinear(experts, columns, rows, **options, device="meta", dtype=dtype)
+    op = GroupedLinear(experts // ranks, columns, rows, **options, device="meta", dtype=dtype)
+    if over is not None:
+        op.slot_part, op.slot_parts = over.rank, over.ranks
     for own in sources:
         del op._parameters[own]
     op.__dict__["owner"] = made

@@ -72,7 +72,13 @@ class QuantizerSlotsMixin:
     By default the slots are the op's ``roles``, for which the compiler also casts. An op without roles that casts in its own
     methods overrides ``num_quantizers``, and ``get_quantizer_roles`` where :data:`SLOTS` does not name its tensors; it asks in
     its forward, inside the recipe, and keeps in ``ctx`` what its backward uses.
+
+    slot_part, slot_parts: which of how many ranks this is, if each has an equal part of the slots: states are named as if one
+    had all.
     """
+
+    slot_part: int = 0
+    slot_parts: int = 1
 
     kind: ClassVar[str]
     module_type: ClassVar[str] = ""
@@ -116,16 +122,24 @@ class QuantizerSlotsMixin:
         use = LastUse.under(delayed, rule, current_amax_group(), name, self.standing)
         return _Delayed(made.scale, made.amax, made.fp8_dtype, state, delayed, use)
 
-    def _slots_of(self, mode: Mode, count: int) -> list[tuple[QuantizerRole, QuantizerRole]]:
-        """The role of each slot, and the role that its state is kept under."""
+    def _slots_of(self, mode: Mode, count: int, part: int | None = None) -> list[tuple[QuantizerRole, QuantizerRole]]:
+        """The role of each slot, and the role that its state is kept under. part: whose slots; None: this op's."""
+        first = count * (self.slot_part if part is None else part)
         roles = self.get_quantizer_roles(mode) or (None,) * count
         named = [role or self.quantizer_role(SLOTS[mode][i % len(SLOTS[mode])]) for i, role in enumerate(roles)]
         repeated = [i >= len(SLOTS[mode]) or role in roles[:i] for i, role in enumerate(named)]
-        return [(role, separate_slot(role, i) if again else role) for i, (role, again) in enumerate(zip(named, repeated))]
+        slots = enumerate(zip(named, repeated), start=first)
+        return [(role, separate_slot(role, i) if again or first else role) for i, (role, again) in slots]
 
     def quantizer_slots(self) -> tuple[tuple[QuantizerRole, QuantizerRole], ...]:
         """The role of each slot, and the role that its delayed-scaling state is kept under, whether or not it is there yet."""
         return tuple(pair for mode in get_args(Mode) for pair in self._slots_of(mode, self.num_quantizers(mode)))
+
+    def slots_elsewhere(self) -> tuple[QuantizerRole, ...]:
+        """What the states of the other parts are kept under, which other ranks have."""
+        others = [part for part in range(self.slot_parts) if part != self.slot_part]
+        counts = {mode: self.num_quantizers(mode) for mode in get_args(Mode)}
+        return tuple(slot for part in others for mode in counts for _, slot in self._slots_of(mode, counts[mode], part))
 
     def reset_recipe_state(self, recipe: Recipe | None = None) -> None:
         """A hook for subclasses, called before a call under another recipe than the last one. Quantizers need no such reset."""

@@ -104,9 +104,10 @@ class StatefulModule(WatchedModule):
         return {_key(*name.rpartition("/")): tensor for name, tensor in named.items()}
 
     def load_states(self, saved: object, device: torch.device | None, *, where: str) -> None:
-        """Take over what was saved by ``role/field``; QuantizerError for what is no state of this op."""
+        """Take over what was saved by ``role/field``; QuantizerError for what is no state of this op on any rank."""
         slots = [slot for _, slot in self._state_roles()]
-        self._states().load_dict(saved, slots=slots, device=device, where=where)
+        elsewhere = [slot for op in self.basic_ops for slot in op.slots_elsewhere()] if slots else []
+        self._states().load_dict(saved, slots=slots, elsewhere=elsewhere, device=device, where=where)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """OpfuseWarning for amaxes that were not finite: this is where the host reads states."""

@@ -206,8 +206,8 @@ class GroupedLinear(BasicOperation):
         """Where the states of an operand are kept, one for each group that is cast apart, as :meth:`get_quantizer` finds them."""
         place, step = {"input": (0, 2), "grad_output": (0, 1)}.get(role, (1, 2))
         groups = range(self.num_groups) if self.cast_groups(role) else (int(role.removeprefix("weight")),)
-        base = self.quantizer_role(role)
-        return tuple(separate_slot(base, place + step * i) if i else base for i in groups)
+        base, first = self.quantizer_role(role), self.slot_part * self.num_groups
+        return tuple(separate_slot(base, place + step * i) if i else base for i in (first + group for group in groups))
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
         super().compute_dtype(env, x)

@@ -328,6 +328,13 @@ class DelayedScalingStates:
         """The state of ``role``, if there is one."""
         return self._states.get(_key(role))
 
+    def part(self, slots: Collection[QuantizerRole]) -> DelayedScalingStates:
+        """The states of ``slots``, not copies of them, for an op that stands for a part of this one."""
+        made, keys = DelayedScalingStates(), set(map(_key, slots))
+        made._states = {key: state for key, state in self._states.items() if key in keys}
+        made.tracked, made.unread = self.tracked, self.unread
+        return made
+
     def __len__(self) -> int:
         return len(self._states)
 
@@ -358,6 +365,7 @@ class DelayedScalingStates:
         saved: object,
         *,
         slots: Collection[QuantizerRole] | None = None,
+        elsewhere: Collection[QuantizerRole] = (),
         device: torch.device | str | None = None,
         where: str = "delayed-scaling states",
     ) -> None:
@@ -365,8 +373,11 @@ class DelayedScalingStates:
 
         All or nothing: QuantizerError, and no state changed, for anything that is no such dictionary, for tensors of other
         shapes or without the memory that these take, scales that are not finite and positive, and roles that are not among
-        ``slots`` (None: any). New states are on ``device``.
+        ``slots`` (None: any) or ``elsewhere``, which are left out. New states are on ``device``.
         """
+        if elsewhere and isinstance(saved, Mapping):
+            others = set(map(_key, elsewhere))
+            saved = {name: tensor for name, tensor in saved.items() if str(name).rpartition("/")[0] not in others}
         known = None if slots is None else [*map(_key, slots), *self._states]
         self.unread = False
         for key, state in checked_states(saved, known=known, where=where).items():

@@ -5,13 +5,17 @@ On a CPU all sums have one order, so bits are compared. On GPUs, products of oth
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -260,6 +264,43 @@ class _Around(nn.Module):
         return out
 
 
+def check_states(_: None, rank: int, ranks: int, device: str) -> list[str]:
+    """Delayed scaling goes on: over ranks after training on one, there after training over ranks, and from distributed files."""
+    case, recipe, mesh = Mixture("delayed"), MADE["delayed"](), init_device_mesh(device, (ranks,))
+    parts = [batches(case, step, ranks, device) for step in range(4)]
+    wholes, tokens = [Batch(*map(torch.cat, zip(*each))) for each in parts], [len(part.x) for part in parts[0]]
+    experts = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
+
+    def made(spread: bool, steps: int = 0) -> Any:
+        model = opfuse.prepare_delayed(converted(case, device, mesh if spread else None), recipe)
+        for step in range(steps):
+            passes(model, recipe, parts[step][rank] if spread else wholes[step])
+        return model
+
+    plain, before = made(False, 3), made(False, 3)
+    wanted = own(passes(plain, recipe, wholes[3]), rank, tokens, experts)
+    spread_later = parallelize_module(before, mesh, opfuse.ExpertParallel())
+    many = made(True, 3)
+    folders = [tempfile.mkdtemp() if not rank else ""]
+    dist.broadcast_object_list(folders)
+    save(get_model_state_dict(many), checkpoint_id=folders[0])
+    again, gathered = made(True), made(False)
+    for model in (again, gathered):
+        state = get_model_state_dict(model)
+        load(state, checkpoint_id=folders[0])
+        set_model_state_dict(model, state)
+    wrong = []
+    for name, model in {
+        "spread after training": spread_later,
+        "spread and loaded": again,
+        "loaded on one rank": gathered,
+    }.items():
+        found = passes(model, recipe, wholes[3] if model is gathered else parts[3][rank])
+        found = own(found, rank, tokens, experts) if model is gathered else found
+        wrong += [f"{what}, {name}" for what in wanted if apart(found[what], wanted[what], device)]
+    return wrong
+
+
 def check_sharded(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
     """FSDP2 around, along the other dimension of the mesh: what each batch gives, and the mean of gradients over the batches."""
     spread, wrong = ranks // 2, []
@@ -292,6 +333,7 @@ TASKS: list[Task] = [
     *((check_rounded, name) for name in ("none", "current", "delayed", "block", "mxfp8")),
     *((check_bytes, name) for name in MADE if name != "none"),
     (check_refused, None),
+    (check_states, None),
     *((check_compiled, name) for name in ("none", "block")),
     *((check_sharded, name) for name in ("none", "current", "block")),
 ]

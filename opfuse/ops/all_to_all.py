@@ -22,6 +22,7 @@ import torch.distributed as dist
 from opfuse.core.context import Context, Value, plain
 from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.events import ValuesRead, emit, listeners
 from opfuse.ops.collective import ProcessGroup, _Collective
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.expert_rows import Exchange, cast_for_experts, exchange_of, to_experts, to_tokens, travels
@@ -47,6 +48,8 @@ class _AllToAll(_Collective):
         return copy.train(self.training)
 
     def _exchange(self, own: torch.Tensor, counts: torch.Tensor, order: torch.Tensor) -> Exchange:
+        if ValuesRead in listeners():  # in either pass, also of a segment that has one of the two ops alone
+            emit(ValuesRead("how many rows go to other ranks"))
         sent, received = counts.tolist()
         rank = dist.get_rank(self.process_group) if self.process_group_size > 1 else 0
         return Exchange(own, sent, received, order, self.process_group, rank)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.nn.functional import pad
 
-from opfuse.events import ValuesRead, emit, listeners
 from opfuse.formats import ROWWISE
 from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, group_amaxes
@@ -63,8 +62,6 @@ def exchange_of(splits: torch.Tensor, ranks: int, group: Any, *, where: str) -> 
     splits = splits.long().contiguous()
     each = [len(splits) // ranks] * ranks
     incoming = exchanged(splits, each, each, group) if ranks > 1 else splits
-    if ValuesRead in listeners():
-        emit(ValuesRead("how many rows go to other ranks"))
     on_host = torch.stack((splits, incoming)).cpu().view(2, ranks, -1)
     own, rows = incoming.view(ranks, -1).sum(0), int(on_host[1].sum())
     own[-1] += room_for(rows, ranks, splits.device) - rows

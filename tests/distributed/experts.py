@@ -175,6 +175,22 @@ def check_experts(case: Mixture, rank: int, ranks: int, device: str) -> list[str
     return wrong
 
 
+def check_turns(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """Each rank sends all of its rows to one, another at each step: as many rows as at the step before come from elsewhere."""
+    meshes, wrong = init_device_mesh(device, (1, ranks), mesh_dim_names=("one", "all")), list[str]()
+    case, each = Mixture(recipe, tokens=(16,)), EXPERTS // ranks
+    many, one = (converted(case, device, meshes[name]) for name in ("all", "one"))
+    for step in range(5):
+        parts = [
+            part._replace(index=part.index % each + (sender + step) % ranks * each)
+            for sender, part in enumerate(batches(case, step, ranks, device))
+        ]
+        found, whole = passes(many, MADE[recipe](), parts[rank]), Batch(*map(torch.cat, zip(*parts)))
+        want = own(passes(one, MADE[recipe](), whole), rank, [16] * ranks, slice(rank * each, (rank + 1) * each))
+        wrong += [f"{what} of step {step}" for what in want if apart(found[what], want[what], device)]
+    return wrong
+
+
 def apart(got: torch.Tensor, want: torch.Tensor, device: str) -> float:
     """How far two results are, relative to the largest value; 0 within what may be."""
     if got.shape != want.shape:
@@ -331,6 +347,7 @@ TASKS: list[Task] = [
     *((check_experts, Mixture(name, learned=False)) for name in ("current", "block", "block high precision")),
     *((check_experts, Mixture(name, biased=True, transposed=True)) for name in ("none", "current", "block")),
     *((check_rounded, name) for name in ("none", "current", "delayed", "block", "mxfp8")),
+    *((check_turns, name) for name in ("none", "current", "block")),
     *((check_bytes, name) for name in MADE if name != "none"),
     (check_refused, None),
     (check_states, None),

@@ -58,6 +58,8 @@ class GroupedCast(Cast):
         a tensor of splits, unless sizes stay on the device. There, a kernel reads rows through ``index``; elsewhere they are
         copied first.
         """
+        if isinstance(x, QuantizedTensor) and groups_in(x.held) is not None:  # of another segment
+            x = x.held
         if isinstance(x, QuantizedStorage) and (sizes_of(x) is not None or groups_in(x) is not None):
             return x if x.usages != (ROWWISE,) else self._completed(x, self.splits if splits is None else splits)
         x = x.detach().dequantize() if isinstance(x, QuantizedTensor) else plain(x)

@@ -79,7 +79,9 @@ class _SegmentFunction(torch.autograd.Function):
         received: dict[int, torch.Tensor | None] = dict.fromkeys(ctx.values)
         for value, grad in zip(ctx.values, grad_outputs):
             if grad is not None:
-                earlier, grad = received[value], grad.resolve_neg()  # kernels read what lies in memory
+                if not isinstance(grad, QuantizedTensor):
+                    grad = grad.resolve_neg()  # kernels read what lies in memory
+                earlier = received[value]
                 received[value] = grad if earlier is None else earlier + grad
         return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.core.grouped_cast import GroupedCast
 from opfuse.errors import ConversionError, ShapeError, SpecError
 from opfuse.tensors import row_collectives
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
@@ -223,8 +224,11 @@ def check_bytes(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
             return _exchanged(x, received, given, group)
 
         model = converted(case, device, init_device_mesh(device, (ranks,)), **options)
-        with mock.patch("opfuse.tensors.expert_rows.exchanged", count):
+        taken = mock.patch.object(GroupedCast, "_completed", autospec=True, side_effect=GroupedCast._completed)
+        with mock.patch("opfuse.tensors.expert_rows.exchanged", count), taken as cast:
             passes(model, MADE[recipe](), batches(case, 0, ranks, device)[rank])
+        if cast.call_count != (CODES.get(recipe, 0) if name == "codes" else 0):
+            return [f"{cast.call_count} operands of products are the codes that came"]
     ways, values = CODES.get(recipe, 0), sum(sent["values"])
     back = values - ways * 32 * CHOSEN * WIDTH * 2  # of the ways on which values travel in any case
     codes = sum(sent["codes"]) - back

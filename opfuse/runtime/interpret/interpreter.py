@@ -32,6 +32,7 @@ from opfuse.runtime.weights.cast_cache import PrecomputedCast
 from opfuse.runtime.weights.packed import PlaceInBlock, from_blocks, to_blocks
 from opfuse.tensors.ragged import groups_in
 from opfuse.tensors.storage import QuantizedStorage
+from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.dispatch import active_modes
 
 Kwargs = Sequence[Mapping[str, Any]]
@@ -287,8 +288,8 @@ class Interpreter:
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
         """For the gradients of the outputs those of what the segment has read."""
         grads = self.backward(grad_outputs, tensors)
-        inputs = [plain_or_none(grads.take(value)) for value in self.segment.inputs]
-        again = [plain_or_none(grads.take(value)) for value in self.segment.again]
+        inputs = [_handed_on(grads.take(value)) for value in self.segment.inputs]
+        again = [_handed_on(grads.take(value)) for value in self.segment.again]
         params = [grads.params.get((i, name)) for i in reversed(self.segment.ops) for name, _ in self.ops[i].parameter_slots()]
         return [*inputs, *params, *again]
 
@@ -299,7 +300,7 @@ class Interpreter:
         contexts = {index: context.restored(tensors) for index, context in self.contexts.items()}
         grads = Gradients(self.plan, contexts, self.segment.again)
         for value, grad in grad_outputs.items():
-            grads.add(value, grad)
+            grads.add(value, grad.held if isinstance(grad, QuantizedTensor) else grad)
         if self.in_parts and not active_modes():
             repeat(self.plan, self.segment, self._fingerprints, grads, self._backward_groups)
         else:
@@ -413,6 +414,13 @@ class Interpreter:
         else:
             check_input_gradient(grads.contexts.get(first.index), dx)
             grads.add(first.inputs[0], dx)
+
+
+def _handed_on(grad: Value | None) -> torch.Tensor | None:
+    """A gradient for the segment before: rows that came as codes from other ranks as they are, others in high precision."""
+    if isinstance(grad, QuantizedStorage) and groups_in(grad) is not None:
+        return QuantizedTensor(grad)
+    return plain_or_none(grad)
 
 
 def _bind(rule: Fusion, group: Group, contexts: Mapping[int, Context]) -> dict[str, Any]:

@@ -222,6 +222,11 @@ class Graph:
         """The main-chain nodes that do something in ``direction``, in forward order."""
         return tuple(node for node in self.nodes if direction in node.directions and not node.side)
 
+    def is_cast_in_groups(self, value: int, role: str) -> bool:
+        """Whether a node casts ``value``, or its gradient, group by group as ``role``."""
+        casts = (node for node in self.nodes if node.is_cast and node.inputs[:1] == (value,))
+        return any(node.spec.groups and node.spec.role == role for node in casts)
+
     def linked(self, node: Node, follower: Node, direction: str) -> bool:
         """Whether ``follower`` alone continues ``node``: the value between them leaves nowhere.
 

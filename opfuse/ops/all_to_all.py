@@ -55,9 +55,9 @@ class _AllToAll(_Collective):
         return Exchange(own, sent, received, order, self.process_group, rank)
 
     def _quantizer(self, ctx: Context, role: str) -> Quantizer | None:
-        """That of the products' operand, if its codes travel."""
+        """That of the operand of the product that reads what travels, if its codes do."""
         recipe = ctx.env.recipe
-        if recipe is None or not self.quantized:
+        if recipe is None or not self.quantized or not ctx.meets_cast:
             return None
         own, override = self.quantizer_role(role), OVERRIDES[recipe.backward_override]
         if recipe.delayed_scaling(own) is not None or (override.backward != "quantized" and role == "grad_output"):

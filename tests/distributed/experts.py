@@ -192,6 +192,43 @@ def check_turns(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
     return wrong
 
 
+def by_hand(between: bool, device: str, **options: Any) -> ops.Sequential:
+    """A layer of experts that each of the ranks has a part of. between: with an op on both sides of the products."""
+    dispatch, back = ops.AllToAllDispatch(EXPERTS, **options), ops.AllToAllReturn(EXPERTS, **options)
+    permute, combine = ops.TokenPermute(EXPERTS), ops.TokenCombine()
+    for op, reads, gives in (
+        (permute, (), ("splits", "places")),
+        (dispatch, ("splits",), ("own", "counts", "order")),
+        (back, ("splits", "own", "counts", "order"), ()),
+        (combine, ("places",), ()),
+    ):
+        for number, channel in enumerate(reads):
+            op.set_extra_input_channel(number, channel)
+        for number, channel in enumerate(gives):
+            op.set_extra_output_channel(number, channel, output_to_caller=False)
+    product = ops.GroupedLinear(EXPERTS // dispatch.process_group_size, WIDTH, WIDTH, bias=False, pad_splits=True).bfloat16()
+    product.set_extra_input_channel(0, "own")
+    first, last = ([ops.SiLU()] if between else [] for _ in range(2))
+    return ops.Sequential(permute, dispatch, *first, product, *last, back, combine).to(device)
+
+
+def check_between(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """Rows travel as codes to a product that multiplies these, and as values to any other op."""
+    batch, made, sent = batches(Mixture(recipe), 0, ranks, device)[rank], [], list[int]()
+    for between in (True, False):
+        for quantized in (True, False):
+            torch.manual_seed(rank)
+            model, x = by_hand(between, device, quantized=quantized), batch.x.clone().requires_grad_()
+            with mock.patch("opfuse.tensors.expert_rows.exchanged", wraps=_exchanged) as calls:
+                with opfuse.autocast(recipe=MADE[recipe]()):
+                    y = model(x, batch.index)
+                y.backward(batch.dy)
+            sent.append(sum(call.args[0].dtype == torch.uint8 for call in calls.call_args_list))
+            made.append([y.detach(), x.grad, *[parameter.grad for parameter in model.parameters()]])
+    wrong = [f"number {i}" for i, (one, other) in enumerate(zip(made[0], made[1])) if apart(one, other, device)]
+    return wrong + ([] if sent == [0, 0, 2, 0] else [f"tensors of codes were {sent}"])
+
+
 def apart(got: torch.Tensor, want: torch.Tensor, device: str) -> float:
     """How far two results are, relative to the largest value; 0 within what may be."""
     if got.shape != want.shape:
@@ -351,6 +388,7 @@ TASKS: list[Task] = [
     *((check_experts, Mixture(name, learned=False)) for name in ("current", "block", "block high precision")),
     *((check_experts, Mixture(name, biased=True, transposed=True)) for name in ("none", "current", "block")),
     *((check_rounded, name) for name in ("none", "current", "delayed", "block", "mxfp8")),
+    *((check_between, name) for name in ("current", "rows")),
     *((check_turns, name) for name in ("none", "current", "block")),
     *((check_bytes, name) for name in MADE if name != "none"),
     (check_refused, None),

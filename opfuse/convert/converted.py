@@ -55,6 +55,9 @@ class Converted:
     strict = False
     """Whether calls that the pipeline is not for are refused, as in a model that :func:`opfuse.invariant` has made."""
 
+    over_ranks = False
+    """Whether the module has the parameters of this rank alone, over which no other forward can run."""
+
     def __init__(
         self,
         module: nn.Module,

@@ -48,7 +48,7 @@ class ExpertParallel(ParallelStyle):
                 module._parameters[name] = _part(parameter, device_mesh)
         over = Spread(device_mesh.get_group(), device_mesh.get_local_rank(), device_mesh.size(), self.quantized)
         made = routed(SpreadExperts, before.found, pipeline_of(before.found, before.path, over), before.path, before.recipe)
-        made.report = before.report
+        made.report, made.strict = before.report, before.strict
         for name, op in made.products.items():
             slots = [slot for _, slot in op.quantizer_slots()]
             op.__dict__["quantizer_states"] = before.products[name].quantizer_states.part(slots)
@@ -60,6 +60,7 @@ class SpreadExperts(Routed):
     """The forward of a module of whose experts this rank has a part."""
 
     takes_none = True  # of whose experts other ranks may have tokens
+    over_ranks = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -61,7 +61,7 @@ def fuse_(
     them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy.
 
     A model that is fused already is converted again. ConversionError if nothing could be converted, if a pattern matches nothing,
-    and for another keyword.
+    if experts are over ranks, and for another keyword.
     """
     if unknown:
         name, known = next(iter(unknown)), ("recipe", "filter_fn", "policy", "pack")
@@ -76,6 +76,7 @@ def fuse_(
         raise ConversionError(describe(f"fuse_ {lazy}", wanted="a shape", got="a parameter without one", cure=cure))
     BOOLEAN.checked("fuse_ pack", pack, ConversionError)
     before = _converted(model)
+    _check_whole("fuse_", before)
     _restore(before)
     remove_row_tiles(model)
     try:
@@ -141,15 +142,26 @@ def report(model: nn.Module) -> Report:
 def unfuse_(model: AnyModule) -> AnyModule:
     """Undo :func:`fuse_`, in place: every module gets its own forward back.
 
-    ConversionError if no module is converted, or if one was given another forward since.
+    ConversionError if no module is converted, or if one was given another forward since, or is over ranks.
     """
     forwards = _converted(model)
     if not forwards:
         raise _none_converted("unfuse_", model)
+    _check_whole("unfuse_", forwards)
     _restore(forwards)
     remove_row_tiles(model)
     _release(model, {})
     return model
+
+
+def _check_whole(where: str, forwards: Mapping[nn.Module, Converted]) -> None:
+    """ConversionError if one of the modules is over ranks."""
+    label = next((forward.label for forward in forwards.values() if forward.over_ranks), None)
+    if label is not None:
+        cure = "call it on a model as it was built, and parallelize_module after that"
+        raise ConversionError(
+            describe(f"{where} {label}", wanted="modules with all of their parameters", got="experts over ranks", cure=cure)
+        )
 
 
 def _none_converted(where: str, model: nn.Module) -> ConversionError:

@@ -23,7 +23,7 @@ from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
 from opfuse.core.spec import spec_of
-from opfuse.errors import SavedTensorError, describe
+from opfuse.errors import ConversionError, SavedTensorError, describe
 from opfuse.formats import ROWWISE
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
@@ -198,6 +198,10 @@ class LocalParameters(MadeParameters):
     def read(self, source: Source) -> torch.Tensor:
         module, name, transposed = source
         value: Any = module._parameters[name]
+        if not hasattr(value, "to_local"):
+            cure = "load without assign=True, and a full state dict by torch.distributed.checkpoint.state_dict"
+            where, got = f"{type(module).__name__}.{name}, experts over ranks", type(value).__name__
+            raise ConversionError(describe(where, wanted="a DTensor, as parallelize_module made it", got=got, cure=cure))
         part: torch.Tensor = value.to_local()
         return part.mT if transposed else part
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.convert.converted import converted as forward_of
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.errors import ConversionError, ShapeError, SpecError
 from opfuse.tensors import row_collectives
@@ -286,6 +287,20 @@ def check_refused(_: None, rank: int, ranks: int, device: str) -> list[str]:
         parallelize_module(model, mesh, opfuse.ExpertParallel())
     with pytest.raises(ConversionError, match=r"opfuse.fuse_\(model\) first"):
         parallelize_module(Experts(case), mesh, opfuse.ExpertParallel())
+    for change in (opfuse.fuse_, opfuse.unfuse_):
+        with pytest.raises(
+            ConversionError, match=rf"{change.__name__} Experts: wants .*, got experts over ranks\. Cure: .*parallelize"
+        ):
+            change(nn.ModuleDict({"experts": model, "other": nn.Linear(32, 32)}))
+    assigned = converted(case, device, mesh)
+    assigned.load_state_dict(Experts(case).state_dict(), assign=True)
+    with pytest.raises(ConversionError, match=r"Experts.gate_up_proj, experts over ranks: wants a DTensor.* got Parameter"):
+        assigned(batch.x, batch.index, batch.weights)
+    strict = converted(case, device)
+    forward_of(strict).strict = True  # type: ignore[union-attr]
+    parallelize_module(strict, mesh, opfuse.ExpertParallel())
+    with pytest.raises(ConversionError, match="invariant"), opfuse.autocast(recipe=recipes.Float8BlockScaling()):
+        strict(batch.x, batch.index, batch.weights)
     with pytest.raises(SpecError, match=f"a multiple of the {ranks} ranks, got {ranks + 1}"):
         ops.AllToAllDispatch(ranks + 1)
     wrong = torch.full((ranks,), 2, device=device)

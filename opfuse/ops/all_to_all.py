@@ -44,7 +44,7 @@ class _AllToAll(_Collective):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy = type(self)(self.num_groups, self.process_group, quantized=self.quantized)
-        copy.__dict__.update(name=self.name, _channels=self._channels)
+        copy.__dict__.update(name=self.name, _channels=tuple(map(list, self._channels)))
         return copy.train(self.training)
 
     def _exchange(self, own: torch.Tensor, counts: torch.Tensor, order: torch.Tensor) -> Exchange:

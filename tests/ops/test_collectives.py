@@ -30,3 +30,14 @@ def test_over_one_rank_each_is_a_copy(name):
 def test_what_the_peer_s_keyword_does_not_do_is_refused():
     with pytest.raises(UnsupportedError, match="reduce_in_backward=True, got False"):
         te.ops.AllReduce(reduce_in_backward=False)
+
+
+@pytest.mark.parametrize("kind", [ops.AllToAllDispatch, ops.AllToAllReturn])
+def test_a_copy_has_channels_of_its_own(kind):
+    op = kind(4)
+    op.name = "experts"
+    op.set_extra_input_channel(0, "splits")
+    other = copy.deepcopy(op)
+    assert (other.name, other.extra_input_channels) == (op.name, op.extra_input_channels)
+    other.set_extra_input_channel(0, "more")
+    assert op.extra_input_channels[0].name == "splits"

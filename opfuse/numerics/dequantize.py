@@ -23,9 +23,16 @@ def dequantize(
 
     amax: read by NVFP4 only; None: values are codes times block scales, without the first level.
     """
-    q = decode(load_data(data, layout), layout.element)
+    q = load_values(data, layout)
     lines = _FAMILIES[layout.format.family](q, scale, amax, layout)
     return lines_of(lines, layout.usage).to(dtype).contiguous()
+
+
+def load_values(data: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """fp32 lines of what the codes alone say."""
+    if layout.across:
+        return decode(data, layout.element).t()  # codes are read in the order in which they lie
+    return decode(load_data(data, layout), layout.element)
 
 
 StoredPlane = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Layout]
@@ -66,8 +73,8 @@ def _nv(q: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout:
 
 
 def _by_block(q: torch.Tensor, scale: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Each line element times the scale of its block."""
-    return from_tiles(to_tiles(q, layout.block) * scale[:, None, :, None], q.shape)
+    """Each line element, in place, times the scale of its block."""
+    return from_tiles(to_tiles(q, layout.block).mul_(scale[:, None, :, None]), q.shape)
 
 
 _FAMILIES: dict[str, Callable[..., torch.Tensor]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _mx, "nv": _nv}

@@ -24,6 +24,7 @@ from opfuse.numerics.scalars import (
     encode_e8m0,
     exponent_of_max,
     fl32,
+    is_nonfinite,
     magnitude_bits,
 )
 
@@ -64,14 +65,13 @@ def scale_from_amax(
     """
     amax = amax.clamp(min=eps)
     scale = torch.full_like(amax, fp8_max) / amax
-    scale = scale.masked_fill(torch.isinf(scale), inf_value)
-    scale = scale.masked_fill(~torch.isfinite(amax) | (amax == 0), 1.0)
+    scale = scale.masked_fill_(scale == torch.inf, inf_value).masked_fill_(is_nonfinite(amax) | (amax == 0), 1.0)
     return (bits(scale) & ~MANTISSA).view(torch.float32) if pow2 else scale
 
 
 def decode_scale(scale: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """fp32 1 / scale, NaN where amax is not finite: there the encode scale is 1 and must not hide it."""
-    return reciprocal(scale).masked_fill(~torch.isfinite(amax), torch.nan)
+    return reciprocal(scale).masked_fill_(is_nonfinite(amax), torch.nan)
 
 
 def e8m0_from_amax(amax: torch.Tensor, element: Element, rounding: ScaleRounding = "ceil") -> torch.Tensor:
@@ -84,7 +84,7 @@ def e8m0_from_amax(amax: torch.Tensor, element: Element, rounding: ScaleRounding
         code = encode_e8m0(amax * fl32(1 / element.max))
     else:
         code = ((magnitude_bits(amax) >> 23) - exponent_of_max(element)).clamp_(min=0).to(torch.uint8)
-    return code.masked_fill(~torch.isfinite(amax), E8M0_NAN)
+    return code.masked_fill_(is_nonfinite(amax), E8M0_NAN)
 
 
 def e8m0_of_pow2(scale: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def nvfp4_global_scale(amax: torch.Tensor, encode_max: int) -> torch.Tensor:
     1 where that is not a positive finite number: amax 0, inf or NaN, or below what the format can hold.
     """
     scale = torch.full_like(amax, encode_max * E2M1.max) / amax
-    return scale.masked_fill(~torch.isfinite(scale) | (scale == 0), 1.0)
+    return scale.masked_fill_(is_nonfinite(scale) | (scale == 0), 1.0)
 
 
 def nvfp4_block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def nvfp4_block_scale(block_amax: torch.Tensor, global_scale: torch.Tensor) -> t
     The shapes must broadcast.
     """
     code = encode(block_amax * (global_scale * _SIXTH), E4M3)
-    return code.masked_fill(~torch.isfinite(block_amax), E4M3_NAN)
+    return code.masked_fill_(is_nonfinite(block_amax), E4M3_NAN)
 
 
 def nvfp4_multiplier(block_scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:

@@ -24,9 +24,9 @@ from opfuse.kernels.engine.launch import is_recorded
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.sums import scaled_sums
 from opfuse.kernels.products.tiles import TileCut, in_tiles
-from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_data, load_scale, store_scale
+from opfuse.numerics.dequantize import load_values
+from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_scale, store_scale
 from opfuse.numerics.row_groups import TILE, RowGroups
-from opfuse.numerics.scalars import decode
 from opfuse.numerics.sums import Factors
 from opfuse.torch_private.dispatch import active_modes
 
@@ -232,16 +232,16 @@ def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_
 
 
 def _tensor(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
-    return Lines(_codes(data, layout), factor=scale.reshape(1, 1))
+    return Lines(load_values(data, layout), factor=scale.reshape(1, 1))
 
 
 def _row(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
-    return Lines(_codes(data, layout), factor=load_scale(scale, layout))
+    return Lines(load_values(data, layout), factor=load_scale(scale, layout))
 
 
 def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
     scales = load_scale(scale, layout).repeat_interleave(layout.block[0], 0)[: layout.lines[0]]
-    return Lines(_codes(data, layout), blocks=scales, step=layout.block[1])
+    return Lines(load_values(data, layout), blocks=scales, step=layout.block[1])
 
 
 def _scaled(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
@@ -249,11 +249,6 @@ def _scaled(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, 
     data, scale, level, layout = _without_level(Stored(data, scale, amax, layout))
     values = dequantize(data, scale, level, layout=layout, dtype=_dtype_on(data))
     return Lines(lines_of(values, layout.usage), factor=None if amax is None else amax.reshape(-1, 1), unit=_unit(layout))
-
-
-def _codes(data: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Lines of what the codes alone say."""
-    return decode(load_data(data, layout), layout.element)
 
 
 def _without_level(plane: Stored) -> Stored:

@@ -30,12 +30,12 @@ HARMLESS = {
 class Sequences(NamedTuple):
     """Which queries see which keys: those of their own sequence, of which both end at the same token.
 
-    queries, keys: rows of those that are no padding, among (batch x length). query_starts, key_starts: int32, where each
-    sequence begins among these, and their number. counts: of queries and keys of each sequence.
+    queries, keys: rows of those that are no padding, among (batch x length); None: all. query_starts, key_starts: int32, where
+    each sequence begins among these, and their number. counts: of queries and keys of each sequence.
     """
 
-    queries: torch.Tensor
-    keys: torch.Tensor
+    queries: torch.Tensor | None
+    keys: torch.Tensor | None
     query_starts: torch.Tensor
     key_starts: torch.Tensor
     counts: list[tuple[int, int]]
@@ -48,6 +48,10 @@ def sequences(positions: torch.Tensor, mask: torch.Tensor | None, keys: int, whe
     if positions do not count the tokens of each sequence from 0 on.
     """
     batch, count = positions.shape
+    if mask is None and bool((positions == torch.arange(keys - count, keys, device=positions.device)).all()):
+        # As in every decoded token: the host knows all numbers, and waits for the device once.
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=positions.device)
+        return Sequences(None, None, starts * count, starts * keys, [(count, keys)] * batch)
     real = positions.new_ones(batch, keys, dtype=torch.bool) if mask is None else mask
     asked = real[:, keys - count :]
     if keys == count:
@@ -107,7 +111,7 @@ class InvariantAttention:
         scale = width**-0.5 if scaling is None else scaling
         with torch.autocast(query.device.type, enabled=False):
             y = (_by_flash if _has_flash(q, k, v) else _by_tiles)(q, k, v, found, scale)
-        if len(y) < batch * length:
+        if found.queries is not None and len(y) < batch * length:
             y = y.new_zeros(batch * length, *y.shape[1:]).index_copy(0, found.queries, y)
         return y.view(batch, length, heads, -1), None
 
@@ -130,8 +134,8 @@ def _refuse(where: str, got: str, cure: str) -> NoReturn:
     raise ConversionError(describe(where, wanted="causal attention over whole sequences", got=got, cure=cure))
 
 
-def _taken(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return x if len(rows) == len(x) else x.index_select(0, rows)
+def _taken(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    return x if rows is None or len(rows) == len(x) else x.index_select(0, rows)
 
 
 def _has_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

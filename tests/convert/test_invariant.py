@@ -329,6 +329,13 @@ def test_sequences_follow_from_positions_and_padding():
     cached = sequences(torch.tensor([[0, 1], [2, 3], [2, 2]]), mask, 4)
     assert cached.counts == [(2, 2), (2, 4), (1, 3)]
     assert cached.queries.tolist() == [0, 1, 2, 3, 4]
+    everything = torch.ones(3, 4, dtype=torch.bool)
+    for count in (4, 1):  # without padding, as with a mask of ones
+        positions = torch.arange(4 - count, 4).expand(3, -1)
+        whole, masked = sequences(positions, None, 4), sequences(positions, everything, 4)
+        assert (whole.queries, whole.keys, whole.counts) == (None, None, masked.counts)
+        assert torch.equal(whole.query_starts, masked.query_starts)
+        assert torch.equal(whole.key_starts, masked.key_starts)
     for positions in (torch.tensor([[1, 2]]), torch.tensor([[3, 4]])):
         with pytest.raises(ConversionError, match="positions that count"):
             sequences(positions, None, 4)

@@ -37,6 +37,9 @@ BUILTIN_CAST = "builtin_cast"
 CAST_WORDS = (QUANTIZE, BUILTIN_CAST)
 """What patterns may call such a cast."""
 
+DISPATCHES, RETURNS = "dispatches", "returns"
+"""Traits of ops that send rows to experts on other ranks, and back. Between them a rank has experts of its own."""
+
 GROUPED = "grouped"
 """Trait of an op whose rows are in groups; its ``grouping`` says how."""
 
@@ -222,10 +225,14 @@ class Graph:
         """The main-chain nodes that do something in ``direction``, in forward order."""
         return tuple(node for node in self.nodes if direction in node.directions and not node.side)
 
-    def is_cast_in_groups(self, value: int, role: str) -> bool:
-        """Whether a node casts ``value``, or its gradient, group by group as ``role``."""
-        casts = (node for node in self.nodes if node.is_cast and node.inputs[:1] == (value,))
-        return any(node.spec.groups and node.spec.role == role for node in casts)
+    def cast_of_experts(self, node: Node) -> CastSpec | None:
+        """The cast of what ``node`` sends to experts on other ranks, there and group by group, if a product is next; else None.
+
+        Of rows forward, of gradients backward.
+        """
+        value, role = (node.outputs[0], "input") if DISPATCHES in node.traits else (node.inputs[0], "grad_output")
+        casts = (each for each in self.nodes if each.is_cast and each.inputs[:1] == (value,))
+        return next((each.spec for each in casts if each.spec.groups and each.spec.role == role), None)
 
     def linked(self, node: Node, follower: Node, direction: str) -> bool:
         """Whether ``follower`` alone continues ``node``: the value between them leaves nowhere.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from opfuse.compiler.collectives import why_values_go
 from opfuse.compiler.cover import Group, Outcome
 from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE_GROUPS, CastSpec, Graph
-from opfuse.compiler.plan import Plan
+from opfuse.compiler.plan import RANK_ALONE, Plan
 from opfuse.compiler.products import how, refusal_in_groups
 from opfuse.core.protocol import Grouping
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE
@@ -92,6 +93,17 @@ def collective_casts(plan: Plan) -> Iterator[dict[str, Any]]:
             "format": fmt,
             "why": collective.why,
         }
+    yield from _exchanges(plan)
+
+
+def _exchanges(plan: Plan) -> Iterator[dict[str, Any]]:
+    """The same of rows that go to experts on other ranks, in either pass, for a product that casts them."""
+    for node in plan.graph.nodes:
+        spec = None if RANK_ALONE.isdisjoint(node.traits) else plan.graph.cast_of_experts(node)
+        if spec is not None:
+            why = why_values_go(spec.role, spec.quantizer, plan.key.env, node.spec)
+            fmt = None if why else str(spec.quantizer.formats[0])
+            yield {"op": node.name, "product": "", "operand": spec.role, "format": fmt, "why": why}
 
 
 def pipeline(plan: Plan) -> dict[str, Any]:

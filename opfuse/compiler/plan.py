@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from opfuse.compiler.cover import ABSENT_STATUS, FUSED, Claims, Group, Outcome, refused_everywhere
-from opfuse.compiler.graph import BACKWARD, FORWARD, TRANSPARENT, VIEW, CastSpec, Graph, Node
+from opfuse.compiler.graph import BACKWARD, DISPATCHES, FORWARD, RETURNS, TRANSPARENT, VIEW, CastSpec, Graph, Node
 from opfuse.compiler.lower import Inputs, lower
 from opfuse.compiler.registry import RuleSet
 from opfuse.compiler.rematerialize import Rematerialized, rematerialized_operands
@@ -223,7 +223,7 @@ def live_casts(
     casts, own = {}, {}
     for node in graph.nodes:
         if not RANK_ALONE.isdisjoint(node.traits):
-            group = THIS_RANK if "dispatches" in node.traits else around
+            group = THIS_RANK if DISPATCHES in node.traits else around
         if node.is_cast:
             casts[node.index] = _live_cast(node.spec, ops[node.op], env, group, labels[node.op])
         if node.casts:
@@ -232,8 +232,8 @@ def live_casts(
     return casts, own
 
 
-RANK_ALONE = frozenset(("dispatches", "returns"))
-"""Traits of ops between which a rank has experts of its own: their amaxes are nobody else's."""
+RANK_ALONE = frozenset((DISPATCHES, RETURNS))
+"""Traits of ops between which amaxes are nobody else's."""
 
 
 def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: str) -> Cast:

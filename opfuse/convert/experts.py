@@ -358,19 +358,18 @@ def pipeline_of(found: Experts, path: str, over: Spread | None = None) -> Pipeli
         run.made.append(made)
         add(name, op, (OWN if over else SPLITS,))
 
-    def add_exchange(name: str, kind: type[AllToAllDispatch | AllToAllReturn], product: str, **channels: Sequence[str]) -> None:
+    def add_exchange(name: str, kind: type[AllToAllDispatch | AllToAllReturn], **channels: Sequence[str]) -> None:
         if over is not None:
             op = kind(experts, over.group, quantized=over.quantized and not found.biases)
-            op.name = f"{path}.{product}".lstrip(".")  # that of the product, so casts are alike
             add(name, op, **channels)
 
     sent = OWN, COUNTS, ORDER
     add("permute", TokenPermute(experts), gives=(SPLITS, PLACES))
-    add_exchange("dispatch", AllToAllDispatch, found.both, reads=(SPLITS,), gives=sent)
+    add_exchange("dispatch", AllToAllDispatch, reads=(SPLITS,), gives=sent)
     add_product(0, found.both, width, 2 * inner)
     add(found.gate.kind, found.gate)
     add_product(1, found.down, inner, width)
-    add_exchange("return", AllToAllReturn, found.down, reads=(SPLITS, *sent))
+    add_exchange("return", AllToAllReturn, reads=(SPLITS, *sent))
     add("combine", TokenCombine(weighted=True), (PLACES,))
     return run
 

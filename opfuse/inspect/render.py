@@ -217,11 +217,12 @@ def _of_rule(plan: Plan) -> Iterator[str]:
 
 def _collective_casts(plan: Plan) -> Iterator[str]:
     """How rows of other ranks come."""
-    if plan.graph.collective_casts:
+    found = list(collective_casts(plan))
+    if found:
         yield "  rows of other ranks"
-    for collective in collective_casts(plan):
+    for collective in found:
         how = collective["format"] or f"values, cast anew: {collective['why']}"
-        yield f"    {collective['op']} {collective['product']} {collective['operand']}: {how}"
+        yield "    " + " ".join(filter(None, (collective["op"], collective["product"], f"{collective['operand']}: {how}")))
 
 
 def _sizes(plan: Plan) -> Iterator[str]:

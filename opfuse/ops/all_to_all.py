@@ -5,11 +5,11 @@ Between the two, each rank of the process group has an equal part of the experts
 Under a recipe, what a grouped product casts travels as it is cast, in about half the bytes: rows to their experts, and gradients
 of the experts' results. Their way back is in the dtype of the op.
 
-What travels: row-wise codes, if the ranks can make those of a cast behind the collective
-(:func:`opfuse.tensors.expert_rows.travels`). Where codes by rows and by columns are the same values (per tensor), every product
-has the operands that it has on one rank. Where they are not (blocks, MX, rows), the weights' gradient is of the codes by rows,
-decoded and cast by columns: another rounding, which is the same over any number of ranks. Values travel under delayed scaling,
-NVFP4, a backward override that reads them, and with ``quantized=False``; casts are then those of one rank.
+What travels: row-wise codes, if the ranks can make those of a cast behind the collective. Where codes by rows and by columns are
+the same values (per tensor), every product has the operands that it has on one rank. Where they are not (blocks, MX, rows), the
+weights' gradient is of the codes by rows, decoded and cast by columns: another rounding, which is the same over any number of
+ranks. Values travel under delayed scaling, NVFP4, a backward override that reads them, to an op that is no product, and with
+``quantized=False``; casts are then those of one rank. ``explain`` says what travels and why.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from opfuse.compiler.collectives import why_values_go
+from opfuse.compiler.graph import DISPATCHES, RETURNS, CastSpec
 from opfuse.core.context import Context, Value, plain
 from opfuse.core.spec import Size, hyper_parameters
 from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.events import ValuesRead, emit, listeners
 from opfuse.ops.collective import ProcessGroup, _Collective
-from opfuse.recipes.policy import OVERRIDES
-from opfuse.tensors.expert_rows import Exchange, cast_for_experts, exchange_of, to_experts, to_tokens, travels
+from opfuse.tensors.expert_rows import Exchange, cast_for_experts, exchange_of, to_experts, to_tokens
 from opfuse.tensors.groups import check_splits
 from opfuse.tensors.quantizers import Quantizer
 
 
 class _AllToAll(_Collective):
     """num_groups: all experts. quantized: whether codes travel where they can."""
-
-    module_type = "grouped_linear"  # quantizers are those of the products beside, by this and the name
 
     @hyper_parameters
     def __init__(self, num_groups: Size, process_group: ProcessGroup = None, *, quantized: bool = True) -> None:
@@ -56,16 +55,8 @@ class _AllToAll(_Collective):
 
     def _quantizer(self, ctx: Context, role: str) -> Quantizer | None:
         """That of the operand of the product that reads what travels, if its codes do."""
-        recipe = ctx.env.recipe
-        if recipe is None or not self.quantized or not ctx.meets_cast:
-            return None
-        own, override = self.quantizer_role(role), OVERRIDES[recipe.backward_override]
-        if recipe.delayed_scaling(own) is not None or (override.backward != "quantized" and role == "grad_output"):
-            return None
-        if override.saved == "original" and ctx.env.grad:  # also where only weights behind want gradients
-            return None
-        quantizer, _ = self.quantizer_of(own, recipe)
-        return quantizer if travels(quantizer, self.num_groups) else None
+        cast: CastSpec | None = ctx.cast_there
+        return None if cast is None or why_values_go(role, cast.quantizer, ctx.env, self.spec) else cast.quantizer
 
 
 class AllToAllDispatch(_AllToAll):
@@ -78,7 +69,7 @@ class AllToAllDispatch(_AllToAll):
     ShapeError for other splits.
     """
 
-    traits = frozenset(("dispatches",))
+    traits = frozenset((DISPATCHES,))
     saves = ("own", "counts", "order")
     num_extra_inputs = 1
     num_extra_outputs = 3
@@ -120,7 +111,7 @@ class AllToAllReturn(_AllToAll):
     ``order``, the extra outputs of the :class:`AllToAllDispatch`.
     """
 
-    traits = frozenset(("returns",))
+    traits = frozenset((RETURNS,))
     saves = ("splits", "own", "counts", "order")
     num_extra_inputs = 4
 

@@ -114,15 +114,22 @@ def to_tokens(rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     return exchanged(rows.index_select(0, by_rank), exchange.sent, exchange.received, exchange.group)
 
 
-def travels(quantizer: Quantizer, experts: int) -> bool:
-    """Whether rows that ``quantizer`` casts for a product have the same codes if they are cast before they travel, and those by
-    columns are codes of the same format: what is kept in high precision, or in another format, is made of values.
+def why_values(quantizer: Quantizer, experts: int) -> str:
+    """Why rows that ``quantizer`` casts for a product of that many ``experts`` travel as values; empty: their codes travel.
+
+    They do if they are the same cast before they travel, and those by columns are codes of the same format: what is kept in high
+    precision, or in another format, is made of values.
     """
     fmt, columns = quantizer.formats
-    if fmt.element is None or columns.as_stored != fmt.as_stored or draws(quantizer) or not is_library_quantizer(quantizer):
-        return False
-    per_tensor = isinstance(quantizer, Float8CurrentScalingQuantizer) and experts <= MOST_GROUPS and not quantizer.runs_in_torch
-    return per_tensor or quantizer.wanting(columnwise=False).row_local
+    if fmt.element is None or columns.as_stored != fmt.as_stored:
+        return "products of the backward pass read another format, or the values themselves"
+    if draws(quantizer) or not is_library_quantizer(quantizer):
+        return "the cast draws random numbers, reduces amaxes, or is not the library's"
+    if quantizer.wanting(columnwise=False).row_local:
+        return ""
+    if not isinstance(quantizer, Float8CurrentScalingQuantizer) or quantizer.runs_in_torch:
+        return "rows share a scale that the ranks do not find together"
+    return "" if experts <= MOST_GROUPS else f"kernels find the scales of at most {MOST_GROUPS} experts"
 
 
 def cast_for_experts(
@@ -130,7 +137,8 @@ def cast_for_experts(
 ) -> QuantizedStorage:
     """The rowwise plane of the rows of this rank's experts, in groups, from ``x`` of every rank, cast there.
 
-    quantizer: one that :func:`travels`. splits: the rows of each of all experts. index: int64; then the rows are ``x[index]``.
+    quantizer: one that :func:`why_values` is empty for. splits: the rows of each of all experts. index: int64; then the rows are
+    ``x[index]``.
     """
     rowwise = quantizer.wanting(rowwise=True, columnwise=False)
     if rowwise.row_local:

@@ -7,8 +7,10 @@ import copy
 import pytest
 import torch
 
-from opfuse import ops, te
+import opfuse
+from opfuse import ops, recipes, te
 from opfuse.errors import UnsupportedError
+from tests.fusions.test_bitwise import WIDTH, experts_over_ranks
 
 
 @pytest.mark.parametrize("name", ["AllReduce", "AllGather", "ReduceScatter"])
@@ -41,3 +43,27 @@ def test_a_copy_has_channels_of_its_own(kind):
     assert (other.name, other.extra_input_channels) == (op.name, op.extra_input_channels)
     other.set_extra_input_channel(0, "more")
     assert op.extra_input_channels[0].name == "splits"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (recipes.Float8BlockScaling(), ("fp8_block_1d_e4m3 (power-of-two scales)",) * 2),
+        (recipes.Float8CurrentScaling(), ("fp8_tensor_e4m3", "fp8_tensor_e5m2")),
+        (recipes.DelayedScaling(), ("values, cast anew: scales are delayed, and kept where the experts are",) * 2),
+        (
+            recipes.MXFP8BlockScaling(backward_override="high_precision"),
+            ("values, cast anew: backward_override='high_precision' reads",),
+        ),
+        (recipes.NVFP4BlockScaling(), ("values, cast anew: products of the backward pass read another format",)),
+        (None, ()),
+    ],
+    ids=lambda each: "" if isinstance(each, tuple) else type(each).__name__,
+)
+def test_explain_says_what_travels_to_experts_on_other_ranks(recipe, told):
+    x = torch.randn(16, WIDTH, requires_grad=True)
+    with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        text = str(opfuse.explain(experts_over_ranks().bfloat16(), x.bfloat16()))
+    assert ("rows of other ranks" in text) == bool(told)
+    for op, how in zip(("1:all_to_all_dispatch input", "9:all_to_all_return grad_output"), told):
+        assert f"{op}: {how}" in text

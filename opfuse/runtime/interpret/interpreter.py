@@ -12,10 +12,10 @@ import torch
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, Node
 from opfuse.compiler.patterns import Term
-from opfuse.compiler.plan import Plan, Segment
+from opfuse.compiler.plan import RANK_ALONE, Plan, Segment
 from opfuse.compiler.rematerialize import RematerializedOperand
 from opfuse.compiler.rules import Fusion
-from opfuse.core.cast import GRADIENT, Cast
+from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, in_memory, plain, plain_or_none
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.numbered import run_backward, run_forward
@@ -108,10 +108,8 @@ class Interpreter:
             context.rematerialized = frozenset(operand.role for operand in self._rematerialized(node.index))
         if node.transfer is not None:
             context.transfer = node.transfer if node.index in self.plan.postponed else node.transfer.at_once()
-        if "dispatches" in node.traits:
-            context.meets_cast = self.plan.graph.is_cast_in_groups(node.outputs[0], "input")
-        elif "returns" in node.traits:
-            context.meets_cast = self.plan.graph.is_cast_in_groups(node.inputs[0], GRADIENT)
+        if not RANK_ALONE.isdisjoint(node.traits):
+            context.cast_there = self.plan.graph.cast_of_experts(node)
         if node.inputs and node.inputs[0] in values:
             x = values[node.inputs[0]]
             context._input_shape, context._input_dtype = x.shape, x.dtype

@@ -25,11 +25,12 @@ from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, CastSpec
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
+from opfuse.numerics.row_groups import MOST_GROUPS
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.autocast import current_amax_group
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.expert_rows import why_values
-from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
+from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.quantizers.base import draws, is_library_quantizer
 from opfuse.tensors.row_collectives import PlaneTransfer
 
@@ -107,22 +108,23 @@ def carried(spec: CastSpec, beside: Beside) -> Carried:
     )
 
 
-def why_values_go(role: str, quantizer: Quantizer, env: Env, spec: Any) -> str:
-    """Why rows go to experts on other ranks as values; empty: as the codes that ``quantizer`` makes for the products there.
-
-    role: of the rows in these products, the input or the gradient of the output. spec: of the op that sends them.
+def why_values_go(there: CastSpec, env: Env, spec: Any) -> str:
+    """Why rows go to experts on other ranks as values; empty: as the codes of the cast ``there``. spec: of the op that sends
+    them.
     """
     recipe = cast(Recipe, env.recipe)
     override = OVERRIDES[recipe.backward_override]
     if not spec.quantized:
         return "the op was made with quantized=False"
-    if isinstance(quantizer, Float8Quantizer):
+    if there.state:
         return "scales are delayed, and kept where the experts are"
-    if override.backward != "quantized" and role != "input":
+    if override.backward != "quantized" and there.role != "input":
         return f"backward_override={recipe.backward_override!r} casts no gradient"
     if override.saved == "original" and env.grad:  # also where only weights behind want gradients
         return f"backward_override={recipe.backward_override!r} reads the values themselves"
-    return why_values(quantizer, spec.num_groups)
+    if there.groups > MOST_GROUPS:
+        return f"kernels take codes of at most {MOST_GROUPS} experts of a rank, got {there.groups}"
+    return why_values(there.quantizer, spec.num_groups)
 
 
 def _refusals(spec: CastSpec, beside: Beside) -> Iterator[str]:

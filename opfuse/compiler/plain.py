@@ -101,7 +101,7 @@ def _exchanges(plan: Plan) -> Iterator[dict[str, Any]]:
     for node in plan.graph.nodes:
         spec = None if RANK_ALONE.isdisjoint(node.traits) else plan.graph.cast_of_experts(node)
         if spec is not None:
-            why = why_values_go(spec.role, spec.quantizer, plan.key.env, node.spec)
+            why = why_values_go(spec, plan.key.env, node.spec)
             fmt = None if why else str(spec.quantizer.formats[0])
             yield {"op": node.name, "product": "", "operand": spec.role, "format": fmt, "why": why}
 

@@ -53,10 +53,10 @@ class _AllToAll(_Collective):
         rank = dist.get_rank(self.process_group) if self.process_group_size > 1 else 0
         return Exchange(own, sent, received, order, self.process_group, rank)
 
-    def _quantizer(self, ctx: Context, role: str) -> Quantizer | None:
+    def _quantizer(self, ctx: Context) -> Quantizer | None:
         """That of the operand of the product that reads what travels, if its codes do."""
         cast: CastSpec | None = ctx.cast_there
-        return None if cast is None or why_values_go(role, cast.quantizer, ctx.env, self.spec) else cast.quantizer
+        return None if cast is None or why_values_go(cast, ctx.env, self.spec) else cast.quantizer
 
 
 class AllToAllDispatch(_AllToAll):
@@ -86,7 +86,7 @@ class AllToAllDispatch(_AllToAll):
         check_splits(splits, self.num_groups, where=self.label)
         ctx.input_dtype, x = x.dtype, x.to(ctx.dtype_of(x))
         own, counts, order = exchange_of(splits.to(x.device), self.process_group_size, self.process_group, where=self.label)
-        exchange, quantizer = self._exchange(own, counts, order), self._quantizer(ctx, "input")
+        exchange, quantizer = self._exchange(own, counts, order), self._quantizer(ctx)
         rows = len(x) if index is None else len(index)
         if sum(exchange.sent) != rows:
             wanted, cure = f"{rows} rows, those of the input", "pass the splits of the op that sorted the rows"
@@ -128,7 +128,7 @@ class AllToAllReturn(_AllToAll):
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[Value, tuple[()], tuple[None, ...]]:
         saved = ctx.saved
-        exchange, quantizer = self._exchange(saved.own, saved.counts, saved.order), self._quantizer(ctx, "grad_output")
+        exchange, quantizer = self._exchange(saved.own, saved.counts, saved.order), self._quantizer(ctx)
         dy = grad_output.to(ctx.input_dtype)
         if quantizer is None:
             return to_experts(dy, exchange), (), (None,) * 4

@@ -51,14 +51,14 @@ def experts() -> ops.Sequential:
     return ops.Sequential(gate, layer, combine)
 
 
-def experts_over_ranks() -> ops.Sequential:
+def experts_over_ranks(experts: int = 4) -> ops.Sequential:
     """Rows that go to experts on other ranks, of which there are none here, and come back."""
     gate, layer, combine = (
-        ops.TokenDispatch(4, WIDTH, top_k=2),
-        ops.GroupedLinear(4, WIDTH, WIDTH, bias=False, pad_splits=True),
+        ops.TokenDispatch(experts, WIDTH, top_k=2),
+        ops.GroupedLinear(experts, WIDTH, WIDTH, bias=False, pad_splits=True),
         ops.TokenCombine(),
     )
-    there, back = ops.AllToAllDispatch(4), ops.AllToAllReturn(4)
+    there, back = ops.AllToAllDispatch(experts), ops.AllToAllReturn(experts)
     gate.set_extra_output_channel(0, "splits")
     gate.set_extra_output_channel(2, "places")
     for number, name in enumerate(("own", "counts", "order")):

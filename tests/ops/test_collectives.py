@@ -67,3 +67,10 @@ def test_explain_says_what_travels_to_experts_on_other_ranks(recipe, told):
     assert ("rows of other ranks" in text) == bool(told)
     for op, how in zip(("1:all_to_all_dispatch input", "9:all_to_all_return grad_output"), told):
         assert f"{op}: {how}" in text
+
+
+def test_values_travel_to_more_experts_than_kernels_take():
+    x = torch.randn(16, WIDTH, requires_grad=True)
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        text = str(opfuse.explain(experts_over_ranks(129), x))
+    assert "values, cast anew: kernels take codes of at most 128 experts of a rank, got 129" in text

@@ -12,7 +12,7 @@ import torch
 
 from opfuse.formats import E2M1, E4M3
 from opfuse.numerics.hadamard import unrotate
-from opfuse.numerics.layouts import Layout, from_tiles, lines_of, load_data, load_scale, to_tiles
+from opfuse.numerics.layouts import Layout, from_tiles, lines_of, load_scale, load_values, to_tiles
 from opfuse.numerics.scalars import decode, decode_e8m0, fl32
 
 
@@ -26,13 +26,6 @@ def dequantize(
     q = load_values(data, layout)
     lines = _FAMILIES[layout.format.family](q, scale, amax, layout)
     return lines_of(lines, layout.usage).to(dtype).contiguous()
-
-
-def load_values(data: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """fp32 lines of what the codes alone say."""
-    if layout.across:
-        return decode(data, layout.element).t()  # codes are read in the order in which they lie
-    return decode(load_data(data, layout), layout.element)
 
 
 StoredPlane = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Layout]

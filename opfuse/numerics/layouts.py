@@ -27,7 +27,7 @@ from opfuse.formats import (
     fp8_tensor,
     mxfp8,
 )
-from opfuse.numerics.scalars import pack_e2m1, unpack_e2m1
+from opfuse.numerics.scalars import decode, pack_e2m1, unpack_e2m1
 from opfuse.numerics.swizzle import swizzle, unswizzle
 
 SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
@@ -179,6 +179,13 @@ def load_data(data: torch.Tensor, layout: Layout) -> torch.Tensor:
     if layout.element.bits == 4:
         return unpack_e2m1(data)
     return data.t() if layout.across else data
+
+
+def load_values(data: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """fp32 lines of what the codes alone say."""
+    if layout.across:
+        return decode(data, layout.element).t()  # codes are read in the order in which they lie
+    return decode(load_data(data, layout), layout.element)
 
 
 def store_scale(scale: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -22,6 +22,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.joining import joined_variant
 from opfuse.kernels.engine.launch import dry_run
 from opfuse.kernels.engine.registry import Kernel
+from opfuse.numerics import scalars
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import delayed_state, gradient, randn, recipe_for, to
 
@@ -44,6 +45,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
         return self.reference(*args, **kwargs)
 
     monkeypatch.setattr(Kernel, "__call__", call)
+    monkeypatch.setattr(scalars, "LOOKED_UP", ())
     return noted
 
 

@@ -24,8 +24,7 @@ from opfuse.kernels.engine.launch import is_recorded
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.sums import scaled_sums
 from opfuse.kernels.products.tiles import TileCut, in_tiles
-from opfuse.numerics.dequantize import load_values
-from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_scale, store_scale
+from opfuse.numerics.layouts import Layout, ceil_div, lines_of, load_scale, load_values, store_scale
 from opfuse.numerics.row_groups import TILE, RowGroups
 from opfuse.numerics.sums import Factors
 from opfuse.torch_private.dispatch import active_modes

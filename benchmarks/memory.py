@@ -67,16 +67,19 @@ class Operands:
     def bytes(self, kind: str, override: str | None, keep: str | None = None) -> int:
         """Of input and weight: one plane of each, or the tensors themselves, of which only a made input costs anything.
 
-        Under ``keep`` what the caller gave is cast once, and all else made anew; of delayed scaling under the scale of the call.
+        Casts of weights are made anew, unless ``keep`` is "all"; under another ``keep`` so is all that the caller has not given.
+        Of delayed scaling that is under the scale of the call.
         """
-        if keep is not None:
+        if keep not in (None, "all"):
             scales = FP32 * (1 + self.made) if kind == "delayed" else 0
             return scales + (0 if self.made else plane_bytes(kind, self.tokens, self.inputs, rowwise=False, weight=False))
         if kind == "none" or override == "high_precision":
             return BF16 * self.tokens * self.inputs if self.made else 0
         rowwise = override == "dequantized"
         x = plane_bytes(kind, self.tokens, self.inputs, rowwise=rowwise, weight=False)
-        return x + plane_bytes(kind, self.outputs, self.inputs, rowwise=rowwise, weight=True)
+        if keep == "all":
+            return x + plane_bytes(kind, self.outputs, self.inputs, rowwise=rowwise, weight=True)
+        return x + FP32 * (kind == "delayed")
 
 
 # -- pipelines -------------------------------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def transient(name: str, sizes: Sizes, kind: str, override: str | None, keep: st
     if kind == "none":
         return 0
     layers = SAVES[name].layers(sizes)
-    if keep is not None:
+    if keep not in (None, "all"):
         anew = max(layer.inputs * (layer.tokens + layer.outputs) for layer in layers)
         read = BF16 * SAVES[name].activated(sizes) if keep == "quantized" else 0
         return transient(name, sizes, kind, override) + anew + read

@@ -29,7 +29,7 @@ from opfuse.tensors.quantizers import Quantizer
 AnyRecipe = TypeVar("AnyRecipe", bound="Recipe")
 Entry = TypeVar("Entry")
 BackwardOverride = Literal["high_precision", "dequantized"] | None
-KeepMode = Literal["recompute", "quantized"] | None
+KeepMode = Literal["all", "recompute", "quantized"] | None
 
 TENSOR_TYPES = ("input", "weight", "grad_output")
 """Operands of the three matrix products of a linear: the roles every built-in recipe has a quantizer for."""
@@ -83,7 +83,7 @@ OVERRIDE = one_of(
     None, "high_precision", "dequantized", renamed={"unquant": "high_precision", "dequant": "dequantized", "default": None}
 )
 
-KEEPS = one_of(None, "recompute", "quantized")
+KEEPS = one_of(None, "all", "recompute", "quantized")
 _KEEP = setting(cast(KeepMode, None), KEEPS)
 
 _OVERRIDE = setting(cast(BackwardOverride, None), OVERRIDE, "OPFUSE_BACKWARD_OVERRIDE", "NVTE_BACKWARD_OVERRIDE")
@@ -139,10 +139,11 @@ class Recipe(ABC):
     allow_mixed_emulation: multiply two formats that cannot meet by dequantizing both to fp32, instead of refusing the plan.
     split_accumulator: which products add partial sums in fp32, ``"all"``, ``"backward"`` (dgrad and wgrad) or ``"none"``, where
         the matrix unit could keep them in fewer bits, faster and less accurately: per-tensor FP8 on compute capability 9.0.
-    keep: what is saved for the backward pass where it could also be made anew. None: the operands that its products read.
-        ``"recompute"``: only the inputs that ops save; results of activations and norms, and casts of these and of weights, are
-        made anew, and no bit changes. ``"quantized"``: as ``"recompute"``, and inputs of activations are saved in E4M3 under one
-        scale, so that gradients are those of the dequantized input.
+    keep: what is saved for the backward pass where it could also be made anew. None: the operands that its products read, but
+        for casts of weights, which take a byte for each parameter of the model. ``"all"``: these casts, too. ``"recompute"``:
+        only the inputs that ops save; results of activations and norms, and their casts, are made anew as well. No bit changes.
+        ``"quantized"``: as ``"recompute"``, and inputs of activations are saved in E4M3 under one scale, so that gradients are
+        those of the dequantized input.
     batch_invariant: a row of the result of a forward pass has the same bits whatever other rows are in the batch. Inputs are cast
         row by row, under scales of their own or scales that were there before the batch, and each product has one order of sums
         for any number of rows. Gradients of parameters are sums over all rows of the batch.
@@ -213,7 +214,7 @@ class Recipe(ABC):
         """RecipeError for a ``keep`` that contradicts what another field promises."""
         override, got = self.backward_override, f"keep={self.keep!r}"
         if self.keep == "quantized" and override is not None:
-            wanted = f"keep='recompute' or None: backward_override={override!r} is for gradients of what ran"
+            wanted = f"another keep: backward_override={override!r} is for gradients of what ran"
             cure = "write keep='recompute', which changes no bit, or leave the override out"
             raise RecipeError(describe(type(self).__name__, wanted=wanted, got=got, cure=cure))
         if self.keep == "recompute" and self.rounding == "single":

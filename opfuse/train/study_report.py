@@ -154,7 +154,14 @@ def _title(found: Mapping[str, Any]) -> str:
 
 # -- plot ----------------------------------------------------------------------------------------------------------------
 
-STYLES: dict[str | None, str] = {None: "-", "dequantized": "--", "high_precision": ":", "recompute": "--", "quantized": ":"}
+STYLES: dict[str | None, str] = {
+    None: "-",
+    "dequantized": "--",
+    "high_precision": ":",
+    "all": "-.",
+    "recompute": "--",
+    "quantized": ":",
+}
 
 
 def _colors(study: Study) -> dict[str | None, dict[str, Any]]:

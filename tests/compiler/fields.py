@@ -44,7 +44,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "allow_mixed_emulation": (False, True),
     "split_accumulator": ("backward", "all", "none"),
     "batch_invariant": (False, True),
-    "keep": (None, "recompute", "quantized"),
+    "keep": (None, "all", "recompute", "quantized"),
     "fp8_format": (Format.HYBRID, Format.E4M3),
     "margin": (0, 2),
     "amax_history_len": (4, 1, 2),

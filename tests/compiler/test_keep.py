@@ -69,8 +69,10 @@ def remade_of(model, recipe):
 @pytest.mark.parametrize(("kind", "override"), SETTINGS)
 def test_b35_recompute_changes_no_bit(kind, override):
     fields = {"disable_stochastic_rounding": True} if kind == "nvfp4" else {}
-    model, default = made(), recipe_for(kind, override, **fields)
-    assert equal(steps(model, default.replace(keep="recompute")), steps(model, default))
+    model, every = made(), recipe_for(kind, override, keep="all", **fields)
+    wanted = steps(model, every)
+    for keep in (None, "recompute"):
+        assert equal(steps(model, every.replace(keep=keep)), wanted), keep
 
 
 @pytest.mark.row("B35")
@@ -85,10 +87,22 @@ def test_b35_inputs_and_weights_are_not_saved_but_remade(override):
     blocks = r"fp8_block_1d_e4m3 \(power-of-two scales\)"
     formats = {None: blocks, "dequantized": blocks, "high_precision": "high precision"}
     assert re.search(rf"linear input: {formats[override]} of \d+:gelu \d+:dropout \d+:constant_scale\n", text)
-    before, now = saved(model, default), saved(model, default.replace(keep="recompute"))
+    before, now = saved(model, default.replace(keep="all")), saved(model, default.replace(keep="recompute"))
     assert now.totals.own < before.totals.own
     assert [value.name for value in now.values if value.usages] == []
     assert {value.memory.partition(" ")[0] for value in now.values if value.name == "w"} == {"parameter"}
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("override", OVERRIDES)
+def test_b35_by_default_casts_of_weights_alone_are_made_anew(override):
+    """They would take a byte for each parameter of the model; inputs are saved as they are under "all"."""
+    model, default = made(), recipe_for("fp8_block", override)
+    assert {each.role for each in remade_of(model, default)} == (set() if override == "high_precision" else {"weight"})
+    every, now = saved(model, default.replace(keep="all")).values, saved(model, default).values
+    assert {value.memory.partition(" ")[0] for value in now if value.name == "w"} == {"parameter"}
+    rest, as_before = ([(v.op, v.name, v.format, v.bytes) for v in values if v.name != "w"] for values in (now, every))
+    assert rest == as_before
 
 
 @pytest.mark.row("B35")
@@ -109,7 +123,9 @@ def test_b35_interpreter_programs_fusions_and_checkpoints_agree(kind):
 @pytest.mark.parametrize("kind", ["delayed", "fp8_block"])
 def test_b35_kept_casts_of_weights_have_both_planes_and_are_not_made_anew(kind):
     model, recipe = made(), recipe_for(kind, keep="recompute")
-    assert equal(steps(model, recipe, around=opfuse.kept_weights), steps(model, recipe_for(kind)))
+    wanted = steps(model, recipe_for(kind, keep="all"))
+    for keep in (None, "recompute"):
+        assert equal(steps(model, recipe.replace(keep=keep), around=opfuse.kept_weights), wanted), keep
 
 
 def experts(*, single, bias):
@@ -144,13 +160,16 @@ def test_b35_casts_of_experts_are_made_anew_group_by_group(kind, override, singl
     """No weight and no result of the activation is saved, and no bit changes, under scales of the groups that move too."""
     model = experts(single=single, bias=kind == "fp8_block")
     default = recipe_for(kind, override, **({"disable_stochastic_rounding": True} if kind == "nvfp4" else {}))
-    assert equal(expert_steps(model, default.replace(keep="recompute")), expert_steps(model, default))
+    every = default.replace(keep="all")
+    wanted = expert_steps(model, every)
+    for keep in (None, "recompute"):
+        assert equal(expert_steps(model, default.replace(keep=keep)), wanted), keep
     values = expert_bytes(model, default.replace(keep="recompute")).values
     read = [value for value in values if value.op.endswith("grouped_linear") and value.usages]
     assert [value.name for value in read if override != "high_precision"] == ["x"] * (override != "high_precision")
     if override is None:  # whose gradients follow from codes
-        got = expert_bytes(model, default.replace(keep="quantized")).totals.own
-        assert got < expert_bytes(model, default.replace(keep="recompute")).totals.own < expert_bytes(model, default).totals.own
+        sizes = [expert_bytes(model, default.replace(keep=keep)).totals.own for keep in ("quantized", "recompute", None, "all")]
+        assert sizes == sorted({*sizes})
 
 
 @pytest.mark.row("B35")
@@ -265,7 +284,7 @@ def test_a_delayed_scale_that_has_moved_since_is_not_read():
 @pytest.mark.row("B35")
 def test_b35_what_contradicts_another_field_is_refused():
     for override in ("dequantized", "high_precision"):
-        refused = rf"wants keep='recompute' or None: backward_override='{override}' is for gradients of what ran"
+        refused = rf"wants another keep: backward_override='{override}' is for gradients of what ran"
         with pytest.raises(RecipeError, match=refused):
             Float8CurrentScaling(keep="quantized", backward_override=override)
     with pytest.raises(RecipeError, match=r"wants rounding='per_op'.*got keep='recompute', rounding='single'"):

@@ -194,7 +194,7 @@ SNAPSHOT = {None: ("columnwise",), "dequantized": ("rowwise",), "high_precision"
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_b11_saved_operands(override, name):
     made = COMPOSED["mlp"]()
-    with opfuse.autocast(recipe=recipe_for(name, override)), saved_values() as saved:
+    with opfuse.autocast(recipe=recipe_for(name, override, keep="all")), saved_values() as saved:
         made.model()(made.tensors()[0].requires_grad_())
     operands = [saved[key] for key in ("1.x", "1.w", "4.x", "4.w")]
     for operand in operands:

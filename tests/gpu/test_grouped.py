@@ -219,7 +219,7 @@ def test_b35_casts_of_experts_are_made_anew_in_groups(kind, form, place, device)
     torch.manual_seed(0)
     options = {"bias": False, "dtype": BF16, "device": device, **form}
     model = ops.Sequential(ops.GroupedLinear(4, K, 2 * N, **options), ops.SwiGLU(), ops.GroupedLinear(4, N, K, **options))
-    steps = {None: [], "recompute": []}
+    steps = {"all": [], None: [], "recompute": []}
     for keep, found in steps.items():
         own, recipe = copy.deepcopy(model), SCALED[kind].replace(keep=keep)
         for splits in (*SPLITS, *SPLITS[:2]):
@@ -228,7 +228,8 @@ def test_b35_casts_of_experts_are_made_anew_in_groups(kind, form, place, device)
             with opfuse.autocast(recipe=recipe):
                 y = own(x, given, given)
             found += [y, *torch.autograd.grad(y, [x, *own.parameters()], 2 * x.detach())]
-    assert all(map(torch.equal, steps[None], steps["recompute"]))
+    assert all(map(torch.equal, steps["all"], steps[None]))
+    assert all(map(torch.equal, steps["all"], steps["recompute"]))
     with opfuse.autocast(recipe=SCALED[kind].replace(keep="recompute")):
         held = opfuse.saved(model, x, given, given).values
     assert [value.name for value in held if value.usages] == ["x"]

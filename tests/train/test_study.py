@@ -322,15 +322,16 @@ def test_b35_keep_is_told_with_its_bytes_beside_its_errors(
 ) -> None:
     assert main(["study", "keep", str(tiny), "--points", "1", "--steps", "1", "--out", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    none, as_ever, remade, kept = found["summary"]
-    assert [row["keep"] for row in found["summary"]] == [None, None, "recompute", "quantized"]
-    assert as_ever["saved_bytes"] > none["saved_bytes"] > remade["saved_bytes"] > kept["saved_bytes"]
-    assert remade["exact"] == as_ever["exact"]
+    none, as_ever, every, remade, kept = found["summary"]
+    assert [row["keep"] for row in found["summary"]] == [None, None, "all", "recompute", "quantized"]
+    assert every["saved_bytes"] > none["saved_bytes"] > remade["saved_bytes"] > kept["saved_bytes"]
+    assert every["saved_bytes"] > as_ever["saved_bytes"] > remade["saved_bytes"]
+    assert remade["exact"] == as_ever["exact"] == every["exact"]
     assert kept["exact_float32"]["sqnr"] < as_ever["exact_float32"]["sqnr"]
     head, _, *lines = markdown(found).splitlines()
     assert head.startswith("| recipe | keep | saved | exact gradient, bfloat16 |")
     share = f"{remade['saved_bytes'] / none['saved_bytes']:.0%}"
-    assert lines[2].startswith(f"| `mxfp8` | `recompute` | {share} | {remade['exact']['sqnr']:.1f} |")
+    assert lines[3].startswith(f"| `mxfp8` | `recompute` | {share} | {remade['exact']['sqnr']:.1f} |")
     assert (tmp_path / "keep.md").read_text().count(share) >= 1
 
 

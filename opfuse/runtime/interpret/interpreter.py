@@ -33,6 +33,7 @@ from opfuse.runtime.weights.packed import PlaceInBlock, from_blocks, to_blocks
 from opfuse.tensors.ragged import groups_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.autograd import COMPARED, hooked
 from opfuse.torch_private.dispatch import active_modes
 
 Kwargs = Sequence[Mapping[str, Any]]
@@ -153,9 +154,17 @@ class Interpreter:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
         return self.plan.cast_once.get(node.index) or self.plan.casts[node.index]
 
-    def _rematerialized(self, reader: int) -> Iterator[RematerializedOperand]:
-        """The operands of a product that this call does not save: all that the plan rematerializes but precomputed casts."""
-        return (operand for operand in self.plan.rematerialized.get(reader, ()) if operand.source not in self.precomputed)
+    def _rematerialized(self, reader: int) -> Sequence[RematerializedOperand]:
+        """The operands of a product that this call does not save: all that the plan rematerializes, but for precomputed casts,
+        which are there already. In a checkpoint it saves none: of its two runs, which must save alike, one may find nothing
+        precomputed.
+        """
+        operands = self.plan.rematerialized.get(reader, ())
+        if not self.precomputed or not operands:
+            return operands
+        compared = hooked() == COMPARED
+        there = {node for node in self.precomputed if not compared or self.plan.casts[node].is_delayed}  # by another call's scale
+        return [operand for operand in operands if operand.source not in there]
 
     def _save_scales(self) -> None:
         """Save the scales of casts that the backward pass makes anew: by then they may have been updated."""

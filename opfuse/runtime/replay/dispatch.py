@@ -46,7 +46,7 @@ from opfuse.runtime.weights.cast_cache import CachedCasts, PrecomputedCast, cach
 from opfuse.runtime.weights.packed import PlaceInBlock
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
 from opfuse.tensors.storage import matrix_shape
-from opfuse.torch_private.autograd import saving_hooks
+from opfuse.torch_private.autograd import COMPARED, HOOKED, hooked
 from opfuse.torch_private.dispatch import active_modes
 
 _enabled: ContextVar[bool] = ContextVar("opfuse_programs", default=variable("OPFUSE_PROGRAMS") != "0")
@@ -83,8 +83,8 @@ def runner_of(
     key = None if FORWARD in code.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, cached=cached)
     if key is None:
         return Interpreter(plan, segment, ops, kwargs, precomputed, in_parts=bool(code.why))
-    if segment.requires_grad and _are_saved_one_by_one():
-        key = *key, HOOKED
+    if segment.requires_grad and (hooks := hooked()):
+        key = *key, hooks
     if precomputed:
         tensors = [*tensors, *[tensor for cast in before for tensor in cast.tensors], *cached.tensors]
     return ReplayedSegment(plan, segment, ops, precomputed, key=key, tensors=tensors_and_planes(tensors))
@@ -171,17 +171,6 @@ def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Seq
 
 
 # -- repeating -------------------------------------------------------------------------------------------------------------------
-
-HOOKED = "hooked"
-"""Ends the key of a call under a user's hooks of saved tensors, which see them one by one: no blocks."""
-
-
-def _are_saved_one_by_one() -> bool:
-    """Whether hooks of saved tensors are set that may count what is saved, or compare it. Those of a call in a compiled graph
-    take blocks: of 128 experts it saves 500 tensors otherwise, which takes the host 10 ms a layer.
-    """
-    hooks = saving_hooks(True)
-    return hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "takes_blocks", False)
 
 
 @dataclass(eq=False)
@@ -333,7 +322,7 @@ class ReplayedSegment:
         interpreter.in_parts = stepped
         limit = 0 if stepped else BACKWARD_LOOKS
         replayable = Replayable(self._replayable.device, self._replayable.where, limit)
-        backward = BackwardPass(interpreter, replayable, packs=not stepped and self._key[-1] != HOOKED)
+        backward = BackwardPass(interpreter, replayable, packs=not stepped and self._key[-1] not in (HOOKED, COMPARED))
         return Ran([*values, *saved], backward, backward.replayables, backward.packs)
 
     def released(self) -> list[torch.Tensor]:

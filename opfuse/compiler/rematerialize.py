@@ -103,8 +103,8 @@ def _of_reader(
         source = graph.nodes[graph.producer[value]] if value is not None and value in graph.producer else None
         if source is None or not source.is_cast or graph.consumers[source.outputs[0]] != (reader.index,):
             continue
-        if env.keep is None and not (source.side and _stays(ops[source.op])):
-            continue
+        if env.keep is None and (not source.side or getattr(ops[source.op].owner, "copied", False)):
+            continue  # of a copy that is made for the call, the cast is the smaller one to keep
         readers = ops[reader.op].rematerialized_as.keys() - {"input"} if role == "input" else {"input"}  # whose gradients read it
         cast, saved = casts[source.index], OVERRIDES[env.backward_override].saved
         if readers.isdisjoint(reader.needs) or source.outputs[0] in graph.outputs:
@@ -118,11 +118,6 @@ def _of_reader(
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
         yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain)
-
-
-def _stays(op: BasicOperation) -> bool:
-    """Whether the parameters of an op are there until the backward pass in any case, and not made for the call."""
-    return not getattr(op.owner, "temporary", False)
 
 
 def _saves_the_parameter(quantizer: Quantizer, saved: str) -> bool:

@@ -142,6 +142,11 @@ class MadeParameters(nn.Module):
             self.__dict__.update(apart=_why_apart(parts) if len(parts) > 1 else "", loads=LOADS[0])
         return self.apart
 
+    @property
+    def copied(self) -> bool:
+        """Whether a call copies parameters to join them, as they lie now. A plan asks once: what it saves would be that copy."""
+        return not all(_lies_whole([*map(self.read, sources)]) for sources in self.sources.values())
+
     def read(self, source: Source) -> torch.Tensor:
         """A parameter as it is joined with others."""
         return _read(source)
@@ -231,11 +236,10 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reached: list[bool], *parts: torch.Tensor) -> torch.Tensor:
         ctx.sizes, ctx.reached = [len(part) for part in parts], reached
-        arrays = [*zip(*map(_arrays, parts))]
-        if not all(map(_lie_together, arrays)):
+        if not _lies_whole(parts):
             with autocast_like(parts[0], None):  # which may be on with another dtype
                 return torch.cat(parts)
-        whole = [*map(_as_they_lie, arrays)]
+        whole = [*map(_as_they_lie, zip(*map(_arrays, parts)))]
         first: Any = parts[0]
         return first.over(over_rows(first.held, whole)) if isinstance(first, QuantizedTensor) else whole[0]
 
@@ -270,6 +274,11 @@ def _arrays(parameter: torch.Tensor) -> Sequence[torch.Tensor]:
         plane = parameter.held.plane(ROWWISE)
         return (parameter,) if plane.in_groups else plane.tensors()
     return (parameter,)
+
+
+def _lies_whole(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether parameters lie in memory as they are joined, in all of their arrays."""
+    return len(parts) == 1 or all(map(_lie_together, zip(*map(_arrays, parts))))
 
 
 def _lie_together(parts: Sequence[torch.Tensor]) -> bool:

@@ -22,6 +22,7 @@ from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, M
 from opfuse.recipes.availability import Support, support
 from opfuse.runtime.compile.saved_call import saved_calls
 from opfuse.tensors.quantizers import IdentityQuantizer
+from opfuse.tensors.tensor import QuantizedTensor
 from tests.convert.blocks import Attention, GatedMLP, HalvesMLP, Layer, Model, Residual, TransposedMLP
 from tests.plans import plans_used
 
@@ -307,6 +308,31 @@ def test_packed_weights_are_not_copied_and_stay_parameters():
             places = [getattr(module, name).weight.untyped_storage().data_ptr() for name in (first, last)]
             assert (len(set(places)) == 1) is (step < 3)
     assert all(one is other for one, other in zip(parameters, models[1].parameters()))
+
+
+def test_what_a_call_copies_of_weights_is_not_saved():
+    """By default casts of weights are made anew; of weights that each call copies to join them, the cast is saved, not the copy."""
+
+    def saved(keep: str | None, *, pack: bool) -> int:
+        torch.manual_seed(0)
+        model, found = GatedMLP(), {}
+        opfuse.fuse_(model, FP8.replace(keep=keep), pack=pack)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def keep_size(tensor: torch.Tensor) -> torch.Tensor:
+            parts = tensor.held.tensors() if isinstance(tensor, QuantizedTensor) else [tensor]
+            found.update({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts})
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep_size, lambda tensor: tensor):
+            model(torch.randn(32, 32, requires_grad=True))
+        return sum(size for place, size in found.items() if place not in own)
+
+    joined_elements, down = 2 * GatedMLP().up_proj.weight.numel(), GatedMLP().down_proj.weight.numel()
+    every = saved("all", pack=False)
+    assert every == saved("all", pack=True)
+    assert every - saved(None, pack=False) == down + 4  # a byte each, and the scale
+    assert every - saved(None, pack=True) == joined_elements + down + 8
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj"])

@@ -40,6 +40,7 @@ from opfuse.ops.activation import (
 )
 from opfuse.ops.all_to_all import AllToAllDispatch, AllToAllReturn
 from opfuse.ops.collective import AllGather, AllReduce, ReduceScatter
+from opfuse.ops.cross_entropy import LinearCrossEntropy
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.ops.norm import L2Normalization, LayerNorm, RMSNorm
@@ -79,6 +80,7 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "Linear",
+    "LinearCrossEntropy",
     "MakeExtraOutput",
     "Pointwise",
     "PointwiseOperation",
@@ -119,7 +121,7 @@ OPS: dict[str, type[FusibleOperation]] = {
         *(ScaledSwiGLU, ScaledSiTUGLU, ScaledClampedQGeGLU, ScaledSReLU, ScaledTanhSReLU),
         *(AddExtraInput, MakeExtraOutput, ConstantScale, Identity),
         *(Reshape, Quantize, Dropout, LayerNorm, RMSNorm, L2Normalization),
-        *(GroupedLinear, TokenDispatch, TokenPermute, TokenCombine),
+        *(GroupedLinear, TokenDispatch, TokenPermute, TokenCombine, LinearCrossEntropy),
     )
 }
 """Built-in ops by the name that configurations use."""

@@ -185,6 +185,35 @@ class Weighted(torch.nn.Module):
         return self.op(rows, places, weights.reshape(-1, 1), like)
 
 
+class Scored(torch.nn.Module):
+    """A head that keeps its targets to itself: the number of each row, of which every fourth is ignored."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.op = ops.LinearCrossEntropy(8, 5, chunk=2, **options)
+
+    def forward(self, x):
+        return self.op(x, self.targets(x))
+
+    @staticmethod
+    def targets(x):
+        rows = torch.arange(x[..., 0].numel()).reshape(x.shape[:-1])
+        return torch.where(rows % 4 == 3, -100, rows % 5)
+
+
+def scored(reduction="mean", label_smoothing=0.0, z_loss=0.0, softcap=None, bias=False):
+    def formula(x, params, extras):
+        targets = Scored.targets(x).flatten()
+        logits = x.reshape(-1, 8) @ params["op.weight"].T + (params["op.bias"] if bias else 0.0)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        losses = F.cross_entropy(logits, targets, label_smoothing=label_smoothing, reduction="none")
+        losses = losses + z_loss * torch.logsumexp(logits, -1) ** 2 * (targets != -100)
+        return {"none": losses.reshape(x.shape[:-1]), "sum": losses.sum()}.get(reduction, losses.sum() / (targets != -100).sum())
+
+    return formula
+
+
 def permuted(x, params, extras):
     chosen = Permuted.chosen(x)
     return x.reshape(-1, 8)[torch.cat([(chosen == group).any(1).nonzero().flatten() for group in range(3)])]
@@ -228,6 +257,14 @@ CASES: dict[str, list[Case]] = {
     "token_combine": [
         Case(lambda: Routed(2, combine=True), routed(2, combine=True), roundings=3),
         Case(Weighted, lambda x, p, e: x.reshape(-1, 8).flip(0) * e[0].reshape(-1, 1), extras=("row",)),
+    ],
+    "linear_cross_entropy": [
+        Case(lambda o=o: Scored(**o), scored(**o), roundings=2)
+        for o in (
+            {},
+            {"reduction": "none", "bias": True},
+            {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 2.0},
+        )
     ],
     "bias": [Case(lambda: ops.Bias(8), lambda x, p, e: x + p["bias"])],
     "gelu": [Case(ops.GELU, unary(gelu))],

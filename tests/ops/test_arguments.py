@@ -23,6 +23,7 @@ REQUIRED = {
     "grouped_linear": {"num_groups": 3, "in_features": 8, "out_features": 4},
     "token_dispatch": {"num_groups": 4, "features": 8},
     "token_permute": {"num_groups": 4},
+    "linear_cross_entropy": {"in_features": 8, "vocabulary": 16},
     "bias": {"size": 8},
     "constant_scale": {"scale": 0.5},
     "scaled_tanh_srelu": {"tanh_clamp_scale": 1.5},
@@ -41,8 +42,12 @@ WRONG = {
     "bool": ("false", "", 0, 1, 1.0, None, [], object(), torch.tensor(True)),
     "Size": (*NO_INTEGER, None, [1]),
     "Size | None": (*NO_INTEGER, [1]),
+    "int": (*NO_NUMBER, None, 1.5, 1.0, math.inf, [1]),
     "float": (*NO_NUMBER, None, math.inf, -math.inf, 1e39, 10**400),
     "Positive": (*NO_NUMBER, None, math.inf, 0, 0.0, -1.5, 1e-46, 10**400),
+    "Positive | None": (*NO_NUMBER, math.inf, 0, 0.0, -1.5, 1e-46, 10**400),
+    "Smoothing": (*NO_NUMBER, None, math.inf, -0.1, 1.5, 10**400),
+    "Literal['mean', 'sum', 'none']": ("", "Mean", "max", None, 1, True, [], object()),
     "NonNegative": (*NO_NUMBER, None, math.inf, -1e-9, 10**400),
     "Annotated[float, PROBABILITY]": (*NO_NUMBER, None, math.inf, -0.1, 1, 1.0, 2),
     "SizesLike": (*(value for value in NO_INTEGER), None, [], (8, 0), (8, "4"), (True,), range(3)),
@@ -72,8 +77,12 @@ LEGAL = {
     "bool": (True, False),
     "Size": (1, 3, np.int64(2), torch.tensor(4), torch.tensor([2], dtype=torch.int32)[0]),
     "Size | None": (None, 4, np.int8(2)),
+    "int": (-100, 0, 7, np.int64(-1), torch.tensor(3)),
     "float": (0, -1.5, np.float32(0.5), torch.tensor(2.0), 1e-300),
     "Positive": (1, 2.5, np.float64(1e-9)),
+    "Positive | None": (None, 30, 2.5),
+    "Smoothing": (0, 0.1, 1, np.float32(0.25)),
+    "Literal['mean', 'sum', 'none']": ("mean", "sum", "none"),
     "NonNegative": (0, 1e-5, np.float32(0.25)),
     "Annotated[float, PROBABILITY]": (0, 0.5, np.float32(0.25), 1 - 2**-53),
     "SizesLike": (4, (2, 3), [2, 3], torch.Size((2, 3)), np.array([2, 3]), range(2, 4), np.int64(4), torch.tensor(4)),
@@ -89,7 +98,7 @@ def test_a_legal_value_is_kept_in_its_normal_form_and_comes_back_from_repr(kind,
         assert copy.deepcopy(op).spec == op.spec
         kept = getattr(op.spec, field)
         for part in kept if isinstance(kept, tuple) else (kept,):
-            assert type(part) in (bool, int, float, type(None)), "numbers of numpy and torch have no identity in a key"
+            assert type(part) in (bool, int, float, str, type(None)), "numbers of numpy and torch have no identity in a key"
 
 
 @pytest.mark.parametrize("kind", ops.OPS)
@@ -104,7 +113,7 @@ def test_an_unknown_keyword_names_the_nearest_one(kind):
                 made(kind, **{name[0] + name: 3})
 
 
-LEARNED = ("linear", "basic_linear", "grouped_linear", "token_dispatch", "bias", "layer_norm", "rms_norm")
+LEARNED = ("linear", "basic_linear", "grouped_linear", "linear_cross_entropy", "token_dispatch", "bias", "layer_norm", "rms_norm")
 
 
 @pytest.mark.parametrize("kind", LEARNED)

@@ -8,7 +8,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import OpfuseError
 from opfuse.recipes import RECIPES
-from tests.ops.op_cases import ALL, make, tuple_of
+from tests.ops.op_cases import ALL, Scored, make, tuple_of
 from tests.turns import in_turn
 
 LEVELS = {"fused": None, "unfused": opfuse.RuleSet(())}
@@ -97,13 +97,13 @@ def test_hooks_on_tensors_and_parameters():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [case for _, case in ALL], ids=[name for name, _ in ALL])
 def test_torch_autocast_sets_the_compute_dtype(case, dtype):
-    """fp32 in, ``dtype`` out, as if the input had been cast; gradients come back in the leaves' fp32."""
+    """fp32 in, ``dtype`` out (losses are fp32), as if the input had been cast; gradients come back in the leaves' fp32."""
     op, x, extras = make(case, torch.float32)
     with torch.autocast(torch.get_default_device().type, dtype):
         torch.manual_seed(5)
         outputs = tuple_of(op(x, *extras))
     moves = isinstance(op, (ops.Identity, ops.Reshape, ops.MakeExtraOutput))
-    assert {y.dtype for y in outputs} == {torch.float32 if moves else dtype}
+    assert {y.dtype for y in outputs} == {torch.float32 if moves or isinstance(op, Scored) else dtype}
     torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
     assert all(leaf.grad.dtype == torch.float32 for leaf in (x, *extras, *op.parameters()))
 

@@ -1,0 +1,238 @@
+"""The output head of a language model and its loss as one op, which never holds the logits of all rows.
+
+Rows go in chunks: the logits of a chunk, their losses and their gradients are made one after another in the same memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from opfuse.core.cast import check_features
+from opfuse.core.context import Context, Value, values_of
+from opfuse.core.operation import BasicOperation
+from opfuse.core.signature import Env
+from opfuse.core.spec import NonNegative, Positive, Size, hyper_parameters, new_parameter
+from opfuse.domains import numbers
+from opfuse.errors import DtypeError, ShapeError, describe
+from opfuse.numerics import pointwise
+from opfuse.numerics.cross_entropy import CrossEntropy, counted, row_losses
+from opfuse.tensors.gemm import gemm
+from opfuse.tensors.masters import stored_in
+
+Smoothing = Annotated[float, numbers("a number from 0 to 1", minimum=0, maximum=1)]
+
+CHUNK = 1024
+"""Rows whose logits exist at a time: products that keep a GPU busy, and 0.5 GB in fp32 for 128 256 words."""
+
+MOST_SLICES = 8
+"""Into how many parts of the vocabulary the product of dW is cut at most."""
+
+
+class Head(NamedTuple):
+    """The weight (vocabulary, in_features) and the bias of a head, in the dtype in which it multiplies."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class HeadGradients(NamedTuple):
+    """The gradients of the sum of all losses: of x (M, K) in the dtype of products, of weight and bias in that of sums."""
+
+    x: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+class LinearCrossEntropy(BasicOperation):
+    """The cross-entropy of the logits x W^T + b with the extra input ``targets``, without the logits of all rows in memory.
+
+    x: (..., in_features). targets: int64 (...), the number of a word or ``ignore_index``; another shape is a ShapeError, another
+    dtype a DtypeError. A target that is neither makes the loss and the gradients NaN, on every device; torch raises an IndexError
+    on a CPU and ends the process's work on a GPU. The loss is fp32 (fp64 of fp64): a scalar, or (...) of ``reduction="none"``.
+    "mean" divides by the number of rows that are not ignored, and is NaN if all are, with gradients of 0, as torch's is.
+
+    ``chunk`` rows at a time are multiplied in the dtype of the weight or of torch.autocast, to fp32 logits. ``weight``
+    (vocabulary, in_features) may be that of an embedding. It is a plain parameter also inside ``quantized_model_init``, and no
+    recipe casts it, since errors of a head are errors of the loss. A larger chunk is faster on a GPU and takes more memory.
+
+    Where something wants a gradient, the forward pass computes dX and dW, summed over chunks in fp32, and keeps these; the
+    backward pass multiplies them by the incoming gradient. So each product is made once, as in Liger Kernel (Hsu et al., 2024,
+    https://arxiv.org/abs/2410.10989). With ``reduction="none"`` each row has an incoming gradient of its own, which cannot be
+    taken out of the sum dW, so the backward pass makes the logits again.
+
+    label_smoothing, z_loss and softcap are those of :class:`~opfuse.numerics.cross_entropy.CrossEntropy`.
+
+    ``torch.nn.functional.linear_cross_entropy`` of torch 2.13 is not used: releases before have none, in chunks it takes neither
+    label smoothing nor a z-loss nor a softcap, and in a graph of torch.compile it runs outside of it.
+    """
+
+    saves = ("x", "weight", "bias", "targets", "count", "dx", "dw", "db")
+    forward_kwargs = ()
+    num_extra_inputs = 1
+    borrows = ("weight",)
+
+    @hyper_parameters
+    def __init__(
+        self,
+        in_features: Size,
+        vocabulary: Size,
+        bias: bool = False,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: Smoothing = 0.0,
+        z_loss: NonNegative = 0.0,
+        softcap: Positive | None = None,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        chunk: Size = CHUNK,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made = partial(new_parameter, type(self).__name__, device=device, dtype=dtype)
+        self.weight = made((vocabulary, in_features))
+        self.register_parameter("bias", made((vocabulary,)) if bias else None)
+        self.reset_parameters()
+
+    def parameter_shape(self, name: str) -> tuple[int, ...]:
+        shape = self.spec.vocabulary, self.spec.in_features
+        return shape if name == "weight" else shape[:1]
+
+    def reset_parameters(self) -> None:
+        """Values as ``nn.Linear`` draws them."""
+        if self.weight.is_meta:
+            return
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.spec.use_bias:
+            bound = 1 / math.sqrt(self.spec.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
+        super().compute_dtype(env, x)
+        return env.autocast or self.checked_dtype("weight", self.parameter("weight").dtype)
+
+    @property
+    def loss(self) -> CrossEntropy:
+        """The loss of a row."""
+        return CrossEntropy(*(getattr(self.spec, name) for name in CrossEntropy._fields))
+
+    def reads_saved(self, ctx: Context) -> Collection[str]:
+        if not ctx.needs:
+            return ()
+        if self.spec.reduction == "none":
+            return [name for name in ("x", "weight", "bias", "targets") if name != "bias" or self.spec.use_bias]
+        kept = [name for name, of in (("dx", "input"), ("dw", "weight"), ("db", "bias")) if of in ctx.needs]
+        return [*kept, "count"] if self.spec.reduction == "mean" else kept
+
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        (targets,) = ctx.extras
+        self._check(input_, targets)
+        ctx.input_dtype, ctx.input_shape = input_.dtype, input_.shape
+        ctx.compute_dtype = dtype = ctx.dtype_of(input_)
+        bias = self.parameter("bias") if self.spec.use_bias else None
+        x, head, aims = self._operands(input_, self.parameter("weight"), bias, targets, dtype)
+        again = self.spec.reduction == "none"
+        losses, made = self._chunks(ctx, x, head, aims, wanted=frozenset() if again else ctx.needs)
+        count = counted(aims, self.loss).to(losses.dtype) if self.spec.reduction == "mean" else None
+        kept, values = self.reads_saved(ctx), {"x": input_, "weight": self.parameter("weight"), "bias": bias, "targets": targets}
+        values |= {"count": count, "dx": made.x, "dw": made.weight, "db": made.bias}
+        ctx.save(**{name: value if name in kept else None for name, value in values.items()})
+        if again:
+            return losses.reshape(targets.shape)
+        return losses.sum() if count is None else losses.sum() / count
+
+    def op_backward(
+        self, ctx: Context, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None, ...], tuple[None]]:
+        saved, dtype = ctx.saved, ctx.compute_dtype
+        if self.spec.reduction == "none":
+            x, head, aims = self._operands(saved.x, saved.weight, saved.bias, saved.targets, dtype)
+            _, made = self._chunks(ctx, x, head, aims, wanted=ctx.needs, scales=grad_output.reshape(-1).to(_sums(dtype)))
+            scale = None
+        else:
+            made = HeadGradients(saved.dx, saved.dw, saved.db)
+            # Where all rows are ignored the gradients are 0, and stay so.
+            scale = grad_output if saved.count is None else grad_output / saved.count.clamp(min=1)
+        dx = _scaled(made.x, scale, ctx.input_dtype)
+        by_name = {"weight": made.weight, "bias": made.bias}
+        held = [name for name in by_name if name == "weight" or self.spec.use_bias]
+        params = tuple(_scaled(by_name[name], scale, self.parameter(name).dtype) for name in held)
+        return None if dx is None else dx.reshape(ctx.input_shape), params, (None,)
+
+    def _operands(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Head, torch.Tensor]:
+        """Rows, head and targets as products and losses take them."""
+        head = Head(values_of(stored_in(weight)).to(dtype), None if bias is None else stored_in(bias).to(dtype))
+        return values_of(x).reshape(-1, self.spec.in_features).to(dtype), head, targets.reshape(-1)
+
+    def _chunks(
+        self,
+        ctx: Context,
+        x: torch.Tensor,
+        head: Head,
+        targets: torch.Tensor,
+        *,
+        wanted: frozenset[str],
+        scales: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, HeadGradients]:
+        """The losses of all rows, and the gradients that are ``wanted`` of their sum, each times its scale."""
+        rows, dtype, wide = self.spec.chunk, x.dtype, _sums(x.dtype)
+        losses, dx = [x.new_empty(0, dtype=wide)], [x.new_empty(0, self.spec.in_features)]
+        dw = torch.zeros_like(head.weight, dtype=wide) if "weight" in wanted else None
+        db = torch.zeros_like(head.bias, dtype=wide) if "bias" in wanted and head.bias is not None else None
+        for start in range(0, len(x), rows):
+            piece, aims = x[start : start + rows], targets[start : start + rows]
+            logits = gemm("fprop", piece, head.weight, dtype=dtype, out_dtype=wide, **ctx.env.product("fprop"))
+            if head.bias is not None:
+                logits.add_(head.bias)
+            factors = None if scales is None else scales[start : start + rows]
+            losses.append(row_losses(logits, aims, self.loss, gradient=bool(wanted), scales=factors))
+            if db is not None:
+                db.add_(logits.sum(0))
+            if wanted & {"input", "weight"}:
+                dy = logits.to(dtype)
+            if "input" in wanted:
+                dx.append(gemm("dgrad", dy, head.weight, dtype=dtype, **ctx.env.product("dgrad")))
+            if dw is not None:
+                for words in _slices(len(dw), dw.shape[1], rows):
+                    dw[words].add_(gemm("wgrad", dy[:, words], piece, dtype=dtype, out_dtype=wide, **ctx.env.product("wgrad")))
+        return torch.cat(losses), HeadGradients(torch.cat(dx) if "input" in wanted else None, dw, db)
+
+    def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:
+        check_features(f"{self.label} input", x.shape, self.spec.in_features)
+        where, cure = f"{self.label} targets", "pass the number of a word for each row of x, as labels.long()"
+        if targets.dtype != torch.int64:
+            raise DtypeError(describe(where, wanted="int64", got=targets.dtype, cure=cure))
+        if targets.shape != x.shape[:-1]:
+            wanted = f"shape {tuple(x.shape[:-1])}, that of x without its features"
+            raise ShapeError(describe(where, wanted=wanted, got=tuple(targets.shape), cure=cure))
+
+
+def _sums(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, losses and sums."""
+    return pointwise.compute_dtype(dtype)
+
+
+def _slices(words: int, features: int, rows: int) -> Iterator[slice]:
+    """Parts of the vocabulary, so that a part of dW takes about as much memory as the logits of a chunk: torch has no product
+    of bf16 operands that adds to fp32.
+    """
+    count = min(-(-features // rows), MOST_SLICES)
+    size = max(-(-words // count), 1)
+    return (slice(start, start + size) for start in range(0, words, size))
+
+
+def _scaled(gradient: torch.Tensor | None, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A gradient times the incoming one, in fp32 and rounded once to ``dtype``, without a copy of dW in fp32."""
+    if gradient is None or scale is None:
+        return None if gradient is None else gradient.to(dtype)
+    wide = _sums(gradient.dtype)
+    if gradient.dtype != wide:
+        return (gradient.to(wide) * scale).to(dtype)
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))

@@ -1,0 +1,322 @@
+"""The head and the loss in one op: numbers against fp64 within what fp32 sums may lose, memory, and where the op may stand."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.config import loads
+from opfuse.errors import DtypeError, ShapeError, UnsupportedError
+from opfuse.runtime.replay.dispatch import interpreted
+
+K, V = 24, 53
+U = 2.0**-24
+"""What one operation in fp32 may lose, relative to its result."""
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"bias": True},
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 1.0, "bias": True},
+    {"z_loss": 1e-2},
+    {"softcap": 3.0},
+    {"bias": True, "label_smoothing": 0.2, "z_loss": 1e-3, "softcap": 2.0, "ignore_index": 7},
+]
+
+
+def made(rows, *, dtype=torch.float32, chunk=8, **options):
+    """The op, x and targets, of which every fifth is ignored."""
+    torch.manual_seed(0)
+    op = ops.LinearCrossEntropy(K, V, chunk=chunk, dtype=dtype, **options)
+    with torch.no_grad():
+        op.weight.normal_()
+    x = torch.randn(rows, K).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (rows,))
+    targets[4::5] = op.ignore_index
+    return op, x, targets
+
+
+def row_losses(op, logits, targets):
+    """The losses of rows by torch and the published formulas."""
+    options = {"ignore_index": op.ignore_index, "label_smoothing": op.label_smoothing, "reduction": "none"}
+    kept = targets != op.ignore_index
+    return F.cross_entropy(logits, targets, **options) + op.z_loss * logits.logsumexp(-1).square() * kept
+
+
+def exact(op, x, targets, incoming=1.0):
+    """Loss and gradients in fp64, and what each may be off."""
+    kept = targets != op.ignore_index
+    leaves = [p.detach().double().requires_grad_() for p in (x, *op.parameters())]
+    x64, w, *bias = leaves
+    raw = F.linear(x64, w, *bias)
+    logits = raw if op.softcap is None else op.softcap * torch.tanh(raw / op.softcap)
+    logits.retain_grad()
+    raw.retain_grad()
+    rows = row_losses(op, logits, targets)
+    loss = {"none": rows, "sum": rows.sum(), "mean": rows.sum() / kept.sum()}[op.reduction]
+    grads = torch.autograd.grad(loss, [raw, *leaves], torch.full_like(loss, incoming))
+    with torch.no_grad():
+        # Products of K terms and a bias; a softcap has a slope of at most 1, and three operations of its own.
+        off = (K + 2) * U * F.linear(x64.abs(), w.abs(), *[b.abs() for b in bias]).amax(-1) + 4 * U * logits.abs().amax(-1)
+        size = logits.logsumexp(-1).abs() + logits.abs().amax(-1)
+        off_loss = 2 * off + (V + 16) * U * (1 + size) + 2 * op.z_loss * size * (off + (V + 8) * U * (1 + size))
+        p, dy, unit = logits.softmax(-1), grads[0], torch.finfo(op.weight.dtype).eps / 2
+        share = abs(incoming) / (kept.sum() if op.reduction == "mean" else 1)
+        relative = (2 * off + (V + 16) * U)[:, None] * (1 + 2 * op.z_loss * (1 + size))[:, None]
+        off_dy = (share * (relative * (p + 2 * U) + 4 * U) + unit * dy.abs()) * kept[:, None]
+        if op.softcap is not None:  # its slope is off by what the logits are, relative to c
+            off_dy += share * 2 * (off / op.softcap + 4 * U)[:, None] * (1 + 2 * op.z_loss * size)[:, None] * kept[:, None]
+        sums = [(off_dy + (V + 4) * U * dy.abs()) @ w.abs(), (off_dy + (len(x) + 4) * U * dy.abs()).T @ x64.abs()]
+        sums += [(off_dy + (len(x) + 4) * U * dy.abs()).sum(0)] * len(bias)
+        bounds = [part + 2 * unit * grad.abs() for part, grad in zip(sums, grads[1:])]
+        total = {"none": off_loss * kept, "sum": (off_loss * kept).sum(), "mean": (off_loss * kept).sum() / kept.sum()}
+        total = total[op.reduction] + (len(x) + 2) * U * loss.abs()
+    return (loss.detach(), *grads[1:]), (total, *bounds)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("rows", "dtype"), [(19, torch.float32), (19, torch.bfloat16), (1, torch.float32), (16, torch.bfloat16)])
+def test_loss_and_gradients_are_those_of_fp64(rows, dtype, options, reduction):
+    op, x, targets = made(rows, dtype=dtype, reduction=reduction, **options)
+    loss = op(x, targets)
+    assert loss.dtype == torch.float32
+    loss.backward(torch.full_like(loss, 3.0))
+    wanted, bounds = exact(op, x, targets, 3.0)
+    for got, want, most in zip((loss.detach(), x.grad, *(p.grad for p in op.parameters())), wanted, bounds, strict=True):
+        worst = ((got.double() - want).abs() / most.clamp(min=1e-30)).max().item()
+        assert worst <= 1, f"{worst:.3g} of what it may be off"
+
+
+def test_leading_dimensions_and_the_loss_of_each_row():
+    op, x, targets = made(24, reduction="none")
+    assert torch.equal(op(x.reshape(2, 3, 4, K), targets.reshape(2, 3, 4)), op(x, targets).reshape(2, 3, 4))
+
+
+@pytest.mark.row("X07")
+def test_a_loss_has_the_same_bits_in_any_chunk_under_a_batch_invariant_recipe():
+    """Without one they are those of torch's products, which sum in an order that depends on the number of rows."""
+    recipe = recipes.MXFP8BlockScaling(batch_invariant=True)
+    op, x, targets = made(150, reduction="none")
+    others = [ops.LinearCrossEntropy(K, V, chunk=chunk, reduction="none") for chunk in (1, 7, 64, 1000)]
+    for other in others:
+        other.weight = op.weight
+    with opfuse.autocast(recipe=recipe):
+        whole = op(x, targets)
+        assert all(torch.equal(other(x, targets), whole) for other in others)
+        assert torch.equal(torch.cat([op(x[i : i + 1], targets[i : i + 1]) for i in range(9)]), whole[:9])
+    assert all(torch.allclose(other(x, targets), whole, rtol=1e-5, atol=1e-5) for other in others)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_where_all_rows_are_ignored(reduction):
+    op, x, targets = made(9, reduction=reduction, z_loss=0.1, label_smoothing=0.1, softcap=2.0, bias=True)
+    targets.fill_(-100)
+    loss = op(x, targets)
+    own = F.cross_entropy(F.linear(x, op.weight), targets, reduction=reduction)
+    assert torch.equal(loss.isnan(), own.isnan())
+    assert loss.isnan().all() if reduction == "mean" else torch.equal(loss, own)
+    loss.sum().backward()
+    assert all(torch.equal(leaf.grad, torch.zeros_like(leaf)) for leaf in (x, *op.parameters()))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_r10_no_rows_give_what_torch_gives(reduction):
+    op, x, targets = made(0, reduction=reduction)
+    loss = op(x, targets)
+    wanted = F.cross_entropy(F.linear(x, op.weight), targets, reduction=reduction)
+    torch.testing.assert_close(loss, wanted, equal_nan=True)
+    loss.sum().backward()
+    assert torch.equal(op.weight.grad, torch.zeros_like(op.weight))
+
+
+@pytest.mark.row("R18")
+def test_r18_what_is_not_finite_shows_and_ignored_rows_hide_it():
+    op, x, targets = made(10, reduction="none")
+    bad = x.detach().clone()
+    bad[1, 3], bad[4, 0] = float("inf"), float("nan")  # row 4 is ignored
+    bad.requires_grad_()
+    loss = op(bad, targets)
+    assert loss.isnan().nonzero().flatten().tolist() == [1]
+    loss[[0, 2, 3, 4]].sum().backward()
+    assert torch.equal(bad.grad[4], torch.zeros(K))
+
+
+@pytest.mark.parametrize("wrong", [-1, V, 2**40, -101])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_target_that_is_no_word_makes_its_row_nan(reduction, wrong):
+    op, x, targets = made(10, reduction=reduction, label_smoothing=0.1)
+    targets[2] = wrong
+    loss = op(x, targets)
+    assert loss.isnan().nonzero().flatten().tolist() == ([2] if reduction == "none" else [0]) or loss.isnan()
+    loss.sum().backward()
+    assert x.grad.isnan().all(-1).nonzero().flatten().tolist() == [2]
+    assert op.weight.grad.isnan().all()
+
+
+def test_what_is_no_target_is_refused():
+    op, x, targets = made(10)
+    for wrong in (targets.float(), targets.int()):
+        with pytest.raises(DtypeError, match="targets: wants int64"):
+            op(x, wrong)
+    for wrong in (targets[:9], targets[:, None], targets[0]):
+        with pytest.raises(ShapeError, match=r"targets: wants shape \(10,\)"):
+            op(x, wrong)
+    with pytest.raises(ShapeError, match="input"):
+        op(x[:, :8], targets)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor had that was made, but for gradients of the weight."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(made, torch.Tensor) and not func.is_view:
+                self.most = max(self.most, made.numel())
+        return result
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_logits_of_all_rows_are_never_there(reduction, trains):
+    op, x, targets = made(200, reduction=reduction, softcap=2.0, label_smoothing=0.1, z_loss=0.1)
+    kept: list[int] = []
+
+    def pack(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with Largest() as largest, torch.set_grad_enabled(trains), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = op(x, targets)
+        if trains:
+            loss.sum().backward()
+    assert largest.most <= max(200 * K, K * V) < 200 * V
+    assert sum(kept) <= (200 * K + K * V + 200) * trains
+
+
+@pytest.mark.row("B12")
+def test_b12_gradients_that_nobody_wants_are_not_made():
+    op, x, targets = made(20, bias=True)
+    for wanted in itertools.product((False, True), repeat=3):
+        leaves = (x, op.weight, op.bias)
+        for leaf, wants in zip(leaves, wanted):
+            leaf.requires_grad_(wants)
+            leaf.grad = None
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: (sizes.append(t.numel()), t)[1], lambda t: t):
+            loss = op(x, targets)
+        assert sorted(sizes) == sorted([n for n, wants in zip((20 * K, K * V, V), wanted) if wants] + [1] * any(wanted))
+        if any(wanted):
+            loss.backward()
+        assert [leaf.grad is not None for leaf in leaves] == list(wanted)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_program_repeats_what_is_interpreted(reduction):
+    op, x, targets = made(19, reduction=reduction, bias=True, softcap=3.0)
+
+    def step():
+        loss = op(x, targets)
+        loss.sum().backward()
+        found = [loss.detach().clone(), x.grad, *(p.grad for p in op.parameters())]
+        x.grad = None
+        op.zero_grad()
+        return found
+
+    with interpreted():
+        wanted = step()
+    for _ in range(3):
+        assert all(map(torch.equal, step(), wanted))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_it_is_one_op_of_a_graph_of_torch_compile(reduction):
+    op, x, targets = made(19, reduction=reduction)
+    model = ops.Sequential(ops.RMSNorm(K), op)
+    found = []
+    for call in (model, torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)):
+        x.grad = None
+        loss = call(x, targets)
+        (loss * 3).sum().backward()
+        parameters = dict(call.named_parameters())
+        found.append([loss.detach(), x.grad, *(parameters[name].grad for name in sorted(parameters))])
+    assert all(map(torch.equal, *found))
+
+
+def test_it_ends_a_sequential_from_a_file():
+    options = "softcap: 30.0, label_smoothing: 0.1, reduction: sum, chunk: 4"
+    text = f"""
+version: 1
+recipe: {{kind: none}}
+pipeline:
+  ops:
+    - {{op: rms_norm, size: {K}}}
+    - {{op: linear_cross_entropy, in_features: {K}, vocabulary: {V}, {options}}}
+"""
+    model = loads(text).build()
+    _, x, targets = made(9)
+    other = ops.Sequential(
+        ops.RMSNorm(K), ops.LinearCrossEntropy(K, V, softcap=30.0, label_smoothing=0.1, reduction="sum", chunk=4)
+    )
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(model(x, targets), other(x, targets))
+
+
+def test_its_state_is_that_of_nn_linear():
+    for bias in (False, True):
+        head = nn.Linear(K, V, bias=bias)
+        op = ops.LinearCrossEntropy(K, V, bias)
+        op.load_state_dict(head.state_dict())
+        assert [*op.state_dict()] == [*head.state_dict()]
+        head.load_state_dict(op.state_dict())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_weight_tied_to_an_embedding_gets_both_gradients(reduction):
+    op, _, targets = made(19, reduction=reduction)
+    table = nn.Embedding(V, K)
+    op.weight = table.weight
+    tokens = torch.randint(0, V, (19,))
+    op(torch.tanh(table(tokens)), targets).sum().backward()
+    weight = table.weight.detach().double().requires_grad_()
+    F.cross_entropy(torch.tanh(weight[tokens]) @ weight.T, targets, reduction="sum").backward()
+    wanted = weight.grad / ((targets != -100).sum() if reduction == "mean" else 1)
+    torch.testing.assert_close(table.weight.grad.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_derivative_is_refused():
+    op, x, targets = made(9)
+    with pytest.raises(UnsupportedError, match="wants create_graph=False"):
+        torch.autograd.grad(op(x, targets), x, create_graph=True)
+
+
+def test_two_backward_passes_of_one_forward_add_up():
+    op, x, targets = made(19)
+    loss = op(x, targets)
+    loss.backward(retain_graph=True)
+    once = op.weight.grad.clone()
+    loss.backward()
+    assert torch.equal(op.weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()], ids=str)
+def test_no_recipe_casts_the_head(recipe):
+    op, x, targets = made(32)
+    wanted = op(x, targets)
+    with opfuse.autocast(recipe=recipe):
+        assert torch.equal(op(x, targets), wanted)
+    with opfuse.quantized_model_init(recipe=recipe):
+        assert type(ops.LinearCrossEntropy(32, 64).weight) is nn.Parameter

@@ -17,6 +17,7 @@ products of one tensor                  ``siblings.py``; ``method_calls.py``: th
 does a call have what was recorded      ``guards.py``
 the new forward, also in a graph        ``converted.py``, and its copies; ``states.py``: its delayed scales in state dicts
 the same bits in rollout and training   ``invariant.py``, with ``row_tiles.py`` and ``invariant_attention.py``
+the loss without logits                 ``head_loss.py``: of causal language models, around their own forward
 experts by transformers' interface      ``experts_interface.py``: each converted as it is first called
 ======================================  ============================================================================
 """

@@ -16,6 +16,7 @@ from opfuse.convert.build import build, build_alone, build_norm
 from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import OWN, Converted, converted, installed
 from opfuse.convert.experts import Routed, build_experts, experts_of
+from opfuse.convert.head_loss import LossKind, installed_loss, model_loss
 from opfuse.convert.leaves import NORM_DTYPES, asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import ADAPTERS, Choice, Filter, Policies, Policy
@@ -24,11 +25,13 @@ from opfuse.convert.row_tiles import remove_row_tiles
 from opfuse.convert.siblings import siblings
 from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
-from opfuse.domains import BOOLEAN, checked_arguments
+from opfuse.domains import BOOLEAN, Domain, checked_arguments, domain_of
 from opfuse.errors import ConversionError, describe, listed, nearest, with_article
 from opfuse.interchange.stored_modules import hold_arrays, hold_stored, stored_arrays, why_not_held
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+_LOSS: Domain = domain_of(LossKind)  # type: ignore[assignment]
 
 
 def fuse_(
@@ -38,6 +41,7 @@ def fuse_(
     filter_fn: Filter | None = None,
     policy: Policy | None = None,
     pack: bool = False,
+    loss: LossKind = "own",
     **unknown: Never,
 ) -> Report:
     """Convert ``model``, in place, to compute under ``recipe``; :func:`unfuse_` undoes it. Returns a report on each module.
@@ -60,11 +64,15 @@ def fuse_(
     pack: place the weights of one product (gate and up; query, key and value) side by side in memory, so that calls do not copy
     them. Parameters stay the same objects; if they are moved or copied later, each has its own memory again, and calls copy.
 
+    loss: "fused" has a causal language model of transformers compute its loss by :class:`~opfuse.ops.LinearCrossEntropy`, without
+    the logits of all tokens in memory: a call with labels returns the loss, and None for logits. Other calls stay as they are.
+    ConversionError for a model whose loss may be another one.
+
     A model that is fused already is converted again. ConversionError if nothing could be converted, if a pattern matches nothing,
     if experts are over ranks, and for another keyword.
     """
     if unknown:
-        name, known = next(iter(unknown)), ("recipe", "filter_fn", "policy", "pack")
+        name, known = next(iter(unknown)), ("recipe", "filter_fn", "policy", "pack", "loss")
         cure = f"write one of {', '.join(known)}"
         raise ConversionError(describe("fuse_", wanted="keywords that it has", got=f"{name!r}{nearest(name, known)}", cure=cure))
     if not isinstance(model, nn.Module):
@@ -75,9 +83,12 @@ def fuse_(
         cure = "call the model once, on what it is made for, and then fuse_"
         raise ConversionError(describe(f"fuse_ {lazy}", wanted="a shape", got="a parameter without one", cure=cure))
     BOOLEAN.checked("fuse_ pack", pack, ConversionError)
-    before = _converted(model)
+    _LOSS.checked("fuse_ loss", loss, ConversionError)
+    before, losses = _converted(model), installed_loss(model)
     _check_whole("fuse_", before)
     _restore(before)
+    for each in losses:
+        each.remove()
     remove_row_tiles(model)
     try:
         walk = _Walk(Policies(model, recipe, policy, filter_fn))
@@ -89,12 +100,18 @@ def fuse_(
         walk.policies.check_used(name for name, _ in model.named_modules())
         if not walk.forwards:
             raise _nothing(model, [*walk.entries.values()])
+        fused_loss = model_loss(model, walk.forwards) if loss == "fused" else None
     except BaseException:
         _release(model, before)
         _install(before)
+        for each in losses:
+            each.install()
         raise
     _release(model, walk.forwards)
     _carry_over(before, walk.forwards)
+    if fused_loss is not None:
+        walk.tell_loss(fused_loss.path, fused_loss.model)
+        fused_loss.install()
     told = Report(tuple(walk.entries.values()))
     for forward in walk.forwards.values():
         forward.report = told
@@ -144,11 +161,13 @@ def unfuse_(model: AnyModule) -> AnyModule:
 
     ConversionError if no module is converted, or if one was given another forward since, or is over ranks.
     """
-    forwards = _converted(model)
+    forwards, losses = _converted(model), installed_loss(model)
     if not forwards:
         raise _none_converted("unfuse_", model)
     _check_whole("unfuse_", forwards)
     _restore(forwards)
+    for each in losses:
+        each.remove()
     remove_row_tiles(model)
     _release(model, {})
     return model
@@ -347,6 +366,11 @@ class _Walk:
                 self._update(path, status="fused", became=became, recipe=_recipe_name(norm))
             except NotRecorded as no:
                 self._update(path, got=no.got, cure=no.cure or NONE)
+
+    def tell_loss(self, path: str, model: nn.Module) -> None:
+        """Report a model whose loss is fused with its head."""
+        self.entries.pop(path, None)
+        self._add(model, path, "fused", became="LinearCrossEntropy, of labels")
 
     def _unknown_parameters(self, module: nn.Module, path: str) -> None:
         """Report a module with parameters of its own that is no op."""

@@ -239,9 +239,9 @@ def test_generation_runs_one_row_at_a_time():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/fuse.md"])
 def test_the_example_of_a_page_runs(page, tmp_path, monkeypatch):
-    """The block that calls fuse_, word for word."""
+    """The blocks that call fuse_, word for word; those behind the first go on with its model."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    (block,) = [each for each in re.findall(r"```py\n(.*?)```", text, re.DOTALL) if "opfuse.fuse_(" in each]
+    block, *more = [each for each in re.findall(r"```py\n(.*?)```", text, re.DOTALL) if "opfuse.fuse_(" in each]
     monkeypatch.chdir(tmp_path)
     space = {}
     exec(compile(block, page, "exec"), space)
@@ -256,6 +256,8 @@ def test_the_example_of_a_page_runs(page, tmp_path, monkeypatch):
         (shown,) = re.findall(r"```\n(\(q_proj\).*?)```", text, re.DOTALL)
         assert {*shown.splitlines()} <= {line.strip() for line in repr(space["model"]).splitlines()}
         assert str(opfuse.report(space["model"])) == str(space["report"])
+    for each in more:
+        exec(compile(each, page, "exec"), space)
 
 
 @pytest.mark.parametrize("name", ["Llama", pytest.param("Mixtral", marks=pytest.mark.slow)])

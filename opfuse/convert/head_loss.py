@@ -1,0 +1,335 @@
+"""The loss of a causal language model of transformers by :class:`~opfuse.ops.LinearCrossEntropy`, without logits.
+
+The model's own forward runs. While a call has labels, its output head keeps the hidden states that it is given and returns logits
+of no tokens, and its loss function computes the loss from those. Whether that is the model's loss is tried when it is converted:
+its forward runs around a decoder and a head that return made-up values, and its loss function has to get the head's result, or
+its softcap, as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from opfuse.convert.leaves import obstacle
+from opfuse.convert.weights import borrowing
+from opfuse.core.spec import spec_of
+from opfuse.errors import ConversionError, describe, with_article
+from opfuse.ops.cross_entropy import LinearCrossEntropy
+from opfuse.torch_private.stack import module_that_calls
+
+LossKind = Literal["own", "fused"]
+"""Whose loss a causal language model computes: its own, from its logits, or that of :class:`LinearCrossEntropy`."""
+
+FORWARD, LOSS = "forward", "_loss_function"
+"""Attributes of a model, and of its head, that are replaced; the second is what transformers' ``loss_function`` returns."""
+
+OWN_LOSS = "transformers.loss.loss_utils", "ForCausalLMLoss"
+"""Module and name of the loss that is replaced."""
+
+CURE = "call fuse_ without loss='fused'"
+
+
+class LossCall:
+    """A call with labels. head: of the model. hidden: the hidden states that it was given."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+        self.hidden: torch.Tensor | None = None
+
+
+_CALL: ContextVar[LossCall | None] = ContextVar("loss call", default=None)
+
+
+class HeadForward:
+    """The forward of an output head: in a call with labels it keeps what it is given."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head = head
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as that of nn.Linear
+        call = _CALL.get()
+        if call is None or call.head is not self.head:
+            return type(self.head).forward(self.head, input)
+        call.hidden = input
+        return input.new_empty((*input.shape[:-2], 0, self.head.weight.shape[0]))
+
+
+class ModelLoss:
+    """The forward and the loss function of a causal language model, and what it was tried with.
+
+    own: the loss function that the model had. held: whether it was an attribute of the model itself. softcap: of its logits.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Linear, path: str, softcap: float | None) -> None:
+        self.model, self.head, self.path, self.softcap = model, head, path, softcap
+        self.own: Callable[..., torch.Tensor] = model.loss_function  # type: ignore[assignment]
+        self.held = LOSS in vars(model)
+        self.settings = _settings(model)
+        self.loss = LossFunction(self)
+        self.ops: dict[Any, LinearCrossEntropy] = {}
+        for reduction in ("mean", "sum"):  # now, since nothing can make ops in compiled code
+            self._op(reduction, -100)
+        self.__signature__ = inspect.signature(model.forward)  # from which Trainer reads which columns to keep
+        names = [*self.__signature__.parameters]
+        self.labels_at = names.index("labels")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = None if torch.compiler.is_compiling() else module_that_calls()
+        own = type(self.model).forward
+        if caller is not None and caller is not self.model:  # a shallow copy, which may have other parameters
+            return own(caller, *args, **kwargs)
+        labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
+        if labels is None:
+            return own(self.model, *args, **kwargs)
+        if (now := _settings(self.model)) != self.settings:
+            got = f"{now}, where fuse_ found {self.settings}"
+            cure = "call fuse_ again after a change of the config"
+            raise ConversionError(describe(f"{self.label} loss", wanted="logits as they were", got=got, cure=cure))
+        token = _CALL.set(LossCall(self.head))
+        try:
+            output = own(self.model, *args, **kwargs)
+        finally:
+            _CALL.reset(token)
+        return _without_logits(output)
+
+    @property
+    def label(self) -> str:
+        """How messages call the model."""
+        return self.path or type(self.model).__name__
+
+    def compute(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str, ignore_index: int) -> torch.Tensor:
+        """The loss of hidden states and of the labels for each."""
+        op = self._op(reduction, ignore_index)
+        loss: torch.Tensor = op(hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device))
+        return loss
+
+    def _op(self, reduction: str, ignore_index: int) -> LinearCrossEntropy:
+        words, features = self.head.weight.shape
+        bias = self.head.bias is not None
+        options = {"use_bias": bias, "softcap": self.softcap, "reduction": reduction, "ignore_index": ignore_index}
+        key = words, features, *options.values()
+        if key not in self.ops:
+            spec = spec_of(LinearCrossEntropy)(features, words, **options)
+            self.ops[key] = borrowing(LinearCrossEntropy, vars(spec).values(), self.head, "weight", *["bias"] * bias)
+        return self.ops[key]
+
+    def install(self) -> None:
+        """Replace the forward and the loss function of the model, and the forward of its head."""
+        vars(self.model).update({FORWARD: self, LOSS: self.loss})
+        vars(self.head)[FORWARD] = HeadForward(self.head)
+
+    def remove(self) -> None:
+        """Give both their own back."""
+        vars(self.model).pop(FORWARD)
+        vars(self.head).pop(FORWARD, None)
+        vars(self.model).pop(LOSS, None)
+        if self.held:
+            vars(self.model)[LOSS] = self.own
+
+
+class LossFunction:
+    """What ``model.loss_function`` is: transformers' ``ForCausalLMLoss``, of the hidden states where the head has kept some."""
+
+    def __init__(self, of: ModelLoss) -> None:
+        self.of = of
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        *,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        call = _CALL.get()
+        if call is None or call.head is not self.of.head or call.hidden is None:
+            more = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels}
+            return self.of.own(logits, labels, vocab_size, **more, **kwargs)
+        if shift_labels is None:  # tokens before n predict n
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        if num_items_in_batch is None:
+            return self.of.compute(call.hidden, shift_labels, "mean", ignore_index)
+        loss = self.of.compute(call.hidden, shift_labels, "sum", ignore_index)
+        items = num_items_in_batch
+        return loss / (items.to(loss.device) if isinstance(items, torch.Tensor) else items)
+
+
+def _without_logits(output: Any) -> Any:
+    """The output of a model without its logits, which are those of no tokens."""
+    if isinstance(output, tuple):
+        return output[0], *output[2:]
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """What the config says of logits."""
+    return {name: value for name, value in vars(model.config).items() if "logit" in name and not callable(value)}
+
+
+# -- whether a model has such a loss -----------------------------------------------------------------------------------------
+
+
+class _OtherLossError(Exception):
+    """A model has another loss: what was wanted, and what was found."""
+
+
+class ReachedLoss(NamedTuple):
+    """What a forward gave its loss function."""
+
+    logits: Any
+    labels: Any
+    words: Any
+
+
+def model_loss(model: nn.Module, converted: Mapping[nn.Module, Any]) -> ModelLoss:
+    """The loss of the causal language model in ``model``, to be installed.
+
+    converted: the modules that are. ConversionError if there is no such model, or if its loss may be another.
+    """
+    found = next(((path, part) for path, part in model.named_modules() if _has_loss(part)), None)
+    if found is None:
+        got = f"none in {with_article(type(model).__name__)}"
+        wanted = "a causal language model of transformers, with labels, an output head and a loss_function"
+        raise ConversionError(describe("fuse_ loss='fused'", wanted=wanted, got=got, cure=CURE))
+    path, part = found
+    try:
+        head = _checked_head(part, converted)
+        return ModelLoss(part, head, path, _softcap(part, head))
+    except _OtherLossError as why:
+        wanted, got = why.args
+        where = f"fuse_ loss='fused' {path or type(part).__name__}"
+        raise ConversionError(describe(where, wanted=wanted, got=got, cure=CURE)) from why
+
+
+def installed_loss(model: nn.Module) -> list[ModelLoss]:
+    """The losses in ``model`` that are installed. ConversionError if a model has another forward by now, which may call that."""
+    found = list[ModelLoss]()
+    for path, module in model.named_modules():
+        forward, loss = vars(module).get(FORWARD), vars(module).get(LOSS)
+        if isinstance(forward, ModelLoss):
+            found.append(forward)
+        elif isinstance(loss, LossFunction) and loss.of.model is module:
+            cure = "undo what replaced it first (of accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
+            where, got = f"{path or type(module).__name__}.forward", f"{forward!r:.80}, put over it"
+            raise ConversionError(describe(where, wanted="the one that fuse_ gave", got=got, cure=cure))
+    return found
+
+
+def _has_loss(module: nn.Module) -> bool:
+    if not callable(getattr(module, "get_output_embeddings", None)) or not hasattr(module, "config"):
+        return False
+    return "labels" in inspect.signature(type(module).forward).parameters and module.get_output_embeddings() is not None  # type: ignore[operator]
+
+
+def _checked_head(model: nn.Module, converted: Mapping[nn.Module, Any]) -> nn.Linear:
+    """The output head; _OtherLossError if it is no plain nn.Linear, or if somebody runs it or the model otherwise."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise _OtherLossError("an nn.Linear as output head", with_article(type(head).__name__))
+    for module, name in ((model, "the model"), (head, "the output head")):
+        if module in converted:
+            raise _OtherLossError(f"{name} in high precision, as this loss multiplies", f"{name}, which the policy converts")
+        if FORWARD in vars(module):
+            raise _OtherLossError(f"{name} with its own forward", "another one, put over it")
+    if (hindered := obstacle(head, called=True)) is not None:
+        raise _OtherLossError("an output head without extras", hindered[0])
+    loss = getattr(model, "loss_function", None)
+    if (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) != OWN_LOSS:
+        raise _OtherLossError("the loss ForCausalLMLoss", getattr(loss, "__name__", repr(loss)))
+    return head
+
+
+TOKENS = 3
+"""Of the call that is tried."""
+
+
+def _softcap(model: nn.Module, head: nn.Linear) -> float | None:
+    """The softcap of the logits; _OtherLossError unless they go from the head to the loss with that alone."""
+    decoder = getattr(model, "base_model", model)
+    if decoder is model:
+        raise _OtherLossError("a decoder under the name base_model_prefix", "none")
+    words, features = head.weight.shape
+    draw = torch.Generator().manual_seed(0)
+    made = 40 * torch.randn(1, TOKENS, words, generator=draw, device="cpu")
+    labels = torch.zeros(1, TOKENS, dtype=torch.int64, device="cpu")
+    found: list[ReachedLoss] = []
+
+    def record(logits: Any = None, labels: Any = None, vocab_size: Any = None, **_: Any) -> torch.Tensor:
+        found.append(ReachedLoss(logits, labels, vocab_size))
+        return torch.zeros((), device="cpu")
+
+    takes = inspect.signature(type(model).forward).parameters
+    options = {name: False for name in ("output_router_logits",) if name in takes}  # a decoder that is not there routes nothing
+    hidden = torch.zeros(1, TOKENS, features, device="cpu")
+    instead = (
+        (decoder, FORWARD, lambda *_, **__: _Outputs(hidden)),
+        (head, FORWARD, lambda *_, **__: made),
+        (model, LOSS, record),
+    )
+    with torch.no_grad(), _replaced(*instead):
+        try:
+            type(model).forward(model, input_ids=labels, labels=labels, **options)
+        except Exception as error:  # of a stranger's forward, which wants something else
+            raise _OtherLossError(
+                "a forward of decoder, output head and loss_function", f"{type(error).__name__}: {error}"[:200]
+            ) from error
+    if len(found) != 1 or found[0].labels is not labels:
+        raise _OtherLossError(
+            "one call of loss_function with the labels", "none" if not found else "other labels, or several calls"
+        )
+    logits, _, counted = found[0]
+    if counted != words:
+        raise _OtherLossError(f"a loss over the {words} words of the output head", f"one over {counted}")
+    if not isinstance(logits, torch.Tensor) or logits.shape != made.shape:
+        raise _OtherLossError("a loss of all logits", "one of a part of them")
+    if torch.equal(logits, made):
+        return None
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    if isinstance(cap, (int, float)) and torch.allclose(logits, cap * torch.tanh(made / cap), rtol=1e-5, atol=1e-5):
+        return float(cap)
+    raise _OtherLossError(
+        "logits that go to the loss as they are, or under final_logit_softcapping", "others, such as scaled ones"
+    )
+
+
+class _Outputs:
+    """What a decoder returns: hidden states, first or by name, and None for all else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+_MISSING = object()
+
+
+@contextmanager
+def _replaced(*attributes: tuple[nn.Module, str, Any]) -> Iterator[None]:
+    """Modules with other attributes of their own for a while."""
+    before = [(module, name, vars(module).get(name, _MISSING)) for module, name, _ in attributes]
+    for module, name, value in attributes:
+        vars(module)[name] = value
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            if value is _MISSING:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = value

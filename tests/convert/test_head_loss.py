@@ -1,0 +1,251 @@
+"""The loss of causal language models without their logits: that of the model, with all gradients, or a typed error."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import opfuse
+from opfuse import recipes
+from opfuse.errors import ConversionError
+from tests.convert.tiny import WORDS, small
+
+MODELS: list[tuple[str, str, dict[str, Any]]] = [
+    ("LlamaForCausalLM", "LlamaConfig", {}),
+    ("Qwen3ForCausalLM", "Qwen3Config", {}),
+    ("Gemma2ForCausalLM", "Gemma2Config", {"final_logit_softcapping": 0.5}),
+    ("Gemma3ForCausalLM", "Gemma3TextConfig", {"final_logit_softcapping": 0.5}),
+    ("Gemma3ForCausalLM", "Gemma3TextConfig", {}),
+    ("GPT2LMHeadModel", "GPT2Config", {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}),
+    ("MixtralForCausalLM", "MixtralConfig", {"output_router_logits": True}),  # which adds to the loss
+]
+
+
+def tiny(name, config, *, tied=True, **fields):
+    torch.manual_seed(0)
+    made = small(getattr(transformers, config))
+    for field, value in {"tie_word_embeddings": tied, **fields}.items():
+        setattr(made, field, value)
+    return getattr(transformers, name)(made)
+
+
+def llama(**fields):
+    return tiny("LlamaForCausalLM", "LlamaConfig", **fields)
+
+
+def batch():
+    ids = torch.randint(3, WORDS, (2, 16), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def agree(one, other, given, *, tolerance=2e-5):
+    """Loss and every gradient, each relative to its norm."""
+    found = []
+    for model in (one, other):
+        model.zero_grad()
+        loss = model(**given).loss
+        (loss * 3).backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for got, want in zip(*found, strict=True):
+        assert (got is None) == (want is None)
+        assert want is None or (got - want).norm() <= tolerance * want.norm() + 1e-9
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "config", "fields"), MODELS, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(MODELS)])
+def test_loss_and_gradients_are_those_of_the_model(name, config, fields, tied):
+    plain = tiny(name, config, tied=tied, **fields)
+    model = copy.deepcopy(plain)
+    told = opfuse.fuse_(model, loss="fused")
+    assert told[""].became.startswith("LinearCrossEntropy")
+    assert [*model.state_dict()] == [*plain.state_dict()]
+    given = batch()
+    shifted = torch.nn.functional.pad(given["labels"], (0, 1), value=-100)[..., 1:].contiguous()
+    nines = given["labels"].masked_fill(given["labels"] == -100, 9)
+    more = {}, {"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}, {"shift_labels": shifted}
+    more = *more, {"labels": nines, "ignore_index": 9}
+    for each in more:
+        agree(model, plain, {**given, **each})
+    assert model(**given).logits is None
+    assert torch.equal(model(given["input_ids"]).logits, plain(given["input_ids"]).logits)
+    opfuse.unfuse_(model)
+    assert torch.equal(model(**given).loss, plain(**given).loss)
+    assert not [path for path, part in model.named_modules() if "forward" in vars(part)]
+    assert "_loss_function" not in vars(model)
+
+
+def test_a_recipe_holds_for_the_layers_beside_it():
+    plain = llama()
+    model, other = copy.deepcopy(plain), copy.deepcopy(plain)
+    opfuse.fuse_(model, recipes.Float8CurrentScaling(), loss="fused")
+    opfuse.fuse_(other, recipes.Float8CurrentScaling())
+    agree(model, other, batch(), tolerance=2e-2)  # the last bits of the loss's gradient move casts
+    assert torch.allclose(model(**batch()).loss, other(**batch()).loss, rtol=1e-6)
+
+
+def test_outputs_without_logits():
+    model = llama()
+    plain = copy.deepcopy(model)
+    opfuse.fuse_(model, loss="fused")
+    given = batch()
+    loss, *rest = model(**given, return_dict=False)
+    wanted, _, *others = plain(**given, return_dict=False)
+    assert torch.allclose(loss, wanted)
+    assert len(rest) == len(others)
+    found = model(**given, output_hidden_states=True)
+    assert "logits" not in found
+    assert len(found.hidden_states) == len(plain(**given, output_hidden_states=True).hidden_states)
+    given["labels"] = given["labels"][:, -4:]
+    agree(model, plain, {**given, "logits_to_keep": 4})
+    assert torch.equal(model.generate(given["input_ids"], max_new_tokens=3), plain.generate(given["input_ids"], max_new_tokens=3))
+
+
+def test_copies_and_pickles_compute_with_their_own_parameters():
+    model = llama()
+    opfuse.fuse_(model, loss="fused")
+    wanted = model(**batch()).loss
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**batch()).loss, wanted)
+        with torch.no_grad():
+            other.lm_head.weight.zero_()
+        assert not torch.equal(other(**batch()).loss, wanted)
+        assert other(**batch()).logits is None
+    assert torch.equal(model(**batch()).loss, wanted)
+
+
+def test_threads_have_calls_of_their_own():
+    model = llama()
+    opfuse.fuse_(model, loss="fused")
+    given = batch()
+    wanted, logits = model(**given).loss, model(given["input_ids"]).logits
+    failed = []
+
+    def run(labels):
+        for _ in range(5):
+            found = model(**given) if labels else model(given["input_ids"])
+            same = torch.equal(found.loss, wanted) if labels else torch.equal(found.logits, logits)
+            failed.extend([] if same else [labels])
+
+    threads = [threading.Thread(target=run, args=(bool(i % 2),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_converted_again_it_has_what_is_asked_for_last():
+    model = llama()
+    opfuse.fuse_(model, loss="fused")
+    opfuse.fuse_(model, loss="fused")
+    assert model(**batch()).logits is None
+    with pytest.raises(ConversionError, match="match a module"):
+        opfuse.fuse_(model, policy={"nowhere": None})
+    assert model(**batch()).logits is None
+    opfuse.fuse_(model)
+    assert model(**batch()).logits is not None
+
+
+def changed_head(model):
+    model.lm_head = nn.Sequential(model.lm_head)
+
+
+def own_loss(model):
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+
+
+def own_forward(model):
+    model.forward = model.forward
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: nn.Sequential(nn.Linear(8, 8)), {}, "wants a causal language model"),
+    (lambda: tiny("BertForMaskedLM", "BertConfig"), {}, "wants the loss ForCausalLMLoss, got ForMaskedLMLoss"),
+    (lambda: tiny("GraniteForCausalLM", "GraniteConfig", logits_scaling=2.0), {}, "got others, such as scaled ones"),
+    (lambda: tiny("CohereForCausalLM", "CohereConfig", logit_scale=0.5), {}, "got others, such as scaled ones"),
+    (lambda: tiny("T5ForConditionalGeneration", "T5Config"), {}, "wants a decoder"),
+    (llama, {"policy": {"lm_head": "default"}}, "which the policy converts"),
+    (lambda: edited(changed_head), {}, "wants an nn.Linear as output head, got a Sequential"),
+    (lambda: edited(own_loss), {}, "wants the loss ForCausalLMLoss"),
+    (lambda: edited(own_forward), {}, "wants the model with its own forward"),
+]
+
+
+def edited(edit):
+    model = llama(tied=False)
+    edit(model)
+    return model
+
+
+@pytest.mark.parametrize(("make", "options", "why"), REFUSED, ids=[why for *_, why in REFUSED])
+def test_another_loss_is_refused_and_the_model_stays_as_it_was(make, options, why):
+    model = make()
+    before = [set(vars(part)) for part in model.modules()]
+    with pytest.raises(ConversionError, match=why):
+        opfuse.fuse_(model, recipes.Float8CurrentScaling(), loss="fused", **options)
+    assert [set(vars(part)) for part in model.modules()] == before
+
+
+def test_another_word_for_the_loss_is_refused():
+    with pytest.raises(ConversionError, match="fuse_ loss"):
+        opfuse.fuse_(llama(), loss="liger")
+
+
+def test_a_config_that_changes_later_is_an_error():
+    model = tiny("Gemma2ForCausalLM", "Gemma2Config", final_logit_softcapping=2.0)
+    opfuse.fuse_(model, loss="fused")
+    model.config.final_logit_softcapping = 3.0
+    with pytest.raises(ConversionError, match="call fuse_ again after a change of the config"):
+        model(**batch())
+
+
+@pytest.mark.cpu
+def test_in_a_graph_of_torch_compile():
+    model = llama()
+    plain = copy.deepcopy(model)
+    opfuse.fuse_(model, loss="fused")
+    compiled = torch.compile(model, backend="aot_eager")
+    agree(compiled, plain, batch())
+    assert compiled(**batch()).logits is None
+
+
+def test_a_forward_put_over_it_is_undone_first():
+    model = llama()
+    opfuse.fuse_(model, loss="fused")
+    own = model.forward
+    model.forward = partial(own)
+    for call in (opfuse.unfuse_, opfuse.fuse_):
+        with pytest.raises(ConversionError, match="wants the one that fuse_ gave"):
+            call(model)
+    model.forward = own
+    opfuse.unfuse_(model)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_trains_as_with_the_models_own_loss(bf16, tmp_path):
+    """Under bf16 Accelerate puts a function over the model's forward, and the model's own logits are rounded to bf16."""
+    pytest.importorskip("accelerate")
+    rows = [{name: value[0].tolist() for name, value in batch().items()} for _ in range(8)]
+    losses = []
+    for loss in ("own", "fused"):
+        model = llama()
+        opfuse.fuse_(model, loss=loss)
+        options = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
+        options |= {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2}
+        given = transformers.TrainingArguments(str(tmp_path / loss), bf16=bf16, **options)
+        trainer = transformers.Trainer(model, given, train_dataset=rows, eval_dataset=rows[:2])
+        trainer.train()
+        losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each] + [trainer.evaluate()["eval_loss"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2 if bf16 else 1e-4)
+    assert losses[0][-1] < losses[0][0]

@@ -311,7 +311,7 @@ def test_packed_weights_are_not_copied_and_stay_parameters():
 
 
 def test_what_a_call_copies_of_weights_is_not_saved():
-    """By default casts of weights are made anew; of weights that each call copies to join them, the cast is saved, not the copy."""
+    """By default casts of weights are made anew; of weights that a call copies to join them, the cast is saved."""
 
     def saved(keep: str | None, *, pack: bool) -> int:
         torch.manual_seed(0)

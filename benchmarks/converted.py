@@ -7,6 +7,8 @@ instead of the word "causal", and attention takes three times as long. It does s
 Under one recipe at a time: the model that is called, the one that is compiled and plain bf16 that is compiled take turns. Torch
 forgets before what it has compiled; else layers of all models share one cache, whose entries are tried one after another.
 AdamW is torch's fused one, over weights in bf16; every step begins without gradients.
+
+Memory is what a forward pass leaves beside its output, and the most that both passes take above the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ LEAST = {"delayed compiled": 1.30, "fp8_current compiled": 1.30}
 WARM = 3
 """Steps before any is timed: one compiles or is interpreted, one is recorded, one finds what is saved in a block."""
 
-PASSES, STEP = "forward and backward", "with AdamW"
+PASSES, STEP, MEMORY = "forward and backward", "with AdamW", "memory"
+MOST_SAVED, MOST_PEAK = 85, 95
+"""Percent of the memory of torch.compile in bf16, of models that are compiled: at most."""
+
+MIB = 2**20
 
 Record = dict[str, Any]
 Calls = dict[str, Call]
@@ -108,16 +114,36 @@ def model_of(kind: str, stack: Stack, device: str) -> nn.Module:
     return model
 
 
-def groups(stack: Stack, device: str) -> Iterator[dict[str, Calls]]:
+class Memory(NamedTuple):
+    """Bytes that a forward pass leaves for the backward pass, and the most that both passes take above the weights."""
+
+    saved: int
+    peak: int
+
+
+def memory_of(model: nn.Module, tokens: int, width: int) -> Memory:
+    """Of a model on a GPU that is warm, with one sequence of ``tokens``."""
+    for each in model.parameters():
+        each.grad = None
+    x = torch.randn(1, tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = model(inputs_embeds=x).last_hidden_state
+    saved = torch.cuda.memory_allocated() - before - y.nbytes
+    y.backward(y.detach())
+    return Memory(saved, torch.cuda.max_memory_allocated() - before)
+
+
+def groups(stack: Stack, device: str) -> Iterator[dict[str, nn.Module]]:
     """Models that take turns, by name: :data:`COMPILED` beside those of bf16 that are called, and then of each recipe."""
     for kind in ("", *KINDS):
         torch._dynamo.reset()
         own = {f"{kind} called": lambda model: model, f"{kind} compiled": compiled} if kind else {EAGER: lambda model: model}
-        made = {
+        yield {
             COMPILED: compiled(llama(stack, device)),
             **{name: last(model_of(kind, stack, device)) for name, last in own.items()},
         }
-        yield {name: calls_of(model, stack, device) for name, model in made.items()}
 
 
 def milliseconds(call: Call) -> float:
@@ -144,11 +170,27 @@ def label_of(stack: Stack) -> str:
 def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> Iterator[Record]:
     """Figures for the record."""
     label = label_of(stack)
-    for number, every in enumerate(groups(stack, device)):
+    for number, models in enumerate(groups(stack, device)):
+        every = {name: calls_of(model, stack, device) for name, model in models.items()}
         for calls in every.values():
             for _ in range(WARM):
                 calls[STEP]()
         yield from compared(label, in_turns(every, milliseconds, rounds), whole=number == 0)
+        if device == "cuda":
+            yield from memories(label, models, stack, whole=number == 0)
+
+
+def memories(label: str, models: Mapping[str, nn.Module], stack: Stack, *, whole: bool) -> Iterator[Record]:
+    """MiB, and percent of :data:`COMPILED`. whole: with those of itself."""
+    found = {name: memory_of(model, stack.sizes.tokens, stack.sizes.hidden) for name, model in models.items()}
+    for name, memory in found.items():
+        for what, value, beside, most in zip(("saved", "peak"), memory, found[COMPILED], (MOST_SAVED, MOST_PEAK)):
+            full = f"{label}, {name}, {MEMORY}"
+            if name != COMPILED or whole:
+                yield {"name": full, "value": value / MIB, "unit": f"MiB {what}", "limit": None, "met": None}
+            if name != COMPILED:
+                percent, limit = 100 * value / beside, most if name.endswith(" compiled") else None
+                yield {"name": full, "value": percent, "unit": f"% {what}", "limit": limit, "met": limit and percent <= limit}
 
 
 def show(records: Iterable[Record]) -> None:

@@ -8,12 +8,13 @@ with the bytes that the logits alone have in bf16. Needs a GPU; it has no figure
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks.timing import compared
+from benchmarks.timing import wall_time
 from opfuse import ops
 
 TOKENS, FEATURES, WORDS = 8192, 4096, (32768, 128256)
@@ -61,8 +62,10 @@ def main() -> None:
         for chunk in arguments.chunk:
             own, other = passes(words, chunk)
             memory = peak(own), peak(other)
-            took = compared(own, other, rounds=6, launches=3)
-            times = f"{took.one / 1e3:7.2f} ms, usual {took.other / 1e3:7.2f} ms, x {1 / took.ratio:.2f}"
+            rounds = [(wall_time(own), wall_time(other)) for _ in range(5)]
+            one, another = (statistics.median(each) / 1e3 for each in zip(*rounds))
+            ratio = statistics.median(theirs / mine for mine, theirs in rounds)
+            times = f"{one:7.2f} ms, usual {another:7.2f} ms, x {ratio:.2f}"
             sizes = f"{memory[0] / GIB:5.2f} GiB, usual {memory[1] / GIB:5.2f} GiB, logits {2 * TOKENS * words / GIB:.2f} GiB"
             print(f"{words:7d} words, chunk {chunk:5d}: {times}; peak {sizes}")
 

@@ -5,7 +5,8 @@ in bf16, one sequence. Beside them the same layers in bf16, whose experts are tr
 torch.compile takes each layer; "called": nothing is compiled. Models take turns, and torch forgets what it compiled before each
 size, else the second size would be compiled for any number of tokens.
 
-Of each model also the parts of one step on the device, by the names of kernels, and how long the host takes to queue it.
+Of each model also the parts of one step on the device, by the names of kernels, how long the host takes to queue it, and what it
+saves for the backward pass, of a recipe also with ``keep="quantized"``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from torch import nn
 
 import opfuse
 from benchmarks.calls import EAGER, in_turns
-from benchmarks.converted import COMPILED, PASSES, WARM, Record, compiled, milliseconds, show
+from benchmarks.converted import COMPILED, MIB, PASSES, WARM, Record, compiled, memory_of, milliseconds, show
 from benchmarks.profiles import kernel_of
 from benchmarks.pytorch import traced
 from benchmarks.timing import Call
@@ -39,6 +41,9 @@ LEAST = {
     ("Mixtral", 16384, "fp8_current compiled"): 1.45,
 }
 """Times the speed of the same layers in bf16 that are compiled: at least."""
+
+MOST_SAVED = {None: 60, "quantized": 45}
+"""Percent of what the layers in bf16 save that are compiled, by ``keep``: at most."""
 
 PARTS = {
     "products": r"^product$|^grouped|nvjet|gemm|cutlass|GroupProblem",
@@ -157,15 +162,28 @@ def _record(name: str, value: float, unit: str, limit: float | None = None) -> R
     return {"name": name, "value": value, "unit": unit, "limit": limit, "met": None if limit is None else value >= limit}
 
 
-def groups(mixture: Mixture, tokens: int, device: str) -> Iterator[dict[str, Call]]:
+def saved(label: str, name: str, models: Mapping[str, nn.Module], tokens: int, width: int) -> Iterator[Record]:
+    """What a model of ``models`` saves, in MiB and in percent of :data:`COMPILED`."""
+    plain = memory_of(models[COMPILED], tokens, width).saved
+    kind = "" if name in (COMPILED, EAGER) else name.partition(" ")[0]
+    for keep in MOST_SAVED if kind else (None,):
+        with opfuse.autocast(recipe=recipes.recipe_of(kind, {"keep": keep})) if kind else nullcontext():
+            for _ in range(WARM):
+                own = memory_of(models[name], tokens, width).saved
+        full = f"{label}, {name}, {'saved' if keep is None else f'saved with keep={keep}'}"
+        yield _record(full, own / MIB, "MiB")
+        percent, limit = 100 * own / plain, MOST_SAVED[keep] if kind and name.endswith(" compiled") else None
+        yield {"name": full, "value": percent, "unit": f"% of {COMPILED}", "limit": limit, "met": limit and percent <= limit}
+
+
+def groups(mixture: Mixture, tokens: int, device: str) -> Iterator[dict[str, nn.Module]]:
     """Models that take turns, by name: :data:`COMPILED` beside those of bf16 that are called, and then of each recipe."""
-    width = mixture.fields["hidden_size"]
     for kind in ("", *KINDS):
         torch._dynamo.reset()
         models = {COMPILED: compiled(model_of(mixture, tokens, "", device))}
         models |= {f"{kind} called" if kind else EAGER: model_of(mixture, tokens, kind, device)}
         models |= {f"{kind} compiled": compiled(model_of(mixture, tokens, kind, device))} if kind else {}
-        yield {name: passes_of(model, tokens, width, device) for name, model in models.items()}
+        yield models
 
 
 def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
@@ -173,7 +191,9 @@ def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
     for mixture in MIXTURES:
         for tokens in TOKENS[mixture.label]:
             label = f"two layers of {mixture.label}, {tokens} tokens"
-            for number, calls in enumerate(groups(mixture, tokens, device)):
+            width = mixture.fields["hidden_size"]
+            for number, models in enumerate(groups(mixture, tokens, device)):
+                calls = {name: passes_of(model, tokens, width, device) for name, model in models.items()}
                 for passes in calls.values():
                     for _ in range(WARM):
                         passes()
@@ -186,6 +206,7 @@ def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
                     ratio = statistics.median(its / mine for mine, its in zip(times, took[COMPILED, PASSES]))
                     yield _record(f"{label}, {name}", ratio, f"x {COMPILED}", LEAST.get((mixture.label, tokens, name)))
                     yield from parts(f"{label}, {name}", passes)
+                    yield from saved(label, name, models, tokens, width)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,7 @@ _DIGITS = {
     "recompilations": 0,
     "s": 0,
     "MiB between the passes": 0,
+    **dict.fromkeys(("MiB saved", "MiB peak", "% saved", "% peak"), 0),
     "MiB a step": 0,
     "% of copies beside kernels": 0,
 }
@@ -175,7 +176,9 @@ def mixtures(record: Mapping[str, Any]) -> str:
         layers, tokens, model, *part = name.split(", ")
         speed = f", x {shown(units[BESIDE], 2)}" if BESIDE in units else ""
         launches = f" ({shown(units['launches'], 0)})" if "launches" in units else ""
-        cell = f"{shown(units['ms'], 1)}{speed}{launches}"
+        parts = {"ms": 1, "MiB": 0, f"% of {COMPILED}": 0}
+        amounts = (f"{shown(units[unit], digits)} {unit}".removesuffix(" ms") for unit, digits in parts.items() if unit in units)
+        cell = f"{', '.join(amounts)}{speed}{launches}"
         found.setdefault(f"{layers}, {tokens}", {}).setdefault(part[0] if part else "wall time", {})[model] = cell
     tables = (f"{problem.capitalize()}:\n\n{_by_what(parts, 'ms')}" for problem, parts in found.items())
     return "\n\n".join((prose.MIXTURES.rstrip(), *tables))

@@ -227,7 +227,8 @@ CPU. Of the forward and backward pass that is called, the kernels take 25.3 ms u
 MIXTURES = """\
 Two layers of transformers' models with random weights, one sequence, forward and backward; experts in bf16 are transformers'
 `grouped_mm`. *called* and *compiled* are as above, and so is what speeds are over. Below the wall time stands what the device
-does, by the names of kernels, with launches in parentheses, and how long the host takes to queue a step.
+does, by the names of kernels, with launches in parentheses, how long the host takes to queue a step, and what a forward pass
+leaves for the backward pass, also under `keep="quantized"`.
 [mixtures-part-by-part](decisions/mixtures-part-by-part.md) says what was tried.
 
 """

@@ -24,6 +24,7 @@ from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowQuantizer,
+    MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -62,6 +63,7 @@ FORMATS: Sequence[Quantizer] = (
     Float8BlockQuantizer(E4M3.dtype, block_scaling_dim=1),
     Float8BlockQuantizer(E4M3.dtype),
     MXFP8Quantizer(),
+    MXFP4Quantizer(),
     NVFP4Quantizer(),
 )
 """A quantizer of every format."""

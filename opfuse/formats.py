@@ -162,3 +162,6 @@ _ENCODE_MAX = 448
 
 NVFP4 = NumberFormat("nvfp4", "nv", E2M1, (1, 16), "e4m3", transposed=True, encode_max=_ENCODE_MAX)
 """E4M3 scales over 1x16 blocks under one fp32 amax for the tensor; two values a byte, low nibble first."""
+
+MXFP4 = NumberFormat("mxfp4", "mx", E2M1, (1, 32), "e8m0", transposed=True)
+"""E8M0 scales over 1x32 blocks; two values a byte, low nibble first. A format of stored weights: torch casts and decodes it."""

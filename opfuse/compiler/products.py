@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -50,10 +50,11 @@ def stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequ
     if not isinstance(stored, QuantizedTensor):
         return {}
     read = planes(op.quantizer_role(role).tensor_type, tuple(products)) if GEMM in op.known.traits else frozenset(stored.usages)
-    found: dict[str, NumberFormat] = {usage: _format(op, role, stored, usage) for usage in USAGES if usage in read}
+    found: dict[str, NumberFormat] = {usage: fmt for usage in USAGES if usage in read and (fmt := _format(stored, usage))}
     formats = op.stored_quantizer(role, recipe).formats
     wanted: dict[str, NumberFormat] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
     if _as_stored(found) == _as_stored(wanted) or recipe.on_recipe_change == "keep":
+        _check_found(op, role, stored, read)
         return found
     if recipe.on_recipe_change == "dequantize":
         return None
@@ -72,18 +73,26 @@ _SPARED = {COLUMNWISE: ", or compute the backward pass under a backward_override
 """How a call can do without a plane."""
 
 
-def _format(op: BasicOperation, role: str, stored: QuantizedTensor, usage: str) -> NumberFormat:
+def _format(stored: QuantizedTensor, usage: str) -> NumberFormat | None:
+    """The format in which a product reads a plane; None for one that was not made and cannot be derived."""
     try:
         return stored.format_of(usage)
-    except MissingPlaneError as error:
-        raise MissingPlaneError(
-            describe(
-                f"{op.label} {role}",
-                wanted=f"{usage} data, which a product of this call reads",
-                got=f"a parameter stored without: {stored.held.why}",
-                cure="quantize it in both directions" + _SPARED.get(usage, ""),
+    except MissingPlaneError:
+        return None
+
+
+def _check_found(op: BasicOperation, role: str, stored: QuantizedTensor, read: Collection[str]) -> None:
+    """MissingPlaneError for a plane that is read and cannot be had."""
+    for usage in USAGES:
+        if usage in read and _format(stored, usage) is None:
+            raise MissingPlaneError(
+                describe(
+                    f"{op.label} {role}",
+                    wanted=f"{usage} data, which a product of this call reads",
+                    got=f"a parameter stored without: {stored.held.why}",
+                    cure="quantize it in both directions" + _SPARED.get(usage, ""),
+                )
             )
-        ) from error
 
 
 def _as_stored(formats: Formats) -> Formats:

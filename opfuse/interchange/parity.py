@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from opfuse.errors import ConversionError, UnsupportedError, describe
-from opfuse.formats import NumberFormat, dtype_name
+from opfuse.formats import E2M1, NumberFormat, dtype_name
 from opfuse.inspect.heads import HEADS
 from opfuse.interchange.layouts import recognized
 from opfuse.numerics.layouts import load_scale
@@ -26,6 +26,7 @@ from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowQuantizer,
+    MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -91,12 +92,14 @@ def tensors_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Compared]:
     for path, foreign, arrays in recognized(rest):
         codes, scales = (arrays[part.suffix] for part in foreign.parts[:2])
         read = scales.to(torch.float32) if foreign.format.scale == "fp32" else scales.view(torch.uint8)
-        found[f"{path}.weight"] = Compared((codes.view(torch.uint8), read, *foreign.global_scale(path, arrays)), foreign.format)
+        found[path + foreign.weight] = Compared(
+            (codes.view(torch.uint8), read, *foreign.global_scale(path, arrays)), foreign.format
+        )
         for part in foreign.parts:
-            del rest[f"{path}.{part.suffix}"]
+            del rest[foreign.name(path, part)]
     for name, value in rest.items():
         if isinstance(value, QuantizedTensor):
-            found[name] = _of_plane(value.record.plane("rowwise"))
+            found[name] = _of_plane(value.record.plane(value.usages[0]))
         elif isinstance(value, torch.Tensor):
             found[name] = Compared((value,))
     return found
@@ -227,6 +230,9 @@ def _casts(fmt: NumberFormat) -> Iterator[tuple[str, Quantizer]]:
     makers = {"tensor": Float8CurrentScalingQuantizer, "row": Float8RowQuantizer, "block": Float8BlockQuantizer}
     for name, rule in RULES.items():
         if fmt.family not in rule.ways or fmt.element is None:
+            continue
+        if fmt.element == E2M1:
+            yield name, MXFP4Quantizer(scale_rule=name, **rowwise)
             continue
         if fmt.family == "mx":
             for tiles in (False, True):

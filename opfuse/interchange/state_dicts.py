@@ -12,8 +12,17 @@ from torch import nn
 from opfuse.core.state import is_delayed_state
 from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
+from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.inspect.heads import HEADS, heads_of
-from opfuse.interchange.layouts import LAYOUTS, OF_ACTIVATIONS, Foreign, layout_named, recognized, values_of
+from opfuse.interchange.layouts import (
+    LAYOUTS,
+    OF_ACTIVATIONS,
+    Foreign,
+    ForeignStack,
+    layout_named,
+    recognized,
+    values_of,
+)
 from opfuse.interchange.stored_modules import LAYOUT, stored_arrays, stored_parameters
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.recipes import Recipe
@@ -81,7 +90,11 @@ class LayoutWriter:
         self.quantizer = self.foreign.quantizer if recipe is None else _cast_of(recipe, layout)
         named = model.named_modules(remove_duplicate=False)
         self.matrices = {path: module for path, module in named if _multiplies(module)}
-        self.ignored = _ignored(model, self.matrices, ignore)
+        others: set[str] = set()
+        if isinstance(self.foreign, ForeignStack):
+            others = {path for path, module in self.matrices.items() if not _has_turned(module)}
+            _check_turned(model, layout, others == set(self.matrices))
+        self.ignored = _ignored(model, self.matrices, ignore, others)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -94,33 +107,44 @@ class LayoutWriter:
         if path in self.matrices and stored_arrays(self.matrices[path]):  # of transformers, and not converted
             self.ignored.discard(path)
             return {name: _of_layout(name, value, self.layout)}
-        if path in self.matrices and (path not in self.ignored or isinstance(value, QuantizedTensor)):
+        is_matrix = path in self.matrices and (value.dim() == 3 or (own == "weight" and value.dim() == 2))
+        if (
+            is_matrix
+            and (isinstance(value, QuantizedTensor) or path not in self.ignored)
+            and (made := self._quantized(path, name, value))
+        ):
             self.ignored.discard(path)
-            if value.dim() == 3 and (names := _names_in_files(self.model, name, value)):
-                records = [self._record(f"{name}[{i}]", each) for i, each in enumerate(_matrices(value))]
-                return _written_apart(self.model, name, self.foreign, records, names)
-            if own == "weight" and value.dim() == 2:
-                return self.foreign.written(path, self._record(name, value))
+            return made
         if isinstance(value, QuantizedTensor):
-            wanted, got = "a weight of a linear layer, or experts that transformers writes one by one", repr(value)
-            cure = "dequantize() the weight first"
-            raise ConversionError(describe(f"export_weights {name}", wanted=wanted, got=got, cure=cure))
-        if value.dim() > 1 and path in self.matrices:
+            wanted = "a weight of a linear layer, or experts that transformers writes one by one"
+            raise ConversionError(describe(f"export_weights {name}", wanted=wanted, got=repr(value), cure=_cure(value)))
+        if is_matrix:
             self.ignored.add(path)
         return {name: value}
 
+    def _quantized(self, path: str, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays of a weight, or of the matrices of a stack; none where the layout has no such weight."""
+        if isinstance(self.foreign, ForeignStack):
+            return self.foreign.stacked(name, self._records(name, value)) if _is_turned(self.matrices[path], value) else {}
+        if value.dim() == 2:
+            return self.foreign.written(path, self._record(name, value))
+        names = _names_in_files(self.model, name, value)
+        return _written_apart(self.model, name, self.foreign, self._records(name, value), names) if names else {}
+
+    def _records(self, name: str, stack: torch.Tensor) -> list[QuantizedStorage]:
+        return [self._record(f"{name}[{i}]", each) for i, each in enumerate(_matrices(stack))]
+
     def _record(self, name: str, value: torch.Tensor) -> QuantizedStorage:
         """The planes of a weight in the format of the layout."""
-        where, fmt = f"export_weights {name}", self.foreign.format
+        where, fmt, usage = f"export_weights {name}", self.foreign.format, self.foreign.usage
         if isinstance(value, QuantizedTensor):
-            plane = value.record.rowwise
+            plane = getattr(value.record, usage)
             if plane is None or plane.format.as_stored != fmt:
-                known = [each for each, other in LAYOUTS.items() if plane is not None and other.format == plane.format.as_stored]
-                cure = f"write it as {' or '.join(known)}" if known else "dequantize() the weight first"
-                got = "columnwise data alone" if plane is None else plane.format
-                raise ConversionError(describe(where, wanted=f"a weight in {fmt}", got=got, cure=cure))
+                got = f"{value.usages[0]} data alone" if plane is None else plane.format
+                raise ConversionError(describe(where, wanted=f"a weight in {fmt}", got=got, cure=_cure(value)))
             return value.record
-        quantizer, plain = self.quantizer.wanting(rowwise=True, columnwise=False), value.detach().to(self.dtype or value.dtype)
+        quantizer = self.quantizer.wanting(rowwise=usage == ROWWISE, columnwise=usage == COLUMNWISE)
+        plain = value.detach().to(self.dtype or value.dtype)
         if not quantizer.is_quantizable(plain):
             cure = f"leave it plain: ignore=[{name.removesuffix(_WEIGHT)!r}, ...]"
             got = f"{plain.dtype} {tuple(plain.shape)}"
@@ -138,6 +162,17 @@ def _cast_of(recipe: Recipe, layout: str) -> Quantizer:
         where = f"export_weights recipe={type(recipe).__name__}"
         raise ConversionError(describe(where, wanted=f"weights in {wanted}, the format of {layout!r}", got=made, cure=cure))
     return quantizer
+
+
+def _cure(stored: QuantizedTensor) -> str:
+    """What to do about a stored weight that a layout does not have."""
+    held = stored.record
+    known = [
+        name
+        for name, other in LAYOUTS.items()
+        if other.usage in held.usages and held.plane(other.usage).format.as_stored == other.format
+    ]
+    return f"write it as {' or '.join(known)}" if known else "dequantize() the weight first"
 
 
 def _of_layout(name: str, array: torch.Tensor, layout: str) -> torch.Tensor:
@@ -164,10 +199,13 @@ def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return state | {name: parameter.detach() for name, (parameter, _) in stored.items()}
 
 
-def _ignored(model: nn.Module, matrices: Mapping[str, nn.Module], ignore: Collection[str] | None) -> set[str]:
+def _ignored(
+    model: nn.Module, matrices: Mapping[str, nn.Module], ignore: Collection[str] | None, others: Collection[str]
+) -> set[str]:
+    """Paths of modules that are written plain. others: those of which the layout has no weights."""
     heads = dict(heads_of(model))
     wanted = set(HEADS if ignore is None else ignore)
-    found = {path for path in matrices if path in wanted or path.rpartition(".")[2] in wanted}
+    found = {path for path in matrices if path in others or path in wanted or path.rpartition(".")[2] in wanted}
     last = {path.rpartition(".")[2] for path in matrices}
     if ignore is None:
         return found | {path for path, module in matrices.items() if id(module) in heads}
@@ -181,6 +219,35 @@ def _ignored(model: nn.Module, matrices: Mapping[str, nn.Module], ignore: Collec
             got = f"that of {tied}, which readers take for both"
             raise ConversionError(describe(f"export_weights {path}", wanted="a weight of its own", got=got, cure=cure))
     return found
+
+
+# -- experts multiplied from the right ---------------------------------------------------------------------------------------
+
+
+def _is_turned(module: nn.Module, stack: torch.Tensor) -> bool:
+    """Whether matrices (experts, in, out) are multiplied from the right: their module says so, as transformers' do, or they are
+    stored in columns alone.
+    """
+    stored = isinstance(stack, QuantizedTensor) and stack.usages == (COLUMNWISE,)
+    return stack.dim() == 3 and (stored or getattr(module, "is_transposed", False) is True)
+
+
+def _has_turned(module: nn.Module) -> bool:
+    return any(each is not None and _is_turned(module, each) for each in module._parameters.values())
+
+
+def _check_turned(model: nn.Module, layout: str, has_none: bool) -> None:
+    """ConversionError for a model without such matrices, and for one whose matrices transformers keeps where no state dict has
+    them.
+    """
+    kind = getattr(sys.modules.get("transformers.integrations.mxfp4"), "Mxfp4GptOssExperts", ())
+    kept = next((path for path, module in model.named_modules() if kind and isinstance(module, kind)), None)
+    if kept is not None:
+        got, cure = f"{kept}, whose bytes are in the order of a kernel", "load it with Mxfp4Config(dequantize=True)"
+        raise ConversionError(describe(f"export_weights {layout!r}", wanted="experts in parameters", got=got, cure=cure))
+    if has_none:
+        wanted, cure = "experts as GPT-OSS has them, (experts, in, out)", "write mxfp4, which has linear layers"
+        raise ConversionError(describe(f"export_weights {layout!r}", wanted=wanted, got=f"a {type(model).__name__}", cure=cure))
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------------
@@ -267,11 +334,11 @@ def import_weights(
     found = dict(tensors)
     for path, foreign, arrays in recognized(tensors, layout):
         for part in foreign.parts:
-            del found[f"{path}.{part.suffix}"]
+            del found[foreign.name(path, part)]
         for suffix in OF_ACTIVATIONS:
             found.pop(f"{path}.{suffix}", None)
         if dequantize:
-            found[path + _WEIGHT] = values_of(foreign, path, arrays, dtype)
+            found[path + foreign.weight] = values_of(foreign, path, arrays, dtype)
         else:
-            found[path + _WEIGHT] = foreign.read(path, arrays, dtype, nearest=nearest_scale)
+            found[path + foreign.weight] = foreign.read(path, arrays, dtype, nearest=nearest_scale)
     return found

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import opfuse
 from opfuse import ops
 from opfuse.errors import ConversionError
-from opfuse.interchange.layouts import LAYOUTS, READ
+from opfuse.interchange.layouts import LAYOUTS, OF_LINEAR_LAYERS, READ
 from opfuse.interchange.parity import compare
 from opfuse.recipes import CustomRecipe, Float8BlockScaling
 from opfuse.tensors.tensor import QuantizedTensor
@@ -30,8 +30,8 @@ from tests.convert.blocks import Holder
 from tests.oracles import libraries
 
 BF16 = torch.bfloat16
-PRESETS = {"fp8_block": "FP8_BLOCK", "fp8_dynamic": "FP8_DYNAMIC", "mxfp8": "MXFP8", "nvfp4": "NVFP4A16"}
-each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+PRESETS = {"fp8_block": "FP8_BLOCK", "fp8_dynamic": "FP8_DYNAMIC", "mxfp8": "MXFP8", "nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
+each_layout = pytest.mark.parametrize("layout", OF_LINEAR_LAYERS)
 
 
 class Model(nn.Module):
@@ -127,7 +127,10 @@ def test_what_the_library_wrote_is_read_and_written_again(layout, dtype):
     """Narrower scales come back as fp32, of the same values."""
     x = Model().up.weight.detach().to(dtype)
     scheme = preset_name_to_scheme(PRESETS[layout], ["Linear"])
-    if layout == "nvfp4":
+    if layout == "mxfp4":
+        codes, scales = libraries.compressed_tensors_mxfp4(x)
+        arrays = {"up.weight_packed": codes, "up.weight_scale": scales}
+    elif layout == "nvfp4":
         codes, scales, overall = libraries.compressed_tensors_nvfp4(x)
         arrays = {
             "up.weight_packed": codes,
@@ -214,6 +217,7 @@ def test_the_page_is_true():
     assert isinstance(space["quantized"].weight, QuantizedTensor)
     assert torch.equal(space["model"][0].weight, space["quantized"].weight.dequantize())
     assert all(f"| `{name}` |" in page for name in READ)
+    assert isinstance(space["gpt_oss"].model.layers[0].mlp.experts.down_proj, QuantizedTensor)
 
 
 def test_a_deepseek_checkpoint_is_trained_from():

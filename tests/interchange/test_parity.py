@@ -13,7 +13,7 @@ from torch import nn
 import opfuse
 from opfuse.cli import main
 from opfuse.errors import ConversionError
-from opfuse.interchange.layouts import LAYOUTS
+from opfuse.interchange.layouts import OF_LINEAR_LAYERS
 from opfuse.interchange.parity import CAST, EQUAL, compare, load
 from opfuse.tensors.quantizers import Float8BlockQuantizer, MXFP8Quantizer
 from tests.convert.blocks import Holder
@@ -80,7 +80,7 @@ def test_without_a_cast_what_is_quantized_on_one_side_is_a_difference(model):
     assert [name for name, verdict in kept.items() if not verdict.is_equal] == [f"layers.{i}.up.weight" for i in range(3)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_LINEAR_LAYERS)
 def test_the_rule_and_the_dtype_of_every_layout_are_found(layout):
     """A trainer casts its fp32 masters, whoever serves casts them rounded to bf16."""
     model = Mixture(1).float()

@@ -16,7 +16,7 @@ from torch import nn
 import opfuse
 from opfuse import ops
 from opfuse.errors import ConversionError, OpfuseWarning, RecipeError, SavedTensorError
-from opfuse.interchange.layouts import LAYOUTS
+from opfuse.interchange.layouts import LAYOUTS, OF_LINEAR_LAYERS
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import Float8BlockQuantizer, NVFP4Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
@@ -411,7 +411,7 @@ def test_adapters_train_on_weights_of_a_file():
 # -- writing the experts of a plain model ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_LINEAR_LAYERS)
 @pytest.mark.parametrize("kind", ["mixture", "Mixtral"])
 def test_experts_are_written_one_by_one_with_the_bytes_that_training_multiplies(kind, layout):
     model = plain(kind)

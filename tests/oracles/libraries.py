@@ -14,6 +14,7 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from compressed_tensors.compressors.mx_utils import compress_mx_scale
     from compressed_tensors.compressors.nvfp4.helpers import quantize_and_pack_fp4
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
@@ -75,6 +76,14 @@ def compressed_tensors_nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args, global_scale=overall)
     packed = quantize_and_pack_fp4(x, scale, global_scale=overall, group_size=args.group_size)
     return packed, scale.to(FP8).view(torch.uint8), overall
+
+
+def compressed_tensors_mxfp4(x: torch.Tensor) -> Planes:
+    """A weight under the preset MXFP4: packed codes, and E8M0 codes."""
+    args = preset_name_to_scheme("MXFP4", ["Linear"]).weights
+    blocks = x.unflatten(-1, (-1, args.group_size))
+    scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    return quantize_and_pack_fp4(x, scale, group_size=args.group_size), compress_mx_scale(scale, torch.uint8)
 
 
 def torchao_pow2(x: torch.Tensor, *, by_row: bool) -> Planes:

@@ -18,6 +18,7 @@ QUANTIZERS = {
     "block2d": lambda: quantizers.Float8BlockQuantizer(E4M3),
     "mxfp8": quantizers.MXFP8Quantizer,
     "mxfp8_swizzled": lambda: quantizers.MXFP8Quantizer(optimize_for_gemm=True),
+    "mxfp4": quantizers.MXFP4Quantizer,
     "nvfp4": quantizers.NVFP4Quantizer,
     "nvfp4_rows": lambda: quantizers.NVFP4Quantizer(row_scaled_nvfp4=True),
     "nvfp4_rotated": lambda: quantizers.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),

@@ -5,7 +5,7 @@ from opfuse.tensors.quantizers.composite import HybridQuantizer, IdentityQuantiz
 from opfuse.tensors.quantizers.foreign import ForeignQuantizer
 from opfuse.tensors.quantizers.fp8 import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer, Float8RowQuantizer
 from opfuse.tensors.quantizers.grouped import GroupedQuantizer
-from opfuse.tensors.quantizers.microscaled import MXFP8Quantizer, NVFP4Quantizer
+from opfuse.tensors.quantizers.microscaled import MXFP4Quantizer, MXFP8Quantizer, NVFP4Quantizer
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -16,6 +16,7 @@ __all__ = [
     "GroupedQuantizer",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "MXFP4Quantizer",
     "MXFP8Quantizer",
     "NVFP4Quantizer",
     "Quantizer",

@@ -319,14 +319,13 @@ class Float8CastingQuantizer(CastingQuantizer):
         return made, made
 
 
-class RuledQuantizer(Float8CastingQuantizer):
-    """An FP8 quantizer whose scales follow from the amaxes of blocks by the rule ``scale_rule``, a name of numerics/rules.py."""
+class RuledQuantizer(CastingQuantizer):
+    """A quantizer whose scales follow from the amaxes of blocks by the rule ``scale_rule``, a name of numerics/rules.py."""
 
     scale_rule: str
     force_pow_2_scales: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _ = self._way
 
     @functools.cached_property
@@ -348,6 +347,14 @@ class RuledQuantizer(Float8CastingQuantizer):
 
     def _by_formula(self, layouts: Sequence[Layout], *, rows: int = 1, eps: float = 0.0) -> Ruled:
         return Ruled(layouts, cast(Formula, self._way.formula), rows=rows, eps=eps)
+
+
+class Float8RuledQuantizer(RuledQuantizer, Float8CastingQuantizer):
+    """One of FP8."""
+
+    def __post_init__(self) -> None:
+        Float8CastingQuantizer.__post_init__(self)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Measur
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.checks import require_number
 from opfuse.numerics.layouts import Layout
-from opfuse.tensors.quantizers.base import Float8CastingQuantizer, RuledQuantizer, casts_itself, require
+from opfuse.tensors.quantizers.base import Float8CastingQuantizer, Float8RuledQuantizer, casts_itself, require
 from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 
 
@@ -58,7 +58,7 @@ class Float8Quantizer(Float8CastingQuantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Float8CurrentScalingQuantizer(RuledQuantizer):
+class Float8CurrentScalingQuantizer(Float8RuledQuantizer):
     """One scale for the whole tensor, from its own amax.
 
     Args:
@@ -98,7 +98,7 @@ class Float8CurrentScalingQuantizer(RuledQuantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Float8RowQuantizer(RuledQuantizer):
+class Float8RowQuantizer(Float8RuledQuantizer):
     """One fp32 scale for each row, from its own amax; in the columnwise plane, for each column.
 
     In the rowwise plane no value depends on another row: rows may be tokens of different sequences.
@@ -124,7 +124,7 @@ class Float8RowQuantizer(RuledQuantizer):
 
 
 @dataclass(frozen=True, repr=False)
-class Float8BlockQuantizer(RuledQuantizer):
+class Float8BlockQuantizer(Float8RuledQuantizer):
     """One fp32 scale for each 128 elements of a line, or for each 128x128 tile; edge blocks are partial.
 
     Args:

@@ -1,4 +1,4 @@
-"""Quantizers whose blocks are a few elements and whose scales are a byte: MXFP8 and NVFP4."""
+"""Quantizers whose blocks are a few elements and whose scales are a byte: MXFP8, MXFP4 and NVFP4."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from functools import cached_property, partial
 import torch
 
 from opfuse.errors import QuantizerError, describe
-from opfuse.formats import COLUMNWISE, NVFP4, Element, NumberFormat, mxfp8
+from opfuse.formats import COLUMNWISE, MXFP4, NVFP4, Element, NumberFormat, mxfp8
 from opfuse.kernels.casts.encoding import EncodedArrays, Measured, Microscaled, Ruled
 from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
 from opfuse.numerics.casts import ErrorMode
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.philox import draw_seed
-from opfuse.tensors.quantizers.base import CastingQuantizer, Quantizer, RuledQuantizer, require
+from opfuse.tensors.quantizers.base import CastingQuantizer, Float8RuledQuantizer, Quantizer, RuledQuantizer, require
 from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 
 _MX_BLOCK = 32
@@ -25,7 +25,7 @@ _FOUR_OVER_SIX_MAX = 256  # leaves room above it for the block scales that are 1
 
 
 @dataclass(frozen=True, repr=False)
-class MXFP8Quantizer(RuledQuantizer):
+class MXFP8Quantizer(Float8RuledQuantizer):
     """A power-of-two scale for each 32 elements of a line (OCP Microscaling).
 
     Args:
@@ -49,6 +49,28 @@ class MXFP8Quantizer(RuledQuantizer):
     def _encoding(self, layouts: Sequence[Layout]) -> Microscaled | Ruled:
         rows, options = _MX_BLOCK if self.with_2d_quantization else 1, self._options()
         return Microscaled(layouts, rows=rows, **options) if options else self._by_formula(layouts, rows=rows)
+
+
+@dataclass(frozen=True, repr=False)
+class MXFP4Quantizer(RuledQuantizer):
+    """A power-of-two scale for each 32 elements of a line, which are E2M1 (OCP Microscaling): how weights of GPT-OSS are stored.
+
+    No kernel and no matrix unit reads it: torch casts and decodes, and a product is one of the decoded values.
+
+    Args:
+        scale_rule: as of :class:`MXFP8Quantizer`. "ocp_floor" is that of the specification, under which values from 6/8 of the
+            next power of two on saturate.
+    """
+
+    scale_rule: str = field(default="ocp_floor", kw_only=True)
+
+    @cached_property
+    def formats(self) -> tuple[NumberFormat, NumberFormat]:
+        return MXFP4, MXFP4
+
+    def _encoding(self, layouts: Sequence[Layout]) -> Microscaled | Ruled:
+        options = self._options()
+        return Microscaled(layouts, **options) if options else self._by_formula(layouts)
 
 
 @dataclass(frozen=True, repr=False)

@@ -344,6 +344,19 @@ READ: Mapping[str, Foreign] = MappingProxyType({**LAYOUTS, "modelopt": replace(L
 OF_ACTIVATIONS = ("input_scale", "input_global_scale")
 """Arrays beside a quantized weight that no recipe reads: it finds scales of activations in each call."""
 
+OF_CACHES = tuple(
+    f"{of}_{what}" for of in ("k", "v", "q", "kv", "prob", "output") for what in ("scale", "zero_point", "global_scale")
+)
+"""Last names of arrays that say how an engine quantizes its cache of keys and values, which training does not have: those of an
+attention layer, or of what its projections put out.
+"""
+
+
+def is_of_cache(name: str) -> bool:
+    """Whether an array of a file belongs to the cache of an engine, and to no weight."""
+    return name.rpartition(".")[2] in OF_CACHES
+
+
 # -- what files hold ---------------------------------------------------------------------------------------------------------
 
 

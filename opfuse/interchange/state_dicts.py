@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,10 @@ from opfuse.inspect.heads import HEADS, heads_of
 from opfuse.interchange.layouts import (
     LAYOUTS,
     OF_ACTIVATIONS,
+    OF_CACHES,
     Foreign,
     ForeignStack,
+    is_of_cache,
     layout_named,
     recognized,
     values_of,
@@ -49,6 +51,7 @@ def export_weights(
     ignore: Collection[str] | None = None,
     recipe: Recipe | None = None,
     dtype: torch.dtype | None = None,
+    cache_scales: Mapping[str, torch.Tensor] | None = None,
 ) -> Exported:
     """The state dict of ``model`` with the weights of its linear layers and experts as the library of ``layout`` stores them.
 
@@ -61,14 +64,28 @@ def export_weights(
     output heads and routers, also by what the model says of them, and modules whose weight is an embedding's). The config names
     every module with a matrix that stays plain.
 
+    cache_scales: scales of an engine's cache of keys and values, as :func:`import_weights` found them; written as they are. They
+    do not say which format the cache has: what the file's own config says of it (``kv_cache_scheme``) is yours to copy.
+
     ConversionError for an unknown layout, a recipe of another format, a name in ``ignore`` that no module with matrices has, a
-    weight that is an embedding's, and a weight that is stored in another format or whose size the format cannot take.
+    weight that is an embedding's, a weight that is stored in another format or whose size the format cannot take, and
+    ``cache_scales`` with other tensors.
     """
     writer = LayoutWriter(model, layout, ignore, recipe, dtype)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in _state_of(model).items():
         tensors |= writer.written(name, value)
-    return Exported(tensors, writer.config)
+    return Exported(tensors | checked_scales(cache_scales or {}, tensors), writer.config)
+
+
+def checked_scales(cache_scales: Mapping[str, torch.Tensor], others: Collection[str]) -> dict[str, torch.Tensor]:
+    """``cache_scales``. ConversionError for a tensor that is none, or whose name one of ``others`` has."""
+    for name in cache_scales:
+        if not is_of_cache(name) or name in others:
+            wanted = f"names that end in one of {', '.join(OF_CACHES[::3])}, and that the model does not have"
+            cure = "pass the dict that import_weights(..., cache_scales={}) filled"
+            raise ConversionError(describe("export_weights cache_scales", wanted=wanted, got=repr(name), cure=cure))
+    return dict(cache_scales)
 
 
 class LayoutWriter:
@@ -318,6 +335,7 @@ def import_weights(
     dtype: torch.dtype = torch.bfloat16,
     dequantize: bool = False,
     nearest_scale: bool = False,
+    cache_scales: MutableMapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """A state dict for ``load_state_dict`` from tensors as another library wrote them; plain tensors stay as they are.
 
@@ -325,6 +343,10 @@ def import_weights(
     ``quantized_model_init`` in their format they are copied bit for bit; into plain parameters, their values are.
     ``dequantize``: return plain values. ``layout``: a name of :data:`READ`; None: for each weight the one that its arrays fit.
     Static scales of activations are dropped.
+
+    cache_scales: a dict of yours, empty at first. It takes the scales of a cache of keys and values (``k_scale``, ``v_scale``,
+    ``k_proj.output_scale``) by their names; :func:`export_weights` writes them again. None: they stay in the state dict, and
+    ``load_state_dict`` names them, which a model has no place for.
 
     NVFP4 files have a scale of the whole weight, where opfuse keeps the amax from which it follows. ``nearest_scale``: replace a
     scale that follows from no amax by the nearest one that does, 1 in 2^23 away; codes and scales of blocks keep their bytes.
@@ -341,4 +363,6 @@ def import_weights(
             found[path + foreign.weight] = values_of(foreign, path, arrays, dtype)
         else:
             found[path + foreign.weight] = foreign.read(path, arrays, dtype, nearest=nearest_scale)
+    if cache_scales is not None:
+        cache_scales.update({name: found.pop(name) for name in [*found] if is_of_cache(name)})
     return found

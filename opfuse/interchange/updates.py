@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch import nn
 from opfuse.core.context import versions
 from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, describe
-from opfuse.interchange.state_dicts import LayoutWriter
+from opfuse.interchange.state_dicts import LayoutWriter, checked_scales
 from opfuse.recipes import Recipe
 from opfuse.torch_private.modules import lasting_buffers
 
@@ -63,10 +64,11 @@ def weight_updates(
     recipe: Recipe | None = None,
     dtype: torch.dtype | None = None,
     sent: Sent | None = None,
+    cache_scales: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[WeightBucket]:
     """The weights of ``model`` as :func:`export_weights` writes them, in buckets, each made when it is asked for.
 
-    Weights that are stored quantized are copied byte for byte, plain ones are cast; ignore, recipe, dtype: see
+    Weights that are stored quantized are copied byte for byte, plain ones are cast; ignore, recipe, dtype, cache_scales: see
     :func:`export_weights`. A bucket holds at most ``bucket_bytes``, or one larger tensor, of one device.
 
     sent: a dict of yours, empty at first. It notes what was sent; given again, only what was written since is sent. Writes that
@@ -76,14 +78,15 @@ def weight_updates(
     """
     if bucket_bytes < 1:
         raise ConversionError(describe("weight_updates bucket_bytes", wanted="1 or more", got=bucket_bytes, cure="write 1 << 28"))
-    return _buckets(LayoutWriter(model, layout, ignore, recipe, dtype), bucket_bytes, sent)
+    scales = checked_scales(cache_scales or {}, {name for name, _ in _tensors_of(model)})
+    return _buckets(LayoutWriter(model, layout, ignore, recipe, dtype), scales, bucket_bytes, sent)
 
 
-def _buckets(writer: LayoutWriter, most: int, sent: Sent | None) -> Iterator[WeightBucket]:
+def _buckets(writer: LayoutWriter, scales: Mapping[str, torch.Tensor], most: int, sent: Sent | None) -> Iterator[WeightBucket]:
     waiting: dict[str, torch.Tensor] = {}
     noted: dict[str, tuple[torch.Tensor, int]] = {}
     size = 0
-    for name, value in _tensors_of(writer.model):
+    for name, value in chain(_tensors_of(writer.model), scales.items()):
         before, version = (None, 0) if sent is None else sent.get(name, (None, 0))
         if before is value and [version] == versions(value) and not value.is_inference():
             continue

@@ -85,6 +85,16 @@ def test_accelerate():
     assert "forward" not in vars(module)
 
 
+def test_accelerate_by_a_handler():
+    state = pytest.importorskip("accelerate.state", reason="of the extra `test`")
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    losses, model = script("accelerate_fp8").main(steps=8)
+    assert losses[-1] < 0.9 * losses[0]
+    told = {each.path: each.status for each in opfuse.report(model)}
+    assert told["model.layers.0.mlp.up_proj"] == "kept"
+    assert told["model.layers.1.mlp"] == "fused"
+
+
 @pytest.mark.slow  # the import takes five seconds
 @pytest.mark.filterwarnings("ignore")
 def test_lightning(tmp_path):

@@ -114,6 +114,11 @@ class Foreign:
         """Those of a weight that a file has, by suffix."""
         return {part.suffix: tensors[name] for part in self.parts if (name := self.name(path, part)) in tensors}
 
+    def lines(self, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales with the lines of the plane as rows; those of several matrices one below the other."""
+        codes, scales = (arrays[part.suffix] for part in self.parts[:2])
+        return codes, scales
+
     def layout(self, codes: torch.Tensor) -> Layout:
         """The layout of the plane whose codes are given, (lines, bytes)."""
         lines = codes.shape[0], codes.shape[1] * 8 // cast(Any, self.format.element).bits
@@ -194,6 +199,10 @@ class ForeignStack(Foreign):
         width = self.format.multiple * cast(Any, self.format.element).bits // 8
         known = all(_is_of(arrays[part.suffix], part.dtype) for part in self.parts)
         return known and codes.dim() == 4 and codes.shape[-1] == width and codes.shape[:-1] == scales.shape and codes.numel() > 0
+
+    def lines(self, arrays: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = super().lines(arrays)
+        return codes.flatten(2).flatten(0, 1), scales.flatten(0, 1)
 
     def read(
         self, path: str, arrays: Mapping[str, torch.Tensor], dtype: torch.dtype, *, nearest: bool = False

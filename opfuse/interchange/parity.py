@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from opfuse.errors import ConversionError, UnsupportedError, describe
-from opfuse.formats import E2M1, NumberFormat, dtype_name
+from opfuse.formats import E2M1, MXFP4, NumberFormat, dtype_name
 from opfuse.inspect.heads import HEADS
 from opfuse.interchange.layouts import recognized
 from opfuse.numerics.layouts import load_scale
@@ -22,6 +22,7 @@ from opfuse.numerics.rules import RULES
 from opfuse.numerics.scales import nvfp4_global_scale
 from opfuse.tensors.archives import unarchived
 from opfuse.tensors.files import from_planes
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -90,7 +91,7 @@ def tensors_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Compared]:
     found = {}
     rest = dict(from_planes(tensors))
     for path, foreign, arrays in recognized(rest):
-        codes, scales = (arrays[part.suffix] for part in foreign.parts[:2])
+        codes, scales = foreign.lines(arrays)
         read = scales.to(torch.float32) if foreign.format.scale == "fp32" else scales.view(torch.uint8)
         found[path + foreign.weight] = Compared(
             (codes.view(torch.uint8), read, *foreign.global_scale(path, arrays)), foreign.format
@@ -106,6 +107,10 @@ def tensors_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Compared]:
 
 
 def _of_plane(plane: Plane) -> Compared:
+    """Its arrays; of groups that were cast apart, one below the other."""
+    if isinstance(plane, GroupedPlane):
+        parts = [_of_plane(member) for member in plane.members]
+        return Compared(tuple(map(torch.cat, zip(*(part.arrays for part in parts)))), parts[0].format)
     scale = cast(torch.Tensor, plane.scale)
     scales = scale if plane.format.family == "tensor" else load_scale(scale, plane.layout).contiguous()
     overall = () if plane.amax is None else (nvfp4_global_scale(plane.amax, plane.format.encode_max),)
@@ -204,6 +209,8 @@ def _first(wrong: torch.Tensor) -> list[int]:
 
 def origin_of(values: torch.Tensor, side: Compared) -> str | None:
     """The rules whose casts of ``values`` have these bytes, and the dtype that they were rounded to before; None if none do."""
+    if values.dim() == 3 and side.format == MXFP4:
+        values = values.mT.flatten(0, 1)  # (experts, in, out), which are stored in columns
     if values.dim() != 2 or not values.is_floating_point():
         return None
     for dtype in dict.fromkeys((values.dtype, torch.bfloat16, torch.float16)):

@@ -229,6 +229,23 @@ def test_the_config_names_what_stays_plain():
     assert FIRST in config["ignore"]
 
 
+def test_checkpoints_are_compared_in_files_planes_and_plain_values():
+    model = gpt_oss()
+    tensors, _ = opfuse.export_weights(model, "gpt_oss")
+    verdicts = {each.name: each for each in compare(model.state_dict(), tensors)}
+    found = verdicts[f"{FIRST}.down_proj"]
+    assert (found.status, found.right) == ("quantized only in CHECKPOINT", "mxfp4")
+    assert found.why == "rule ocp_floor, from bfloat16"
+    stored = gpt_oss()
+    stored.load_state_dict(opfuse.import_weights(tensors), assign=True)
+    planes = opfuse.to_planes(stored.state_dict())
+    assert {each.status for each in compare(planes, tensors)} == {"equal"}
+    damaged = tensors | {f"{FIRST}.down_proj_scales": tensors[f"{FIRST}.down_proj_scales"] + 1}
+    different = [each for each in compare(planes, damaged) if not each.is_equal]
+    assert [each.name for each in different] == [f"{FIRST}.down_proj"]
+    assert different[0].why == "768 of 768 scales differ, first at [0, 0]"
+
+
 # -- training ----------------------------------------------------------------------------------------------------------------
 
 

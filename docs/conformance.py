@@ -23,6 +23,7 @@ from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowQuantizer,
+    MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -32,6 +33,7 @@ from tests.oracles import libraries
 
 DOCUMENT = Path(__file__).resolve().parent / "conformance.md"
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
+E2M1 = torch.float4_e2m1fn_x2
 
 _HEAD = """# Bytes compared with other libraries
 
@@ -91,19 +93,21 @@ def _cases() -> Iterator[Case]:
     largest = "amax of 1.75 * 2^127 or more: its scale is infinite", lambda a: a >= 1.75 * 2.0**127
     mx = MXFP8Quantizer(scale_rule="compressed_tensors")
     yield Case("compressed-tensors", "MXFP8", "compressed_tensors", mx, _compressed("MXFP8"), 32, largest)
+    four = MXFP4Quantizer(scale_rule="compressed_tensors")
+    yield Case("compressed-tensors", "MXFP4", "compressed_tensors", four, libraries.compressed_tensors_mxfp4, 32, largest)
     for quantizer, by_row, function in (
         (Float8CurrentScalingQuantizer, False, "tensor_to_scale"),
         (Float8RowQuantizer, True, "tensor_to_scale, AXISWISE"),
     ):
         made = quantizer(E4M3, force_pow_2_scales=True, scale_rule="torchao_pow2")
         yield Case("torchao", function, "torchao_pow2", made, _pow2(by_row=by_row))
-    for element, low in ((E4M3, 2.0**-118), (E5M2, 2.0**-111)):
-        name = {E4M3: "E4M3", E5M2: "E5M2"}[element]
+    for element, low in ((E4M3, 2.0**-118), (E5M2, 2.0**-111), (E2M1, 2.0**-124)):
+        name = {E4M3: "E4M3", E5M2: "E5M2", E2M1: "E2M1"}[element]
         smallest = f"amax below {low:.3g}, under the scale 2^-127: it divides by 2^-126", lambda a, low=low: a < low
         yield Case(
             "torchao", f"to_mx, FLOOR, {name}", "ocp_floor", _mx("ocp_floor", element), _ao("FLOOR", element), 32, smallest
         )
-        low = torch.finfo(element).max * 2.0**-127
+        low = _mx("rceil", element).formats[0].element.max * 2.0**-127
         smallest = f"amax of {low:.3g} or less, under the scale 2^-127: it multiplies by 1", lambda a, low=low: a <= low
         yield Case("torchao", f"to_mx, RCEIL, {name}", "rceil", _mx("rceil", element), _ao("RCEIL", element), 32, smallest)
     unlike = "any: no rule of that name; it rounds the global scale to the dtype, has no block scale 0, and divides"
@@ -127,8 +131,8 @@ def _ao(mode: str, element: torch.dtype) -> Callable[[torch.Tensor], Sequence[to
     return lambda x: libraries.torchao_mx(x, mode, element)
 
 
-def _mx(rule: str, element: torch.dtype) -> MXFP8Quantizer:
-    return MXFP8Quantizer(element, scale_rule=rule)
+def _mx(rule: str, element: torch.dtype) -> Quantizer:
+    return MXFP4Quantizer(scale_rule=rule) if element == E2M1 else MXFP8Quantizer(element, scale_rule=rule)
 
 
 def _ordinary(width: int) -> torch.Tensor:

@@ -110,6 +110,7 @@ def test_a_model_that_is_converted_stays_as_it_is():
 def test_evaluation_computes_under_the_recipe_or_not(during):
     handler = OpfuseRecipeKwargs(RECIPE, use_autocast_during_eval=during)
     made = Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(model())
+    assert len(made._forward_pre_hooks) == (not during)
     low, high = made(x()), model()(x())
     assert not torch.equal(low, high)
     assert torch.equal(made.eval()(x()), low if during else high)
@@ -121,10 +122,11 @@ def test_evaluation_computes_under_the_recipe_or_not(during):
 
 @pytest.mark.parametrize("place", ["argument", "environment"])
 def test_another_library_s_fp8_is_refused(place, monkeypatch):
+    """Also where none is installed, of which Accelerate would tell."""
     options = {"mixed_precision": "fp8"} if place == "argument" else {}
+    monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: place == "environment")
     if place == "environment":
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-        monkeypatch.setattr("accelerate.state.is_fp8_available", lambda: True)
     with pytest.raises(ConversionError, match=r"mixed_precision: wants .*got 'fp8'.*the recipe stands in the handler"):
         Accelerator(cpu=True, kwargs_handlers=[OpfuseRecipeKwargs(RECIPE)], **options)
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import opfuse
 from opfuse import ops
@@ -18,7 +22,7 @@ from opfuse.errors import ConversionError, MissingPlaneError, RecipeError
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.interchange.layouts import LAYOUTS
 from opfuse.interchange.parity import compare
-from opfuse.recipes import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling
+from opfuse.recipes import CustomRecipe, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import MXFP4Quantizer, MXFP8Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -30,6 +34,7 @@ with warnings.catch_warnings():
 
 from tests.convert.blocks import Holder
 from tests.oracles import casts, libraries
+from tests.processes import run_ranks
 
 BF16 = torch.bfloat16
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 128}
@@ -246,6 +251,25 @@ def test_checkpoints_are_compared_in_files_planes_and_plain_values():
     assert different[0].why == "768 of 768 scales differ, first at [0, 0]"
 
 
+def test_stored_experts_say_themselves_how_they_lie():
+    """A module of one's own need not say that it multiplies from the right."""
+    tensors = {name.removeprefix(f"{FIRST}."): t for name, t in checkpoint().items() if name.startswith(FIRST)}
+    module = nn.Module()
+    for name, value in opfuse.import_weights(tensors).items():
+        module.register_parameter(name, nn.Parameter(value))
+    model = nn.ModuleDict({"experts": module})
+    written, config = opfuse.export_weights(model, "gpt_oss")
+    assert same(written, {f"experts.{name}": tensors[name] for name in [each.removeprefix("experts.") for each in written]})
+    assert config["modules_to_not_convert"] == []
+
+
+def test_a_head_that_is_the_embedding_stays_plain():
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, num_hidden_layers=1, tie_word_embeddings=True)).to(BF16)
+    tensors, config = opfuse.export_weights(model, "gpt_oss", ignore=[])
+    assert tensors["lm_head.weight"].dtype == BF16
+    assert "lm_head" in config["modules_to_not_convert"]
+
+
 # -- training ----------------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +309,31 @@ def test_adapters_are_trained_over_frozen_experts_whose_bytes_stay():
     assert losses[-1] < losses[0]
     left = opfuse.export_weights(opfuse.unfuse_(adapted).unload(), "gpt_oss").tensors
     assert same(left, kept)
+
+
+def sharded_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    model = gpt_oss()
+    model.load_state_dict(opfuse.import_weights(checkpoint()), assign=True)
+    opfuse.fuse_(model, Float8BlockScaling())
+    for each in (*model.model.layers, model):
+        fully_shard(each, mesh=init_device_mesh("cpu", (2,)))
+    shard = model.get_parameter(f"{FIRST}.down_proj").to_local()
+    loss = model(input_ids=WORDS, labels=WORDS).loss
+    loss.backward()
+    torch.save((loss.item(), type(shard) is torch.Tensor, shard.shape), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_fsdp2_shards_the_values(tmp_path):
+    """As the page says: rows of a stack whose matrices were cast apart are no quantized tensor."""
+    run_ranks(sharded_rank, tmp_path)
+    model = gpt_oss()
+    model.load_state_dict(opfuse.import_weights(checkpoint()), assign=True)
+    opfuse.fuse_(model, Float8BlockScaling())
+    with torch.no_grad():
+        wanted = model(input_ids=WORDS, labels=WORDS).loss.item()
+    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [(wanted, True, torch.Size([2, 96, 64]))] * 2
 
 
 def llama() -> LlamaForCausalLM:

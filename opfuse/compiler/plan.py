@@ -244,7 +244,8 @@ def _live_cast(spec: CastSpec, op: BasicOperation, env: Env, group: Any, label: 
     grouping = op.grouping(())
     padded = spec.role not in op.parameter_names and grouping is not None and grouping.padded
     states = tuple(spec.state or ())
-    return GroupedCast(spec.role, quantizer, op, env, where, None, group, spec.groups, states, padded, spec.ragged)
+    grouped = {"groups": spec.groups, "states": states, "padded": padded, "ragged": spec.ragged}
+    return GroupedCast(spec.role, quantizer, op, env, where, group=group, **grouped)
 
 
 def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:

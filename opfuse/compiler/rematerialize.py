@@ -114,7 +114,7 @@ def _of_reader(
         chain = () if source.side else _chain(graph, ops, env, source.inputs[0])
         if chain is None or (source.side and _saves_the_parameter(cast.quantizer, saved)):
             continue
-        forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE))
+        forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
         yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain)

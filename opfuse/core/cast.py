@@ -67,7 +67,8 @@ class Cast:
     """Quantizes a tensor for one role of one op, from the dtype in which the op computes; the nominal dtype stays the tensor's.
 
     quantizer: how, with the planes that will be read. where: the op and the role, for error messages. state: delayed-scaling
-    state that scales come from and amaxes go to, or None. group: ranks that share those amaxes.
+    state that scales come from and amaxes go to, or None. group: ranks that share those amaxes. whole: with the planes, too, that
+    the backward pass will make anew, so that what they cannot take is refused before it; None: there are none.
     """
 
     role: str
@@ -77,6 +78,7 @@ class Cast:
     where: str
     state: DelayedScalingState | None = None
     group: Any = None
+    whole: Quantizer | None = None
 
     @property
     def is_delayed(self) -> bool:
@@ -122,7 +124,7 @@ class Cast:
 
     def _current(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Quantizer:
         """The quantizer of such a tensor; a delayed-scaling state that it reads is due for an update from now on."""
-        self._check(self.quantizer, shape, dtype)
+        self._check(self.whole or self.quantizer, shape, dtype)
         return self.quantizer if self.state is None else self._delayed(self.state, device)
 
     def scale_of_call(self) -> torch.Tensor:

@@ -70,11 +70,11 @@ class GroupedCast(Cast):
             if self._stay(splits, shape):
                 return self._on_device(x, splits, index, shape)
             splits = read_sizes(splits, rows, where=self.op.label)
-        sizes = splits or (rows // self.groups,) * self.groups
-        quantizer = self._grouped(check_sizes(sizes, rows, where=self.where), x.device)
+        sizes = check_sizes(splits or (rows // self.groups,) * self.groups, rows, where=self.where)
+        quantizer = self._grouped(sizes, self._quantizers_of_groups(x.device))
         x = x if index is None else x.index_select(0, index)
         dtype = self.op.compute_dtype(self.env, x)
-        self._check(quantizer, shape, dtype)
+        self._check(quantizer if self.whole is None else self._grouped(sizes, (self.whole,) * self.groups), shape, dtype)
         storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
@@ -101,7 +101,8 @@ class GroupedCast(Cast):
     ) -> QuantizedStorage:
         rows = x.shape[0]
         sizes = read_sizes(splits, rows, where=self.op.label) if isinstance(splits, torch.Tensor) else splits or ()
-        quantizer, parts = self._grouped(check_sizes(sizes, rows, where=self.where), x.device), in_parts(rowwise, sizes)
+        quantizer = self._grouped(check_sizes(sizes, rows, where=self.where), self._quantizers_of_groups(x.device))
+        parts = in_parts(rowwise, sizes)
         columnwise: Plane | None = None
         if self.quantizer.columnwise and rowwise.is_mirror:
             columnwise = mirrored_parts(parts, quantizer.multiple)
@@ -134,8 +135,9 @@ class GroupedCast(Cast):
         return replace(self, each=each, states=())
 
     def _quantizers_of_groups(self, device: torch.device) -> tuple[Quantizer, ...]:
-        """The quantizers of the groups, if these have scales of their own."""
-        return self.each or tuple(self._delayed(state, device) for state in self.states)
+        """The quantizer of each group."""
+        own = self.each or tuple(self._delayed(state, device) for state in self.states)
+        return own or (self.quantizer,) * self.groups
 
     def stays(self, splits: torch.Tensor, shape: Sequence[int]) -> bool:
         """Whether the sizes in ``splits`` may stay on the device; not without rows. shape: of the tensor that is cast."""
@@ -164,13 +166,12 @@ class GroupedCast(Cast):
         """:meth:`_check` of groups that begin on tiles in a columnwise plane, where any number of rows has whole blocks."""
         self._check(self.quantizer.wanting(columnwise=False), shape, dtype)
 
-    def _grouped(self, sizes: Sizes, device: torch.device) -> GroupedQuantizer:
-        each = self._quantizers_of_groups(device) or (self.quantizer,) * self.groups
-        usages = {"rowwise": self.quantizer.rowwise, "columnwise": self.quantizer.columnwise}
-        quantizer = GroupedQuantizer(each, sizes, padded=self.padded, **usages)
-        multiple = self.quantizer.formats[1].multiple if self.quantizer.columnwise and not self.padded else 1
+    def _grouped(self, sizes: Sizes, each: tuple[Quantizer, ...]) -> GroupedQuantizer:
+        first = each[0]
+        quantizer = GroupedQuantizer(each, sizes, padded=self.padded, rowwise=first.rowwise, columnwise=first.columnwise)
+        multiple = first.formats[1].multiple if first.columnwise and not self.padded else 1
         if any(size % multiple for size in sizes):
-            wanted = f"groups with a multiple of {multiple} rows for columnwise {self.quantizer.formats[1]} data"
+            wanted = f"groups with a multiple of {multiple} rows for columnwise {first.formats[1]} data"
             cure = f"build the op with pad_splits=True, pad each group to a multiple of {multiple}, or set a backward_override"
             raise ShapeError(describe(self.where, wanted=wanted, got=f"splits {sizes}", cure=cure))
         return quantizer

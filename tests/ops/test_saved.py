@@ -49,13 +49,20 @@ def expected(recipe, x, w):
     if recipe is None or override == "high_precision":
         return ["x"] * w + ["weight"] * x
     rowwise = override == "dequantized"
-    return mxfp8(ROWS, K, rowwise=rowwise) * w + mxfp8(N, K, rowwise=rowwise) * x
+    weight = mxfp8(N, K, rowwise=rowwise) if recipe.keep == "all" else ["weight"]
+    return mxfp8(ROWS, K, rowwise=rowwise) * w + weight * x
 
 
 @pytest.mark.row("B12")
 @pytest.mark.parametrize(("x", "w"), COMBINATIONS)
 @pytest.mark.parametrize(
-    "recipe", [None, *(recipes.MXFP8BlockScaling(backward_override=o) for o in (None, "dequantized", "high_precision"))], ids=str
+    "recipe",
+    [
+        None,
+        *(recipes.MXFP8BlockScaling(backward_override=o) for o in (None, "dequantized", "high_precision")),
+        *(recipes.MXFP8BlockScaling(backward_override=o, keep="all") for o in (None, "dequantized", "high_precision")),
+    ],
+    ids=str,
 )
 def test_b12_a_product_saves_x_for_dw_and_w_for_dx(recipe, x, w):
     model = ops.BasicLinear(K, N)

@@ -16,7 +16,9 @@ from opfuse.kernels.casts import block, nvfp4, row, tensor
 from opfuse.kernels.engine import compiling, joining
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
+from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import Launcher
+from opfuse.kernels.engine.variants import parameter_bytes
 from opfuse.numerics.hadamard import SIGNS
 from opfuse.numerics.layouts import Layout
 from opfuse.runtime.replay.batch_launches import joined_launches
@@ -52,7 +54,7 @@ def launches(program: Program) -> list[LaunchStep]:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "wanted"), [(1, [1]), (3, [3]), (joining.JOINED, [joining.JOINED]), (joining.JOINED + 2, [8, 2])]
+    ("pieces", "wanted"), [(1, [1]), (3, [3]), (joining.JOINED, [joining.JOINED]), (joining.JOINED + 2, [joining.JOINED, 2])]
 )
 def test_casts_of_the_groups_of_a_tensor_are_one_launch(pieces, wanted):
     def run(x: Tensor) -> list[Tensor]:
@@ -194,6 +196,12 @@ def test_casts_with_another_kernel_between_them_are_not_compiled_as_one():
     assert joining.with_joined([amax, cast, amax, cast, chain]) == [amax, cast, *both, chain]
 
 
+@pytest.mark.parametrize("source", joining.READ_WORDS)
+def test_joined_parameters_fit_into_a_launch(source: str):
+    variant = Variant(source, (f"PARAMETER_BYTES={parameter_of(source).layout.size}",))
+    assert parameter_bytes(joining.joined_variant(variant)) <= 4096
+
+
 def test_a_parameter_has_its_parts_and_where_each_begins():
     parameter = joining.joined_parameter([b"12345678", b"abcdefgh", b"ABCDEFGH"], [3, 1, 4])
     assert parameter[: 8 * joining.JOINED] == b"12345678abcdefghABCDEFGH" + bytes(8 * (joining.JOINED - 3))
@@ -201,7 +209,7 @@ def test_a_parameter_has_its_parts_and_where_each_begins():
     assert words == [0, 3, 4, *itertools.repeat(0xFFFFFFFF, joining.JOINED - 3)]
 
 
-def test_launches_that_are_gathered_are_one_for_eight_of_a_kind():
+def test_launches_that_are_gathered_are_one_for_so_many_of_a_kind():
     """With the parameter of joined launches, as that of a program is; none before the block ends."""
     layout, made = struct.Struct("QIf"), []
     variant, other = Variant("a.cu", ("PARAMETER_BYTES=16", "OUT=bf16")), Variant("a.cu", ("PARAMETER_BYTES=16",))
@@ -219,12 +227,13 @@ def test_launches_that_are_gathered_are_one_for_eight_of_a_kind():
         each(variant, "cast", Grid(5, 64, 512), layout, *fields[0], device=1)
         assert made == []
     joined, parts = joining.joined_variant(variant), [layout.pack(*words) for words in fields]
-    assert joined.defines == (f"PARAMETER_BYTES={16 * joining.JOINED + 32}", "OUT=bf16", "JOINED=8")
-    eight, two = (joining.joined_parameter(parts[some], range(1, 11)[some]) for some in (slice(8), slice(8, None)))
+    most = joining.JOINED
+    assert joined.defines == (f"PARAMETER_BYTES={20 * most}", "OUT=bf16", f"JOINED={most}")
+    full, two = (joining.joined_parameter(parts[some], range(1, most + 3)[some]) for some in (slice(most), slice(most, None)))
     assert made == [
         (other, "cast", Grid(3, 64), layout.pack(7, 8, 9.0), 1),
-        (joined, "cast", Grid(36, 64, 512), eight, 0),
-        (joined, "cast", Grid(19, 64, 512), two, 0),
+        (joined, "cast", Grid(sum(range(1, most + 1)), 64, 512), full, 0),
+        (joined, "cast", Grid(2 * most + 3, 64, 512), two, 0),
         (variant, "cast", Grid(5, 32, 512), parts[0], 0),
         (variant, "cast", Grid(5, 64, 512), parts[0], 1),
     ]

@@ -82,7 +82,7 @@ def dequantize_nv(
 
 @kernel("dequantize.cu", reference=definition_of_groups, tolerance=BITWISE, trials=trials.decoded_groups)
 def dequantize_groups(launch: Launcher, planes: Sequence[StoredPlane], *, dtype: torch.dtype) -> torch.Tensor:
-    """One launch for every eight planes."""
+    """One launch for up to ``JOINED`` planes."""
     heights, width = [layout.shape[0] for *_, layout in planes], planes[0][-1].shape[1]
     result = torch.empty(sum(heights), width, dtype=dtype, device=planes[0][0].device)
     with together(launch) as each:

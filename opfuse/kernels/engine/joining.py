@@ -18,8 +18,8 @@ from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import Launcher
 from opfuse.kernels.engine.variants import parameter_bytes
 
-JOINED = 8
-"""How many launches become one, at most."""
+JOINED = 32
+"""How many launches become one, at most: as many as have room for their parameters in the 4 KB of a launch."""
 
 _CASTS = ("amax", "cast_tensor", "cast_block", "cast_mx", "amax_lines", "cast_lines", "cast_row", "amax_nvfp4", "cast_nvfp4")
 READ_WORDS: dict[str, tuple[int, ...]] = {f"{name}.cu": parameter_of(f"{name}.cu").read_words for name in _CASTS}

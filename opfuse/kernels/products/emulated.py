@@ -19,7 +19,6 @@ import torch
 
 from opfuse.formats import COLUMNWISE, E2M1, ROWWISE, Usage
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups
-from opfuse.kernels.engine.joining import JOINED
 from opfuse.kernels.engine.launch import is_recorded
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.sums import scaled_sums
@@ -71,7 +70,7 @@ def _is_alone() -> bool:
     return active_modes() <= is_recorded()
 
 
-AT_ONCE = JOINED
+AT_ONCE = 8
 """Groups that are decoded before the first of them is multiplied: a program makes one launch of as many."""
 
 

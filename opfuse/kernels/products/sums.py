@@ -33,7 +33,7 @@ def scaled_sums(
     out: torch.Tensor | None = None,
     overwrites: bool = False,
 ) -> torch.Tensor:
-    """Reads the sums once, with one launch for every eight. They are overwritten only if they are the result."""
+    """Reads the sums once, with one launch for up to ``JOINED``. They are overwritten only if they are the result."""
     if dtype not in C_TYPES:
         return definition(sums, factors, dtype=dtype, out=out, overwrites=overwrites)
     sums = [each.contiguous() for each in sums]

@@ -1,4 +1,4 @@
-"""The cross-entropy of rows of logits, and its gradient for them, computed in the memory of the logits.
+"""The cross-entropy of rows of logits, and its gradient for them.
 
 In fp32 (fp64 of fp64 logits), of plain torch ops that wait for no device.
 """
@@ -33,14 +33,28 @@ def counted(targets: torch.Tensor, how: CrossEntropy) -> torch.Tensor:
     return (targets != how.ignore_index).sum()
 
 
-def row_losses(
-    logits: torch.Tensor, targets: torch.Tensor, how: CrossEntropy, *, gradient: bool, scales: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The loss (M,) of each row of ``logits`` (M, V), fp32 or fp64, with ``targets`` (M,), int64. ``logits`` is overwritten.
+class RowLosses(NamedTuple):
+    """losses: (M,), in the dtype of the logits. gradient: of the sum of the losses, (M, V); None if nobody asked for it."""
 
-    gradient: leave there the gradient of the sum of the losses, each times its scale of ``scales`` (M,). A target that is neither
-    ignored nor in 0 ... V - 1 makes the loss and the gradient of its row NaN, on every device: to raise an error, as torch does
-    on a CPU, the host would have to wait for the device.
+    losses: torch.Tensor
+    gradient: torch.Tensor | None
+
+
+def row_losses(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    how: CrossEntropy,
+    *,
+    gradient: torch.dtype | None = None,
+    scales: torch.Tensor | None = None,
+) -> RowLosses:
+    """The loss of each row of ``logits`` (M, V), fp32 or fp64, with ``targets`` (M,), int64. ``logits`` may be overwritten.
+
+    gradient: the dtype to which the gradient is rounded; None: none is computed. scales: (M,), what each loss is multiplied by in
+    the sum whose gradient it is. A target that is neither ignored nor in 0 ... V - 1 makes the loss and the gradient of its row
+    NaN, on every device: to raise an error, as torch does on a CPU, the host would have to wait for the device.
+
+    A GPU takes as long as memory does, so each op over (M, V) counts: with no option they are three.
     """
     words = logits.shape[-1]
     ignored = targets == how.ignore_index
@@ -49,29 +63,28 @@ def row_losses(
     slope = None
     if how.softcap is not None:
         logits.div_(how.softcap).tanh_()
-        slope = 1 - logits.square() if gradient else None
+        slope = 1 - logits.square() if gradient is not None else None
         logits.mul_(how.softcap)
-    # Relative to the largest logit of a row, as torch's log-softmax is, so that no exponential overflows.
-    largest = logits.amax(-1, keepdim=True)
-    chosen = logits.sub_(largest).gather(1, index).squeeze(1)
-    mean = logits.mean(-1) if how.label_smoothing else None
-    total = logits.exp_().sum(-1)
-    log_total = total.log()
-    losses = log_total - chosen
-    if mean is not None:
-        losses = losses.mul_(1 - how.label_smoothing).add_(log_total - mean, alpha=how.label_smoothing)
-    log_sum = log_total + largest.squeeze(1)  # L itself
+    chosen = logits.gather(1, index)
+    log_shares = torch.log_softmax(logits, -1)
+    own = log_shares.gather(1, index)
+    losses = -own.squeeze(1)
+    if how.label_smoothing:
+        losses = losses.mul_(1 - how.label_smoothing).sub_(log_shares.mean(-1), alpha=how.label_smoothing)
+    log_sum = (chosen - own).squeeze(1)  # L itself
     if how.z_loss:
         losses = losses.add_(log_sum.square(), alpha=how.z_loss)
-    if gradient:
-        weights = 1 + 2 * how.z_loss * log_sum if how.z_loss else torch.ones_like(log_sum)
-        logits.mul_((weights / total).masked_fill(outside, float("nan")).unsqueeze(1))
-        if how.label_smoothing:
-            logits.sub_(how.label_smoothing / words)
-        logits.scatter_(1, index, logits.gather(1, index).sub_(1 - how.label_smoothing))
-        if slope is not None:
-            logits.mul_(slope)
-        if scales is not None:
-            logits.mul_(scales.unsqueeze(1))
-        logits.masked_fill_(ignored.unsqueeze(1), 0.0)
-    return losses.masked_fill(outside, float("nan")).masked_fill_(ignored, 0.0)
+    losses = losses.masked_fill(outside, float("nan")).masked_fill_(ignored, 0.0)
+    if gradient is None:
+        return RowLosses(losses, None)
+    made = log_shares.exp_()
+    if how.z_loss:
+        made.mul_((1 + 2 * how.z_loss * log_sum).unsqueeze(1))
+    if how.label_smoothing:
+        made.sub_(how.label_smoothing / words)
+    made.scatter_(1, index, made.gather(1, index).sub_(1 - how.label_smoothing))
+    if slope is not None:
+        made.mul_(slope)
+    factors = torch.ones_like(losses) if scales is None else scales
+    factors = factors.masked_fill(outside, float("nan")).masked_fill_(ignored, 0.0).unsqueeze(1)
+    return RowLosses(losses, torch.mul(made, factors, out=torch.empty_like(made, dtype=gradient)))

@@ -6,7 +6,7 @@ Rows go in chunks: the logits of a chunk, their losses and their gradients are m
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -192,16 +192,18 @@ class LinearCrossEntropy(BasicOperation):
             if head.bias is not None:
                 logits.add_(head.bias)
             factors = None if scales is None else scales[start : start + rows]
-            losses.append(row_losses(logits, aims, self.loss, gradient=bool(wanted), scales=factors))
+            found = row_losses(logits, aims, self.loss, gradient=dtype if wanted else None, scales=factors)
+            losses.append(found.losses)
+            dy = found.gradient
+            del logits, found
+            if dy is None:
+                continue
             if db is not None:
-                db.add_(logits.sum(0))
-            if wanted & {"input", "weight"}:
-                dy = logits.to(dtype)
+                db.add_(dy.sum(0, dtype=wide))
             if "input" in wanted:
                 dx.append(gemm("dgrad", dy, head.weight, dtype=dtype, **ctx.env.product("dgrad")))
             if dw is not None:
-                for words in _slices(len(dw), dw.shape[1], rows):
-                    dw[words].add_(gemm("wgrad", dy[:, words], piece, dtype=dtype, out_dtype=wide, **ctx.env.product("wgrad")))
+                _add_product(dw, dy, piece, **ctx.env.product("wgrad"))
         return torch.cat(losses), HeadGradients(torch.cat(dx) if "input" in wanted else None, dw, db)
 
     def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:
@@ -219,13 +221,19 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return pointwise.compute_dtype(dtype)
 
 
-def _slices(words: int, features: int, rows: int) -> Iterator[slice]:
-    """Parts of the vocabulary, so that a part of dW takes about as much memory as the logits of a chunk: torch has no product
-    of bf16 operands that adds to fp32.
+def _add_product(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, **how: Any) -> None:
+    """Add dy^T x to ``dw``. On a GPU cuBLAS adds to fp32. On a CPU torch has no such product of bf16 operands, so the vocabulary
+    goes in parts, of which one takes about as much memory as the logits of a chunk.
     """
-    count = min(-(-features // rows), MOST_SLICES)
-    size = max(-(-words // count), 1)
-    return (slice(start, start + size) for start in range(0, words, size))
+    if dw.is_cuda and dy.dtype != dw.dtype:
+        with torch.autocast("cuda", enabled=False):
+            torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
+        return
+    count = min(-(-dw.shape[1] // len(dy)), MOST_SLICES)
+    size = max(-(-len(dw) // count), 1)
+    for start in range(0, len(dw), size):
+        words = slice(start, start + size)
+        dw[words].add_(gemm("wgrad", dy[:, words], x, dtype=dy.dtype, out_dtype=dw.dtype, **how))
 
 
 def _scaled(gradient: torch.Tensor | None, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -17,8 +17,8 @@ def beside_products(record: Mapping[str, Any]) -> str:
     """What A moves under current scaling and `dequantized` beside its products, and the ratio that this alone would make."""
     x, inside, weights = SIZES.tokens * SIZES.hidden, SIZES.tokens * SIZES.ffn, 2 * SIZES.hidden * SIZES.ffn
     moved = {
-        "for the amaxes of input and weights": BF16 * (x + weights),
-        "for their casts": (BF16 + FP8) * (x + weights),
+        "for the amaxes of input and, in both passes, weights": BF16 * (x + 2 * weights),
+        "for their casts": (BF16 + FP8) * (x + 2 * weights),
         "for bias and GELU with the amax and what the derivative reads": 2 * BF16 * inside,
         "for the codes of the result": (BF16 + FP8) * inside,
         "for the last bias": 2 * BF16 * x,
@@ -55,7 +55,7 @@ def least_of_b(record: Mapping[str, Any]) -> str:
         read = BF16 * (x + wide) + again * BF16 * (x + 2 * inside)
         inference, casts = read + FP8 * (x + inside), (BF16 + FP8 + again * BF16) * weights
         backward = BF16 * (x + inside + wide) + 2 * FP8 * (x + wide) + again * BF16 * (x + 2 * wide) + 3 * BF16 * x
-        training = inference + casts + FP8 * (x + inside + weights) + backward
+        training = inference + 2 * casts + FP8 * (x + inside) + backward  # weights are cast in both passes
         alone = {what: products_alone(record, f"B, {kind}, {what}") for what in ("forward", "training")}
         cells = ((inference, "forward"), (inference + casts, "forward"), (training, "training"))
         of_each = ((f"{count / 1e9:.2f}", f"{1 + at_copy(record, count) / alone[what]:.2f}") for count, what in cells)

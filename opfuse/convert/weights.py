@@ -217,7 +217,7 @@ def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
     turned = [transposed for _, _, transposed in sources]
     with torch.no_grad():
         parts = [value.mT if turn else value for value, turn in zip(values, turned)]
-        whole = joined(parts).detach()
+        whole = _whole(parts).detach()
     sizes = [len(part) for part in parts]
     if torch.is_grad_enabled() and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
         ledger.watch(values)  # whose counters the whole does not have
@@ -236,18 +236,25 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reached: list[bool], *parts: torch.Tensor) -> torch.Tensor:
         ctx.sizes, ctx.reached = [len(part) for part in parts], reached
-        if not _lies_whole(parts):
-            with autocast_like(parts[0], None):  # which may be on with another dtype
-                return torch.cat(parts)
-        whole = [*map(_as_they_lie, zip(*map(_arrays, parts)))]
-        first: Any = parts[0]
-        return first.over(over_rows(first.held, whole)) if isinstance(first, QuantizedTensor) else whole[0]
+        return _whole(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         parts = grads[0].split(ctx.sizes)
         reached = ctx.reached or [True] * len(parts)
         return None, *[part if reaches else None for part, reaches in zip(parts, reached)]
+
+
+def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`joined`, without autograd."""
+    if len(parts) == 1:
+        return parts[0]
+    if not _lies_whole(parts):
+        with autocast_like(parts[0], None):  # which may be on with another dtype
+            return torch.cat([*parts])
+    whole = [*map(_as_they_lie, zip(*map(_arrays, parts)))]
+    first: Any = parts[0]
+    return first.over(over_rows(first.held, whole)) if isinstance(first, QuantizedTensor) else whole[0]
 
 
 def _check_unwritten(parts: Sequence[torch.Tensor], before: Sequence[int], *_: Any) -> None:

@@ -22,6 +22,7 @@ from opfuse.convert.weights import borrowing
 from opfuse.core.spec import spec_of
 from opfuse.errors import ConversionError, describe, with_article
 from opfuse.ops.cross_entropy import LinearCrossEntropy
+from opfuse.torch_private.modules import has_global_hooks
 from opfuse.torch_private.stack import module_that_calls
 
 LossKind = Literal["own", "fused"]
@@ -88,16 +89,29 @@ class ModelLoss:
         labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
         if labels is None:
             return own(self.model, *args, **kwargs)
-        if (now := _settings(self.model)) != self.settings:
-            got = f"{now}, where fuse_ found {self.settings}"
-            cure = "call fuse_ again after a change of the config"
-            raise ConversionError(describe(f"{self.label} loss", wanted="logits as they were", got=got, cure=cure))
+        if (got := self._change()) is not None:
+            cure = "call fuse_ again after such a change, or opfuse.unfuse_ and fuse_ without loss='fused'"
+            raise ConversionError(describe(f"{self.label} loss", wanted="head, logits and loss as they were", got=got, cure=cure))
         token = _CALL.set(LossCall(self.head))
         try:
             output = own(self.model, *args, **kwargs)
         finally:
             _CALL.reset(token)
         return _without_logits(output)
+
+    def _change(self) -> str | None:
+        """What has changed since ``fuse_``, of which the loss would hear nothing: logits are not made; None: nothing."""
+        if (now := _settings(self.model)) != self.settings:
+            return f"{now}, where fuse_ found {self.settings}"
+        if self.model.get_output_embeddings() is not self.head:  # type: ignore[operator]
+            return "another output head, such as an adapter around it"
+        if not isinstance(vars(self.head).get(FORWARD), HeadForward):
+            return "an output head whose forward was replaced"
+        if self.head._forward_hooks or has_global_hooks():
+            return "a hook on the output head, or on all modules, that may change its result"
+        if vars(self.model).get(LOSS) is not self.loss:
+            return "another loss_function"
+        return None
 
     @property
     def label(self) -> str:
@@ -129,9 +143,10 @@ class ModelLoss:
         """Give both their own back."""
         vars(self.model).pop(FORWARD)
         vars(self.head).pop(FORWARD, None)
-        vars(self.model).pop(LOSS, None)
-        if self.held:
-            vars(self.model)[LOSS] = self.own
+        if vars(self.model).get(LOSS) is self.loss:  # and not one that somebody has set since
+            vars(self.model).pop(LOSS)
+            if self.held:
+                vars(self.model)[LOSS] = self.own
 
 
 class LossFunction:

@@ -65,20 +65,19 @@ def row_losses(
         logits.div_(how.softcap).tanh_()
         slope = 1 - logits.square() if gradient is not None else None
         logits.mul_(how.softcap)
-    chosen = logits.gather(1, index)
     log_shares = torch.log_softmax(logits, -1)
-    own = log_shares.gather(1, index)
-    losses = -own.squeeze(1)
+    losses = -log_shares.gather(1, index).squeeze(1)
     if how.label_smoothing:
         losses = losses.mul_(1 - how.label_smoothing).sub_(log_shares.mean(-1), alpha=how.label_smoothing)
-    log_sum = (chosen - own).squeeze(1)  # L itself
+    log_sum = None
     if how.z_loss:
+        log_sum = logits.amax(-1) - log_shares.amax(-1)  # L, of the largest logit, since that of a target may be -inf
         losses = losses.add_(log_sum.square(), alpha=how.z_loss)
     losses = losses.masked_fill(outside, float("nan")).masked_fill_(ignored, 0.0)
     if gradient is None:
         return RowLosses(losses, None)
     made = log_shares.exp_()
-    if how.z_loss:
+    if log_sum is not None:
         made.mul_((1 + 2 * how.z_loss * log_sum).unsqueeze(1))
     if how.label_smoothing:
         made.sub_(how.label_smoothing / words)

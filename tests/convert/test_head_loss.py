@@ -205,8 +205,45 @@ def test_a_config_that_changes_later_is_an_error():
     model = tiny("Gemma2ForCausalLM", "Gemma2Config", final_logit_softcapping=2.0)
     opfuse.fuse_(model, loss="fused")
     model.config.final_logit_softcapping = 3.0
-    with pytest.raises(ConversionError, match="call fuse_ again after a change of the config"):
+    with pytest.raises(ConversionError, match="call fuse_ again after such a change"):
         model(**batch())
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
+
+
+def halved(model):
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: forward(x) / 2
+
+
+def headed(model):
+    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+
+
+def lost(model):
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+
+
+@pytest.mark.parametrize("change", [hooked, halved, headed, lost])
+def test_what_changes_logits_or_the_loss_later_is_an_error(change):
+    """No logits are made that it could act on. Without labels it acts as ever."""
+    model, own = llama(), llama()
+    own.load_state_dict(model.state_dict())
+    opfuse.fuse_(model, None, loss="fused")
+    torch.manual_seed(0)
+    change(model)
+    torch.manual_seed(0)
+    change(own)
+    given = batch()
+    with pytest.raises(ConversionError, match="wants head, logits and loss as they were"):
+        model(**given)
+    plain = {name: value for name, value in given.items() if name != "labels"}
+    assert torch.equal(model(**plain).logits, own(**plain).logits)
+    opfuse.unfuse_(model)
+    if change is lost:
+        assert torch.equal(model(**given).loss, own(**given).loss)
 
 
 @pytest.mark.cpu

@@ -155,6 +155,21 @@ def test_r18_what_is_not_finite_shows_where_torch_shows_it():
     assert torch.equal(bad.grad.isnan(), own.grad.isnan())
 
 
+@pytest.mark.row("R18")
+def test_r18_a_word_that_is_masked_out_leaves_rows_finite():
+    """A logit of -inf, of word 0 too, to which ignored rows point, under a z-loss."""
+    op, x, targets = made(10, bias=True, z_loss=1e-2)
+    targets[targets == 0] = 1
+    with torch.no_grad():
+        op.bias[0] = -float("inf")
+    op(x, targets).backward()
+    leaves = [p.detach().double().requires_grad_() for p in (x, *op.parameters())]
+    kept = targets != op.ignore_index
+    (row_losses(op, F.linear(*leaves), targets).sum() / kept.sum()).backward()
+    for got, want in zip((x, *op.parameters()), leaves, strict=True):
+        torch.testing.assert_close(got.grad, want.grad.float(), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("wrong", [-1, V, 2**40, -101])
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_a_target_that_is_no_word_makes_its_row_nan(reduction, wrong):

@@ -22,7 +22,7 @@ from opfuse.convert.weights import borrowing
 from opfuse.core.spec import spec_of
 from opfuse.errors import ConversionError, describe, with_article
 from opfuse.ops.cross_entropy import LinearCrossEntropy
-from opfuse.torch_private.modules import has_global_hooks
+from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import module_that_calls
 
 LossKind = Literal["own", "fused"]
@@ -107,7 +107,7 @@ class ModelLoss:
             return "another output head, such as an adapter around it"
         if not isinstance(vars(self.head).get(FORWARD), HeadForward):
             return "an output head whose forward was replaced"
-        if self.head._forward_hooks or has_global_hooks():
+        if has_hooks(self.head) or has_global_hooks():
             return "a hook on the output head, or on all modules, that may change its result"
         if vars(self.model).get(LOSS) is not self.loss:
             return "another loss_function"

@@ -228,8 +228,9 @@ MIXTURES = """\
 Two layers of transformers' models with random weights, one sequence, forward and backward; experts in bf16 are transformers'
 `grouped_mm`. *called* and *compiled* are as above, and so is what speeds are over. Below the wall time stands what the device
 does, by the names of kernels, with launches in parentheses, how long the host takes to queue a step, and what a forward pass
-leaves for the backward pass, also under `keep="quantized"`. Of Qwen3's shape at 8192 tokens the host decides, and its machines
-differ: on another H200 of the same day, with `keep="all"`, compiled layers took 0.98 to 1.12 times the speed of bf16.
+leaves for the backward pass, also under `keep="quantized"`. Of Qwen3's shape at 8192 tokens the CPU decides, and machines with
+this GPU differ: on two other H200s of the same day, with `keep="all"`, compiled layers had 0.92 and 1.09 times the speed of bf16
+under current scaling, 1.05 and 1.13 under block scaling.
 [mixtures-part-by-part](decisions/mixtures-part-by-part.md) says what was tried.
 
 """

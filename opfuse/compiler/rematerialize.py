@@ -3,7 +3,7 @@
 An operand is rematerialized if it is a cast of a parameter, or of a result that follows from saved state: that of a norm or of an
 elementwise op that saved its input, and of elementwise ops after it. All code that this takes must be the library's own and
 deterministic; any other operand is saved. By default these are casts of parameters alone: they would be as many bytes as the
-model has parameters, and to read the weight again takes less than a hundredth of a step of 8192 tokens.
+model has parameters, and to cast the weight again took at most 2 % of a step of 4096 tokens of Llama layers on an H200.
 
 Whatever ``keep`` says, a plane that a collective left where it was cast travels when the backward pass reads it.
 

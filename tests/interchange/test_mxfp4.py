@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from transformers.quantizers.quantizers_utils import should_convert_module
 
 from tests.convert.blocks import Holder
+from tests.interchange.training import trained_on
 from tests.oracles import casts, libraries
 from tests.processes import run_ranks
 
@@ -73,14 +74,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def trained(model: nn.Module, steps: int = 4, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
     optimizer = optimizer or opfuse.with_masters(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=WORDS, labels=WORDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return trained_on(WORDS, model, optimizer, steps)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from opfuse.interchange.layouts import LAYOUTS, OF_LINEAR_LAYERS
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import Float8BlockQuantizer, NVFP4Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
+from tests.interchange.training import trained_on
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -118,15 +119,7 @@ class Body(nn.Module):
 
 
 def trained(model: nn.Module, optimizer: Any, steps: int = 5) -> list[float]:
-    """The loss before each step."""
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=WORDS, labels=WORDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    return trained_on(WORDS, model, optimizer, steps)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from opfuse.convert.guards import ModuleGuard, Proven
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.report import Conversion, Report
 from opfuse.convert.states import METHODS, States
-from opfuse.convert.weights import replica, stand_ins, taking
+from opfuse.convert.weights import replica, run_with, stand_ins
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, enrolled, outside, prepared
 from opfuse.core.watched import Tree
@@ -35,7 +35,6 @@ from opfuse.errors import ConversionError, Described, OpfuseWarning, describe, n
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe
 from opfuse.recipes.autocast import in_region
-from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance, parameters_of
 from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.checkpoint_replay import repeated
@@ -378,23 +377,14 @@ class InGraph:
         """A single pipeline records its backward pass on a tape; anything else is recorded by autograd."""
         pipeline = self.run
         if current_recipe() is None or pipeline.spare_of(call.given[0]):
-            return call.recorded_by_autograd(lambda given, instead: self._over(instead, partial(self._run, given)))
+            return call.recorded_by_autograd(lambda given, instead: run_with(instead, partial(self._run, given)))
         self._check()
         if self.traced_apart:
             got = "the graph was traced without a recipe, and runs under one; the products of one input stay apart in it"
             cure = "trace it under the recipe: torch.compiler.reset(), then call it inside opfuse.autocast"
             self.owner.warn(notice(self.label, got=got, cure=cure), level=2)
 
-        def alone(given: Sequence[torch.Tensor], ledger: BackwardTape) -> torch.Tensor:
-            x, *arguments = given
-            result: torch.Tensor = self._over(ledger, partial(pipeline, x, arguments))
-            return result
-
-        return call.recorded_on_tape(alone)
-
-    def _over(self, instead: Mapping[int, torch.Tensor] | BackwardTape, run: Callable[[], Any]) -> Any:
-        with taking(instead):
-            return run()
+        return call.recorded_on_tape(lambda given, tape: run_with(tape, partial(pipeline, given[0], given[1:])))
 
     def _check(self) -> None:
         """ConversionError in a graph that was made for what the modules were when they were converted."""

@@ -120,7 +120,10 @@ class Settings(NamedTuple):
             now = own[name] if name in own else getattr(kind, name, None)
             if now is not before and not _is_same(_seen(now, kind), before):
                 return False
-        return _present(own["_parameters"]) == self.parameters and _is_same(tuple(own["_modules"].items()), self.submodules)
+        if _present(own["_parameters"]) != self.parameters:
+            return False
+        modules: Mapping[str, Any] = own["_modules"]
+        return (not modules and not self.submodules) or _is_same(tuple(modules.items()), self.submodules)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 def _present(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple([(name, tuple(value.shape)) for name, value in parameters.items() if value is not None])
+    return tuple([(name, value.shape) for name, value in parameters.items() if value is not None])
 
 
 class Outside:

@@ -110,12 +110,14 @@ class PipelineRun:
 
     def _filled(self, fuser: OperationFuser, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result for ``x``, to which copies of the last row are added for the call if the recipe needs them."""
-        instead, spare = stand_ins(), self.spare_of(x)
-        on_tape = isinstance(instead, BackwardTape)  # which records ops of the pipeline alone, and copies what they save
-        if type(x) is torch.Tensor and not is_matrix(x) and isinstance(self.ops[0], BasicLinear) and not on_tape:
-            x = x.contiguous()  # of which torch's ``linear`` keeps a copy, too: the original may be written to from now on
-        if not spare:
+        instead = stand_ins()
+        if isinstance(instead, BackwardTape):  # which records ops of the pipeline alone, and copies what they save
             whole: torch.Tensor = fuser(x, *extras, instead=instead)
+            return whole
+        if type(x) is torch.Tensor and not is_matrix(x) and isinstance(self.ops[0], BasicLinear):
+            x = x.contiguous()  # of which torch's ``linear`` keeps a copy, too: the original may be written to from now on
+        if not (spare := self.spare_of(x)):
+            whole = fuser(x, *extras, instead=instead)
             return whole
         result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras], instead=instead)
         return result[: _rows(x)].view(*x.shape[:-1], -1)

@@ -7,8 +7,7 @@ which is made of them at each call under autograd, so that gradients arrive in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -218,7 +217,7 @@ def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
     with torch.no_grad():
         parts = [value.mT if turn else value for value, turn in zip(values, turned)]
         whole = _whole(parts).detach()
-    sizes = [len(part) for part in parts]
+    sizes = [part.shape[0] for part in parts]
     if torch.is_grad_enabled() and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
         ledger.watch(values)  # whose counters the whole does not have
 
@@ -249,10 +248,11 @@ def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """:func:`joined`, without autograd."""
     if len(parts) == 1:
         return parts[0]
-    if not _lies_whole(parts):
+    arrays = [*zip(*map(_arrays, parts))]
+    if not all(map(_lie_together, arrays)):
         with autocast_like(parts[0], None):  # which may be on with another dtype
             return torch.cat([*parts])
-    whole = [*map(_as_they_lie, zip(*map(_arrays, parts)))]
+    whole = [*map(_as_they_lie, arrays)]
     first: Any = parts[0]
     return first.over(over_rows(first.held, whole)) if isinstance(first, QuantizedTensor) else whole[0]
 
@@ -300,7 +300,7 @@ def _lie_together(parts: Sequence[torch.Tensor]) -> bool:
 
 def _as_they_lie(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The one array whose rows ``parts`` are."""
-    first, rows = parts[0].detach(), sum(map(len, parts))
+    first, rows = parts[0].detach(), sum([part.shape[0] for part in parts])
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
@@ -320,32 +320,31 @@ def _read(source: Source) -> torch.Tensor:
 _instead: ContextVar[Mapping[int, torch.Tensor] | BackwardTape | None] = ContextVar("opfuse_parameters_instead", default=None)
 
 
-@contextmanager
-def taking(instead: Mapping[int, torch.Tensor] | BackwardTape) -> Iterator[None]:
-    """Inside, parameters are replaced by stand-ins, by their ``id()``, which take their gradients.
+def run_with(instead: Mapping[int, torch.Tensor] | BackwardTape, run: Callable[[], Any]) -> Any:
+    """What ``run()`` gives with stand-ins in the place of parameters, by their ``id()``, which take their gradients.
 
-    With a ledger, pipelines read the parameters themselves, and note in it how gradients reach them.
+    With a tape, pipelines read the parameters themselves, and record on it how gradients reach them.
     """
     reset = _instead.set(instead)
     try:
-        yield
+        return run()
     finally:
         _instead.reset(reset)
 
 
 def stand_ins() -> Mapping[int, torch.Tensor] | BackwardTape | None:
-    """The stand-ins of parameters by their ``id()``, or the ledger, of the :func:`taking` around; None outside."""
+    """The stand-ins of parameters by their ``id()``, or the tape, of the :func:`run_with` around; None outside."""
     return _instead.get()
 
 
 def taken(value: Any) -> Any:
-    """The stand-in of a parameter; itself outside of :func:`taking`."""
+    """The stand-in of a parameter; itself outside of :func:`run_with`."""
     instead = _instead.get()
     return instead.get(id(value), value) if isinstance(instead, Mapping) else value
 
 
 def replica(module: nn.Module, *, plain: bool = False) -> nn.Module:
-    """``module``, or inside of :func:`taking` a shallow copy over what stands for parameters. plain: a copy whose forward,
+    """``module``, or inside of :func:`run_with` a shallow copy over what stands for parameters. plain: a copy whose forward,
     and that of all modules inside, is that of its class.
     """
     if _instead.get() is None and not plain:

@@ -334,11 +334,11 @@ _RELEASED = torch.empty(0, device="cpu")
 
 def versions(*values: Value | None) -> list[int]:
     """How often each tensor of ``values`` was written, as autograd counts; 0 for those of inference mode, which do not count."""
-    found: list[int] = []
-    for value in values:
-        for tensor in (value,) if isinstance(value, torch.Tensor) else _tensors(value):
-            found.append(0 if tensor.is_inference() else version_of(tensor))
-    return found
+    try:
+        return [*map(version_of, values)]  # type: ignore[arg-type]
+    except (AttributeError, RuntimeError):  # a value of several tensors, or of none; one that does not count
+        tensors = [tensor for value in values for tensor in _tensors(value)]
+        return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 def _tensors(value: Value | None) -> tuple[torch.Tensor, ...]:

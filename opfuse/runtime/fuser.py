@@ -353,13 +353,14 @@ class OperationFuser:
         """
         if torch.compiler.is_compiling():
             return self._call_compiling(x, extras, kwargs)
-        if not isinstance(instead, BackwardTape) and (repeat := repeated(self)) is not None:  # inside of an op, that has asked
-            return repeat(partial(self, x, *extras, kwargs=kwargs, instead=instead))
-        if not isinstance(x, torch.Tensor):
-            check_proxy(self.label, x)
-            check_tensors(self.label, x)
-        if is_followed():
-            check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self.slots]))
+        if not isinstance(instead, BackwardTape):  # inside of an op, that has asked
+            if (repeat := repeated(self)) is not None:
+                return repeat(partial(self, x, *extras, kwargs=kwargs, instead=instead))
+            if not isinstance(x, torch.Tensor):
+                check_proxy(self.label, x)
+                check_tensors(self.label, x)
+            if is_followed():
+                check_followed(self.label, (x, *extras, *[slot.get(name) for slot, name in self.slots]))
         for op, given in zip(self.ops, kwargs or ()):
             op.check_kwargs(given)
         if self._reset_by_recipes:

@@ -179,7 +179,9 @@ def _recorded_on_tape(
 ) -> list[torch.Tensor]:
     """The outputs of a segment whose backward pass is recorded on ``tape``."""
     with torch.no_grad():
-        outputs = [*_distinct(_published(runner.forward(inputs), read), read)]
+        outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in runner.forward(inputs)]
+        if not {*map(id, read)}.isdisjoint(map(id, outputs)) or len(outputs) > 1:
+            outputs = [*_distinct(outputs, read)]
     tape.record(read, outputs, partial(_gradients, runner, tape.save(runner.released())))
     return outputs
 

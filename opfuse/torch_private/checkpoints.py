@@ -8,7 +8,8 @@ So what counts is that a checkpoint has such an object, not how the functions of
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from functools import cache
 from threading import get_ident
 from types import CodeType, FrameType, GeneratorType
@@ -148,24 +149,51 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
 
     beyond: also those outside of a backward pass that they started.
     """
-    task = backward_pass()
-    for around in frames(frame):
+    task, forward = backward_pass(), None
+    around: FrameType | None = frame or frame_of_caller()
+    while around is not None:  # of a hundred functions on the stack few have such a name
         code = around.f_code
-        if code.co_name == _ENGINE and not beyond:
-            return  # what lies beyond is about a backward pass around this one
-        if around.f_globals is _GLOBALS:
-            places = _places()
-            if (path := places.first.get(code)) is not None and (owner := _value(around, path)) is not None:
-                yield FoundCheckpoint(owner, None, strict=True, trains=False)
-            elif (pair := places.again.get(code)) is not None:
-                yield FoundCheckpoint(around.f_locals[pair[0]], around.f_locals[pair[1]], strict=True, trains=False)
-        if code.co_name in ("forward", "backward") and code.co_argcount and not _is_part(around):
-            ctx = around.f_locals.get(code.co_varnames[0])
+        found = _own_checkpoint(around) if around.f_globals is _GLOBALS else None
+        if (name := code.co_name) in _NAMES and found is None:
+            if name == _ENGINE and not beyond:
+                break  # what lies beyond is about a backward pass around this one
+            ctx = around.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if isinstance(ctx, FunctionCtx):
-                again = task if code.co_name == "backward" else None
-                strict = type(ctx).__name__ == _REENTRANT
-                needs = getattr(ctx, "needs_input_grad", ())
-                yield FoundCheckpoint(ctx, again, strict, trains=again is None and any(needs))
+                if not _is_part(around):
+                    found = _of_function(ctx, None if name == "forward" else task)
+                elif name == "forward" and not beyond:
+                    if ctx is _ALONE[0]():
+                        return
+                    forward = ctx
+        if found is not None:
+            forward = None
+            yield found
+        around = around.f_back
+    if forward is not None:
+        _ALONE[0] = weakref.ref(forward)
+
+
+def _own_checkpoint(frame: FrameType) -> FoundCheckpoint | None:
+    """The checkpoint of a function of ``torch.utils.checkpoint`` that runs or recomputes a non-reentrant one; None of others."""
+    places = _places()
+    if (path := places.first.get(frame.f_code)) is not None and (owner := _value(frame, path)) is not None:
+        return FoundCheckpoint(owner, None, strict=True, trains=False)
+    if (pair := places.again.get(frame.f_code)) is not None:
+        return FoundCheckpoint(frame.f_locals[pair[0]], frame.f_locals[pair[1]], strict=True, trains=False)
+    return None
+
+
+def _of_function(ctx: Any, again: Any) -> FoundCheckpoint:
+    """The ``ctx`` of a function of autograd, which may be a checkpoint; ``again`` in its backward."""
+    trains = again is None and any(getattr(ctx, "needs_input_grad", ()))
+    return FoundCheckpoint(ctx, again, strict=type(ctx).__name__ == _REENTRANT, trains=trains)
+
+
+_NAMES = frozenset((_ENGINE, "forward", "backward"))
+"""Names of functions among which a checkpoint's are, beside those of torch.utils.checkpoint."""
+
+_ALONE: list[Callable[[], FunctionCtx | None]] = [lambda: None]
+"""The run of compiled code around which no checkpoint was found last: each of its ops asks."""
 
 
 def waiting_stacks() -> list[FrameType]:

@@ -263,3 +263,55 @@ def test_compiled_layers_compute_the_bits_of_eager_ones(stored, device):
         x = torch.randn(128, WIDTH, device=device)
         assert same(eager(stack, x, x, recipe), eager(other, x, x, recipe))
     torch._dynamo.reset()
+
+
+class Residuals(nn.Module):
+    """Pipelines with sums between them, which a compiler makes kernels of."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            ops.Sequential(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH), ops.GELU()) for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + 2 * layer(x)
+        return x
+
+
+@pytest.mark.row("R12")
+@pytest.mark.parametrize("kind", ["none", "current", "delayed", "block"])
+def test_r12_compiled_code_becomes_cuda_graphs_around_pipelines(kind, device):
+    recipe = RECIPES[kind]() if kind != "none" else None
+    torch._dynamo.reset()
+    model = Residuals(3).to(device)
+    other = copy.deepcopy(model)
+    call = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    for _ in range(6):  # the second call of a graph is captured, later ones are replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        x, dy = torch.randn(128, WIDTH, device=device), torch.randn(128, WIDTH, device=device)
+        got = [each.clone() for each in eager(call, x, dy, recipe)]
+        assert same(got, eager(other, x, dy, recipe))
+    assert same(states(model), states(other))
+    torch._dynamo.reset()
+
+
+@pytest.mark.row("R12")
+@pytest.mark.parametrize("kind", ["current", "delayed"])
+def test_r12_compiled_models_as_graphs(kind, device):
+    """A CUDA graph of each pass, in which neither torch.compile nor a pipeline takes the host any time."""
+    recipe = RECIPES[kind]()
+    torch._dynamo.reset()
+    model = Residuals(3).to(device)
+    other = copy.deepcopy(model)
+    model.compile(fullgraph=True)
+    x = torch.randn(128, WIDTH, device=device, requires_grad=True)
+    graph = opfuse.graphed(model, (x,), recipe=recipe)
+    for _ in range(6):
+        given, dy = torch.randn_like(x).requires_grad_(), torch.randn_like(x)
+        y = graph(given)
+        got = [y.detach().clone(), *torch.autograd.grad(y, [given, *model.parameters()], dy)]
+        assert same(got, eager(other, given, dy, recipe))
+    assert same(states(model), states(other))
+    torch._dynamo.reset()

@@ -7,7 +7,9 @@ those of the last step, and so on to the first, each in the order in which the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,11 @@ class _TapeStep(NamedTuple):
     backward: StepBackward
 
 
+def shares_memory(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
+    """Whether a tensor lies in one block of memory with one of ``others``; without a loop in Python, since calls ask often."""
+    return True in map(share_memory, repeat(tensor), others)
+
+
 class Copies:
     """Copies of tensors that share memory with ``given``; equal views share one copy."""
 
@@ -40,13 +47,16 @@ class Copies:
 
     def unshared(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, or its copy if it shares memory with ``given``."""
-        for other in self.given:
-            if share_memory(tensor, other):
-                place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-                if place not in self._by_place:
-                    self._by_place[place] = tensor.detach().clone()
-                return self._by_place[place]
-        return tensor
+        if not shares_memory(tensor, self.given):
+            return tensor
+        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if place not in self._by_place:
+            self._by_place[place] = tensor.detach().clone()
+        return self._by_place[place]
+
+
+_LOOKS = attrgetter("dtype", "shape")
+"""What a gradient must have of its tensor."""
 
 
 class BackwardTape:
@@ -61,29 +71,32 @@ class BackwardTape:
         self._count = len(arguments)
         self._steps: list[_TapeStep] | None = []
         self._watched: list[SavedTensors] = []
-        self._shapes: list[tuple[torch.dtype, torch.Size]] = []
+        self._looks: list[tuple[torch.dtype, torch.Size]] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # until the call is over, so that no other tensor has the id of one
         self._copies = Copies(given)
-        for argument in arguments:
-            self._enter(argument)
+        self._enter(arguments)
 
-    def _enter(self, tensor: torch.Tensor) -> None:
-        self._numbers.setdefault(id(tensor), len(self._alive))
-        self._alive.append(tensor)
-        self._shapes.append((tensor.dtype, tensor.shape))
+    def _enter(self, tensors: Sequence[torch.Tensor]) -> None:
+        start = len(self._alive)
+        numbers = dict(zip(map(id, reversed(tensors)), range(start + len(tensors) - 1, -1, -1)))  # the first place of each
+        self._numbers = {**numbers, **self._numbers}
+        self._alive += tensors
+        self._looks += map(_LOOKS, tensors)
 
     def record(self, reads: Sequence[torch.Tensor | None], makes: Sequence[torch.Tensor], backward: StepBackward) -> None:
         """Write a step down: what it read and made, and its backward pass. ``makes`` are new tensors, known by identity."""
-        numbers, start = self._numbers, len(self._alive)
+        start = len(self._alive)
         steps = [] if self._steps is None else self._steps
-        steps.append(_TapeStep([numbers.get(id(tensor)) for tensor in reads], range(start, start + len(makes)), backward))
-        for tensor in makes:
-            self._enter(tensor)
+        steps.append(_TapeStep(self._numbers_of(reads), range(start, start + len(makes)), backward))
+        self._enter(makes)
+
+    def _numbers_of(self, tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
+        return [*map(self._numbers.get, map(id, tensors))]
 
     def save(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
         """Save tensors for the backward pass; a copy of those that share memory with ``given``."""
-        copies = [self._copies.unshared(tensor) for tensor in saved]
+        copies = [*map(self._copies.unshared, saved)]
         self.saved += copies
         return SavedTensors(copies)
 
@@ -95,15 +108,15 @@ class BackwardTape:
         """UnsupportedError unless each of ``entries`` is a result or a step has read it. Else its gradient would end, in silence,
         at what some code made of it beside the tape.
         """
-        read = {number for step in self._steps or () for number in step.reads} | {self._numbers.get(id(each)) for each in results}
-        if any(self._numbers[id(entry)] not in read for entry in entries):
+        read = {*chain.from_iterable(step.reads for step in self._steps or ()), *self._numbers_of(results)}
+        if not read.issuperset(self._numbers_of(entries)):
             wanted, got = "steps that gradients pass", "a copy of an input that no step made"
             cure = "call it outside of the graph, under torch.compiler.disable, and report this model"
             raise UnsupportedError(describe(_COMPILED, wanted=wanted, got=got, cure=cure))
 
     def close(self, results: Sequence[torch.Tensor]) -> None:
         """The call is over; ``results`` are its outputs."""
-        self._ends = [self._numbers.get(id(result)) for result in results]
+        self._ends = self._numbers_of(results)
         self._numbers, self._alive, self._copies, self.saved = {}, [], Copies(()), []
 
     def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:
@@ -119,7 +132,7 @@ class BackwardTape:
             each.unpack(keep)
         if not keep:
             self._steps, self._watched = None, []
-        found: list[torch.Tensor | None] = [None] * len(self._shapes)
+        found: list[torch.Tensor | None] = [None] * len(self._looks)
         for end, grad in zip(self._ends, given):
             self._add(found, end, grad)
         for reads, makes, backward in reversed(steps):
@@ -134,7 +147,7 @@ class BackwardTape:
         """Add a gradient in the dtype and shape of its tensor, as autograd does."""
         if number is None or grad is None:
             return
-        dtype, shape = self._shapes[number]
+        dtype, shape = self._looks[number]
         if grad.shape != shape:
             grad = grad.sum_to_size(shape)
         if grad.dtype != dtype:

@@ -288,11 +288,12 @@ def _refusal(pipeline: CompiledPipeline, wanted: str, got: str, cure: str) -> Un
 def autocast_like(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """torch.autocast as it is around the call in the code that was compiled."""
     kind = x.device.type
-    if not torch.amp.autocast_mode.is_autocast_available(kind):
-        return nullcontext()
-    if dtype == autocast_dtype(x):
-        return nullcontext()
+    if dtype == autocast_dtype(x) or not torch.amp.autocast_mode.is_autocast_available(kind):
+        return _AS_IT_IS
     return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+
+
+_AS_IT_IS = nullcontext()
 
 
 # -- what a compiler asks --------------------------------------------------------------------------------------------------------
@@ -365,10 +366,15 @@ def _refuse_batched(*arguments: Any) -> NoReturn:
     raise UnsupportedError(describe("a compiled pipeline", wanted="plain tensors and gradients", got=got, cure=cure))
 
 
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+"""What inductor knows of them. In mode "reduce-overhead" it makes CUDA graphs of the code between them: what a call keeps for its
+backward pass is no output of the graph, and inductor refuses memory of its CUDA graphs that it knows nothing of.
+"""
+
 # torch.library.custom_op would wrap each of them five times over, which takes the host about as long as the call itself.
 _LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")
 for _name, (_seen, _run, _fake) in _RUNS.items():
-    _LIBRARY.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(_name + _SCHEMAS[_name], tags=_TAGS)
     for _function, _key in ((_seen, "Autograd"), (_run, "CompositeExplicitAutograd")):
         _LIBRARY.impl(_name, not_traced(_function), _key)  # where a graph broke, dynamo would look into it
     for _key in ("FuncTorchBatched", "Batched"):

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from opfuse.core.context import versions
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.counting import count_in, running_pass
-from opfuse.runtime.compile.backward_tape import BackwardTape, Copies, MaybeGradients, check_unwritten
+from opfuse.runtime.compile.backward_tape import BackwardTape, Copies, MaybeGradients, check_unwritten, shares_memory
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.dispatch import seen_by_autograd
 from opfuse.torch_private.tensors import share_memory
@@ -84,12 +84,11 @@ class SavedTensorPacker:
 
 def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
     """Whether ``tensor`` shares a byte with one of ``others``."""
-    for other in others:
-        if share_memory(tensor, other):
-            (start, end), (other_start, other_end) = _extent(tensor), _extent(other)
-            if start < other_end and other_start < end:
-                return True
-    return False
+    if not shares_memory(tensor, others):
+        return False
+    start, end = _extent(tensor)
+    extents = [_extent(other) for other in others if share_memory(tensor, other)]
+    return any(start < other_end and other_start < end for other_start, other_end in extents)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from operator import add, attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -289,13 +289,10 @@ def _lies_whole(parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _lie_together(parts: Sequence[torch.Tensor]) -> bool:
-    return all(
-        one.is_contiguous()
-        and other.is_contiguous()
-        and one.data_ptr() + one.nbytes == other.data_ptr()
-        and share_memory(one, other)
-        for one, other in pairwise(parts)
-    )
+    begins = [*map(torch.Tensor.data_ptr, parts)]
+    ends = [*map(add, begins, map(attrgetter("nbytes"), parts))]
+    there = begins[1:] == ends[:-1] and all(map(torch.Tensor.is_contiguous, parts))
+    return there and all(map(share_memory, parts, parts[1:]))
 
 
 def _as_they_lie(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -151,13 +151,16 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
     """
     task, forward = backward_pass(), None
     around: FrameType | None = frame or frame_of_caller()
-    while around is not None:  # of a hundred functions on the stack few have such a name
+    while around is not None:
         code = around.f_code
-        found = _own_checkpoint(around) if around.f_globals is _GLOBALS else None
-        if (name := code.co_name) in _NAMES and found is None:
-            if name == _ENGINE and not beyond:
-                break  # what lies beyond is about a backward pass around this one
-            ctx = around.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if (name := code.co_name) not in _NAMES:  # as most of a hundred functions on the stack
+            around = around.f_back
+            continue
+        if name == _ENGINE and not beyond:
+            break  # what lies beyond is about a backward pass around this one
+        found = _own_checkpoint(around) if _is_of_checkpoints(around) else None
+        if found is None and name in _METHODS and code.co_argcount:
+            ctx = around.f_locals.get(code.co_varnames[0])
             if isinstance(ctx, FunctionCtx):
                 if not _is_part(around):
                     found = _of_function(ctx, None if name == "forward" else task)
@@ -189,8 +192,19 @@ def _of_function(ctx: Any, again: Any) -> FoundCheckpoint:
     return FoundCheckpoint(ctx, again, strict=type(ctx).__name__ == _REENTRANT, trains=trains)
 
 
-_NAMES = frozenset((_ENGINE, "forward", "backward"))
-"""Names of functions among which a checkpoint's are, beside those of torch.utils.checkpoint."""
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names of the functions in a module or a function, at any depth."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner.co_name
+            yield from _names_in(inner)
+
+
+_METHODS = ("forward", "backward")
+"""The functions of an ``autograd.Function``."""
+
+_NAMES = frozenset((_ENGINE, *_METHODS, *_names_in(_GLOBALS["__loader__"].get_code(torch.utils.checkpoint.__name__))))
+"""The functions on the stack that are looked at: those of ``torch.utils.checkpoint``, and methods of functions of autograd."""
 
 _ALONE: list[Callable[[], FunctionCtx | None]] = [lambda: None]
 """The run of compiled code around which no checkpoint was found last: each of its ops asks."""

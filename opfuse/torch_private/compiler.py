@@ -159,6 +159,44 @@ not_traced: Callable[[_F], _F] = private(
 """As ``torch.compiler.disable``."""
 
 
+def _is_passed_over(strategy: Callable[..., Any]) -> bool:
+    seen: list[bool] = []
+    library = torch.library.Library("opfuse_sample", "FRAGMENT")
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling() or callable(frame_callback()))
+        return x.clone()
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):  # a loop runs as it is, and dynamo looks into what it calls
+            break_graph("of a sample")
+            x = torch.ops.opfuse_sample.run(x)
+        return x
+
+    library.define("run(Tensor x) -> Tensor")
+    library.impl("run", passed_over(run), "CompositeExplicitAutograd")
+    _compiled(broken, torch.zeros(1))
+    return bool(seen) and not any(seen)
+
+
+_strategy: Callable[..., Any] = private(
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+    _is_passed_over,
+    use="ops of torch.library that dynamo does not look into where a graph broke",
+    breaks="dynamo would trace how a call runs",
+    slow=True,
+)
+
+
+def passed_over(function: _F) -> _F:
+    """The function itself, into which dynamo does not look when C++ calls it, nor into what it calls. :func:`not_traced` wraps it
+    instead, so that dynamo does not inline it either; its two wrappers take the host 10 us a call.
+    """
+    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+    _strategy(function.__code__, torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
 def _knows_fullgraph() -> bool:
     seen: list[bool] = []
 

@@ -78,9 +78,8 @@ class BackwardTape:
         self._enter(arguments)
 
     def _enter(self, tensors: Sequence[torch.Tensor]) -> None:
-        start = len(self._alive)
-        numbers = dict(zip(map(id, reversed(tensors)), range(start + len(tensors) - 1, -1, -1)))  # the first place of each
-        self._numbers = {**numbers, **self._numbers}
+        for number, tensor in enumerate(tensors, len(self._alive)):
+            self._numbers.setdefault(id(tensor), number)
         self._alive += tensors
         self._looks += map(_LOOKS, tensors)
 

@@ -33,7 +33,7 @@ from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.planes import named_tensors
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.autograd import keeps_graph
-from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, not_traced
+from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, passed_over
 from opfuse.torch_private.dispatch import active_modes, below_autograd, in_transform
 
 
@@ -146,8 +146,7 @@ def pipeline_op(
     with torch.set_grad_enabled(inner.trains), autocast_like(given[0], autocast):
         outputs = pipeline.run_inside(inner)
     _check_result(pipeline, versions(*given) != writes, outputs)
-    with below_autograd():
-        results = apart(outputs, [*given, *parameters, *inner.saved])
+    results = apart(outputs, [*given, *parameters, *inner.saved])
     inner.close(outputs)
     return [*results, token_of(inner.saved_call)] if inner.trains else results
 
@@ -186,8 +185,7 @@ def backward_op(
             continue
         made.append(torch.zeros(sizes[at : at + rank], dtype=DTYPES[dtype], device=device) if grad is None else grad)
         at += rank
-    with below_autograd():
-        return apart(made, [grad for grad in grads if grad is not None])
+    return apart(made, [grad for grad in grads if grad is not None])
 
 
 class _PipelineNode(torch.autograd.Function):
@@ -376,7 +374,7 @@ _LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")
 for _name, (_seen, _run, _fake) in _RUNS.items():
     _LIBRARY.define(_name + _SCHEMAS[_name], tags=_TAGS)
     for _function, _key in ((_seen, "Autograd"), (_run, "CompositeExplicitAutograd")):
-        _LIBRARY.impl(_name, not_traced(_function), _key)  # where a graph broke, dynamo would look into it
+        _LIBRARY.impl(_name, passed_over(_function), _key)  # where a graph broke, dynamo would look into it
     for _key in ("FuncTorchBatched", "Batched"):
         _LIBRARY.impl(_name, _refuse_batched, _key)
     torch.library.register_fake(f"opfuse::{_name}", _fake, lib=_LIBRARY)

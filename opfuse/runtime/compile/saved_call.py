@@ -17,8 +17,8 @@ from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.runtime.compile.backward_tape import BackwardTape, Copies, MaybeGradients, check_unwritten, shares_memory
 from opfuse.tensors.tensor import QuantizedTensor
-from opfuse.torch_private.dispatch import seen_by_autograd
-from opfuse.torch_private.tensors import share_memory
+from opfuse.torch_private.dispatch import below_autograd, seen_by_autograd
+from opfuse.torch_private.tensors import base_of, share_memory
 
 
 class SavedCall(ctypes.c_int64 * 1):  # type: ignore[misc]
@@ -105,9 +105,13 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
     """
     occupied, separate = [*others], list[torch.Tensor]()
     for result in results:
-        whole = result.detach().contiguous()
+        whole = result
+        if base_of(whole) is not None or whole.requires_grad or not whole.is_contiguous():
+            with below_autograd():
+                whole = whole.detach().contiguous()
         if whole.data_ptr() % VECTOR or _overlaps(whole, occupied):
-            whole = whole.clone()
+            with below_autograd():
+                whole = whole.clone()
         occupied.append(whole)
         separate.append(whole)
     return separate

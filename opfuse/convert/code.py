@@ -305,9 +305,9 @@ def reach_of(kinds: Iterable[type[nn.Module]]) -> CodeReach:
 
 
 @cache
-def names_read(kind: Any) -> frozenset[str]:
-    """Attributes that the forward of a class reads, with the methods and properties that it names."""
-    return frozenset(reach_of([kind]).names) - _OF_TORCH
+def names_read(kinds: tuple[Any, ...]) -> frozenset[str]:
+    """Attributes that the forwards of classes read, with the methods and properties that they name."""
+    return frozenset(reach_of(kinds).names) - _OF_TORCH
 
 
 _OF_TORCH = {*vars(nn.Module()), "forward"}

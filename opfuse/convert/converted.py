@@ -103,7 +103,7 @@ class Converted:
         """
         now = type(self.module).forward
         set_here = getattr(vars(self.module).get("forward"), "__self__", None) is self
-        if not set_here and now is not self.guard.settings[""].of_class:
+        if not set_here and now is not self.guard.of_class:
             wanted, got = "one forward of its class since fuse_ ran", "another one, and a function around the module's forward"
             cure = "replace the class's forward before fuse_, or call opfuse.unfuse_ first"
             raise ConversionError(describe(self.label, wanted=wanted, got=got, cure=cure))

@@ -100,12 +100,14 @@ SIZES = ("in_features", "out_features")
 
 
 class Settings(NamedTuple):
-    """What a forward reads of a module beside tensors.
+    """What forwards read of a module beside tensors.
 
-    attributes: by name; of an object, such as a config, its fields that the forward may read. parameters: names and
-    shapes. submodules: by name. of_class: the forward of its class. Not the mode: a chain is the same in all.
+    readers: the classes whose forwards may. attributes: by name; of an object, such as a config, its fields that they may read.
+    parameters: names and shapes. submodules: by name. of_class: the forward of its class. Not the mode: a chain is the same in
+    all.
     """
 
+    readers: tuple[type[nn.Module], ...]
     attributes: tuple[tuple[str, Any], ...]
     parameters: tuple[Any, ...]
     submodules: tuple[Any, ...]
@@ -118,7 +120,7 @@ class Settings(NamedTuple):
             return False
         for name, before in self.attributes:
             now = own[name] if name in own else getattr(kind, name, None)
-            if now is not before and not _is_same(_seen(now, kind), before):
+            if now is not before and not _is_same(_seen(now, names_read(self.readers)), before):
                 return False
         if _present(own["_parameters"]) != self.parameters:
             return False
@@ -132,33 +134,52 @@ class Settings(NamedTuple):
         return {**dict(self.attributes), **dict(self.submodules), **rest}
 
 
-def settings_of(module: nn.Module) -> Settings:
+def settings_of(module: nn.Module, readers: tuple[type[nn.Module], ...]) -> Settings:
     """The settings of a module as it is now."""
-    own, kind = vars(module), cast(Any, type(module))
+    own, kind, read = vars(module), cast(Any, type(module)), names_read(readers)
     of_classes = {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)}
-    names = [name for name in sorted({*names_read(kind), *SIZES}) if name in own or name in of_classes]
-    attributes = tuple((name, _seen(own[name] if name in own else getattr(kind, name, None), kind)) for name in names)
-    return Settings(attributes, _present(own["_parameters"]), tuple(own["_modules"].items()), kind.forward)
+    names = [name for name in sorted({*read, *SIZES}) if name in own or name in of_classes]
+    attributes = tuple((name, _seen(own[name] if name in own else getattr(kind, name, None), read)) for name in names)
+    return Settings(readers, attributes, _present(own["_parameters"]), tuple(own["_modules"].items()), kind.forward)
 
 
-def _seen(value: Any, kind: Any, depth: int = DEPTH) -> Any:
-    """What is compared of an attribute's value. A tuple stands for what has parts or fields, which may change."""
+def _reached(
+    module: nn.Module, inlined: Container[str], path: str = "", above: tuple[type[nn.Module], ...] = ()
+) -> Iterator[tuple[str, nn.Module, tuple[type[nn.Module], ...]]]:
+    """A module and those in it whose attributes its forward may read, by path, with the classes whose forwards may.
+
+    inlined: the paths of those whose forwards are a part of it. Of the others, it reads those that it names.
+    """
+    readers = (*above, type(module))
+    yield path, module, readers
+    above = readers if not path or path in inlined else above
+    for name, part in module._modules.items():
+        below = f"{path}.{name}".lstrip(".")
+        if part is not None and (below in inlined or name.isdigit() or name in names_read(above)):
+            yield from _reached(part, inlined, below, above)
+
+
+def _seen(value: Any, read: frozenset[str], depth: int = DEPTH) -> Any:
+    """What is compared of an attribute's value. A tuple stands for what has parts or fields, which may change.
+
+    read: names of the fields that forwards may read.
+    """
     of = type(value)  # isinstance would read __class__ of an object once for each type, and configs compute what is read of them
     if issubclass(of, COMPARED):
         return value
     if issubclass(of, (nn.Module, torch.Tensor, type)) or not depth:
         return of
     if issubclass(of, (tuple, list)):
-        return (of, *(_seen(each, kind, depth - 1) for each in value))
+        return (of, *(_seen(each, read, depth - 1) for each in value))
     if issubclass(of, dict):
-        return (dict, *((key, _seen(each, kind, depth - 1)) for key, each in value.items()))
+        return (dict, *((key, _seen(each, read, depth - 1)) for key, each in value.items()))
     if issubclass(of, partial):
-        return (value.func, *_seen(value.args, kind, depth - 1), *_seen(value.keywords, kind, depth - 1))
-    fields, names = getattr(value, "__dict__", None) or {}, names_read(kind)
+        return (value.func, *_seen(value.args, read, depth - 1), *_seen(value.keywords, read, depth - 1))
+    fields, names = getattr(value, "__dict__", None) or {}, read
     of_class = {name: found for name in names - fields.keys() if (found := getattr(of, name, None)) is not None}
     if any(isinstance(found, property) for found in of_class.values()):  # which may read any field
         names |= fields.keys()
-    own = [(name, _seen(fields[name], kind, depth - 1)) for name in sorted(names & fields.keys())]
+    own = [(name, _seen(fields[name], read, depth - 1)) for name in sorted(names & fields.keys())]
     return (of, *own, *((name, found) for name, found in sorted(of_class.items()) if isinstance(found, COMPARED)))
 
 
@@ -214,32 +235,38 @@ class Outside:
 
 
 class ModuleGuard:
-    """What must hold of a converted module.
+    """What must hold of a module: what its forward reads is what it was.
 
-    label: how messages call it. members: if the pipeline stands for submodules, all that the module has, by path. forwards: by
+    label: how messages call it. members: if a pipeline stands for submodules, all that the module has, by path. forwards: by
     path, what :func:`opfuse.fuse_` has put in the place of a member's forward; None: nothing, so it has that of its class.
+    settings: of the module and of those in it that are read, by path.
     """
 
     def __init__(self, module: nn.Module, label: str, members: Mapping[str, nn.Module]) -> None:
         self.module, self.label = module, label
         self.members = dict(members) and {path: part for path, part in module.named_modules() if path}
         self.forwards: dict[str, Any] = {}
-        holders = [path for path in self.members if any(f"{member}.".startswith(f"{path}.") for member in members)]
-        self.settings = {path: settings_of(module.get_submodule(path)) for path in ("", *holders)}
-        self.outside = Outside(map(type, (module, *members.values())))
+        self.inlined = {path for path in self.members if any(f"{member}.".startswith(f"{path}.") for member in members)}
+        reached = _reached(module, self.inlined)
+        self.settings = {path: (part, settings_of(part, readers)) for path, part, readers in reached}
+        self.outside = Outside(map(type, (module, *self.members.values())))
+
+    @property
+    def of_class(self) -> Any:
+        """The forward that the module's class had."""
+        return self.settings[""][1].of_class
 
     def change(self) -> Described | None:
         """What has changed since the module was converted; None: nothing."""
-        for path, settings in self.settings.items():
-            member = self.members[path] if path else self.module
-            if not settings.hold(member):
-                wanted, got = settings.named, settings_of(member).named
+        for path, (part, settings) in self.settings.items():
+            if not settings.hold(part):
+                wanted, got = settings.named, settings_of(part, settings.readers).named
                 return self._told(path, ", ".join(_changes(wanted, got)))
-            if not path:
+            if path not in self.inlined:
                 continue
-            if has_hooks(member):
+            if has_hooks(part):
                 return self._told(path, "a hook was added to a module that is fused into another; it is called by itself now")
-            own = vars(member).get("forward")
+            own = vars(part).get("forward")
             if getattr(own, "__self__", own) is not self.forwards.get(path):
                 return self._told(path, "its forward was replaced")
         outside = self.outside.change()

@@ -213,7 +213,37 @@ def hooked(model):
     model.up_proj.register_forward_hook(lambda module, args, y: 2 * y)
 
 
+class Naming(nn.Module):
+    """Does what attributes of its submodules say: of one in the chain, of one beside it, of one in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.beside = nn.Linear(32, 64), nn.Linear(64, 32), nn.ModuleList([nn.Module()])
+        self.others = nn.Module()
+        self.first.negate = self.others.negate = self.beside[0].negate = False
+
+    def forward(self, x):
+        y = self.first(x)
+        negate = self.first.negate or self.others.negate or self.beside[0].negate
+        return self.second(F.relu(y) if negate else F.gelu(y))
+
+
 CHANGES = {
+    "an attribute of a submodule in the chain": (
+        Naming,
+        lambda model: setattr(model.first, "negate", True),
+        "Naming.first has changed since fuse_: 'negate' was False, is True",
+    ),
+    "an attribute of a submodule beside it": (
+        Naming,
+        lambda model: setattr(model.others, "negate", True),
+        "Naming.others has changed since fuse_: 'negate' was False, is True",
+    ),
+    "an attribute of a submodule in a list": (
+        Naming,
+        lambda model: setattr(model.beside[0], "negate", True),
+        "Naming.beside.0 has changed since fuse_: 'negate' was False, is True",
+    ),
     "an attribute of the module": (Switched, negate, "Switched has changed since fuse_: 'negate' was False, is True"),
     "a private one": (Settled, lambda model: setattr(model, "_on", False), "'_on' was True, is False"),
     "a function": (Settled, lambda model: setattr(model, "act", F.relu), "'act' was <.*gelu.*>, is <.*relu.*>"),

@@ -89,6 +89,28 @@ def _is_tagged(x: torch.Tensor) -> bool:
 
 # -- the module as it was --------------------------------------------------------------------------------------------------------
 
+
+class OfClass:
+    """A function or a property that a class has under a name. A pickle has both, by which another process finds its own."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name, self.value = kind, name, getattr(kind, name, None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OfClass) and _is_same(self.value, other.value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __deepcopy__(self, memo: Any) -> OfClass:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OfClass, (self.kind, self.name)
+
+
 COMPARED = (*CONSTANTS, *FUNCTIONS, property)
 """Types of attributes that are compared, on the module itself or on its class."""
 
@@ -120,7 +142,8 @@ class Settings(NamedTuple):
             return False
         for name, before in self.attributes:
             now = own[name] if name in own else getattr(kind, name, None)
-            if now is not before and not _is_same(_seen(now, names_read(self.readers)), before):
+            then = before.value if type(before) is OfClass else before
+            if now is not then and not _is_same(_seen(now, names_read(self.readers)), then):
                 return False
         if _present(own["_parameters"]) != self.parameters:
             return False
@@ -139,7 +162,7 @@ def settings_of(module: nn.Module, readers: tuple[type[nn.Module], ...]) -> Sett
     own, kind, read = vars(module), cast(Any, type(module)), names_read(readers)
     of_classes = {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)}
     names = [name for name in sorted({*read, *SIZES}) if name in own or name in of_classes]
-    attributes = tuple((name, _seen(own[name] if name in own else getattr(kind, name, None), read)) for name in names)
+    attributes = tuple((name, _seen(own[name], read) if name in own else _seen_in_class(kind, name, read)) for name in names)
     return Settings(readers, attributes, _present(own["_parameters"]), tuple(own["_modules"].items()), kind.forward)
 
 
@@ -180,7 +203,16 @@ def _seen(value: Any, read: frozenset[str], depth: int = DEPTH) -> Any:
     if any(isinstance(found, property) for found in of_class.values()):  # which may read any field
         names |= fields.keys()
     own = [(name, _seen(fields[name], read, depth - 1)) for name in sorted(names & fields.keys())]
-    return (of, *own, *((name, found) for name, found in sorted(of_class.items()) if isinstance(found, COMPARED)))
+    return (
+        of,
+        *own,
+        *((name, _seen_in_class(of, name, read)) for name in sorted(of_class) if isinstance(of_class[name], COMPARED)),
+    )
+
+
+def _seen_in_class(kind: Any, name: str, read: frozenset[str]) -> Any:
+    value = getattr(kind, name, None)
+    return OfClass(kind, name) if isinstance(value, (*FUNCTIONS, property)) else _seen(value, read)
 
 
 def _is_same(now: Any, before: Any) -> bool:
@@ -191,7 +223,7 @@ def _is_same(now: Any, before: Any) -> bool:
         return False
     if type(now) is tuple:
         return len(now) == len(before) and all(map(_is_same, now, before))
-    return isinstance(now, (*CONSTANTS, MethodType)) and bool(now == before)
+    return isinstance(now, (*CONSTANTS, MethodType, OfClass)) and bool(now == before)
 
 
 def _present(parameters: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -213,6 +213,35 @@ def hooked(model):
     model.up_proj.register_forward_hook(lambda module, args, y: 2 * y)
 
 
+class Derived(nn.Module):
+    """Reads a property of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    @property
+    def act(self):
+        return F.gelu
+
+    def forward(self, x):
+        return self.second(self.act(self.first(x)))
+
+
+def test_a_property_of_the_class_is_watched_also_after_a_pickle(monkeypatch):
+    model = Derived()
+    opfuse.fuse_(model, FP8)
+    wanted = model(X)
+    again = pickle.loads(pickle.dumps(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(again(X), wanted)
+    monkeypatch.setattr(Derived, "act", property(lambda self: F.relu))
+    for each in (model, again):
+        with pytest.warns(OpfuseWarning, match="Derived has changed since fuse_: 'act' was <property"):
+            assert not torch.equal(each(X), wanted)
+
+
 class Naming(nn.Module):
     """Does what attributes of its submodules say: of one in the chain, of one beside it, of one in a list."""
 

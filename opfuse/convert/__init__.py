@@ -15,7 +15,7 @@ which op is a module                    ``leaves.py``, by its expression; ``expe
 the pipeline                            ``build.py``: from steps to ops; ``weights.py``: their parameters; ``pipeline.py``
 products of one tensor                  ``siblings.py``; ``method_calls.py``: the code of the module around them
 does a call have what was recorded      ``guards.py``
-the new forward, also in a graph        ``converted.py``, and its copies; ``states.py``: its delayed scales in state dicts
+the new forward, also in a graph        ``given.py``, and its copies; ``converted.py``; ``states.py``: its delayed scales
 the same bits in rollout and training   ``invariant.py``, with ``row_tiles.py`` and ``invariant_attention.py``
 the loss without logits                 ``head_loss.py``: of causal language models, around their own forward
 experts by transformers' interface      ``experts_interface.py``: each converted as it is first called

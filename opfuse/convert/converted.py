@@ -10,24 +10,22 @@ parameters, and the op runs an autograd of its own.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from copy import deepcopy
-from functools import partial, wraps
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from opfuse.convert.code import code_of
+from opfuse.convert.given import GivenForward, given_forward
 from opfuse.convert.guards import ModuleGuard, Proven
 from opfuse.convert.pipeline import PipelineRun
 from opfuse.convert.report import Conversion, Report
 from opfuse.convert.states import METHODS, States
-from opfuse.convert.weights import replica, run_with, stand_ins
+from opfuse.convert.weights import replica, run_with
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, enrolled, outside, prepared
 from opfuse.core.watched import Tree
@@ -39,15 +37,16 @@ from opfuse.runtime.compile.custom_op import follow, hindrance, parameters_of
 from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.torch_private.compiler import constant_when_traced
-from opfuse.torch_private.stack import module_that_calls
+
+SHOWN = "extra_repr"
+"""The method that ``print`` asks, which a module may have of its own."""
 
 
-class Converted:
+class Converted(GivenForward):
     """The forward of a converted module.
 
-    path: that of the module in the model. arguments: names of the arguments that its pipeline reads. run: the pipeline.
-    recipe: its own, which holds where no ``autocast`` region is active. guard: what must be as it was. proven: the calls that
-    it is for. report: that of the conversion.
+    arguments: names of the arguments that its pipeline reads. run: the pipeline. recipe: its own, which holds where no
+    ``autocast`` region is active. guard: what must be as it was. proven: the calls that it is for. report: of the conversion.
     """
 
     report: Report | None = None
@@ -68,9 +67,7 @@ class Converted:
         recipe: Recipe | None,
         proven: Proven,
     ) -> None:
-        self.module = module
-        self.kind = type(module)
-        self.path = path
+        super().__init__(module, path)
         self.arguments = tuple(arguments)
         self.run = run
         self.guard = ModuleGuard(module, self.label, members)
@@ -78,21 +75,11 @@ class Converted:
         self.recipe = recipe
         self.region = None if recipe is None else autocast(recipe=recipe)
         self.warned = False
-        self.ticket = enroll(self)
         self.in_graph: InGraph | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The module that a copy belongs to has its ``forward``, and may need it before the copy has its state.
-        own = {name: value for name, value in self.__dict__.items() if name != "ticket"}
-        return _blank, (type(self), type(self.module)), {**own, "in_graph": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, ticket=enroll(self))
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The ``forward`` for the module, with the name, docstring and signature of its class's."""
-        return MethodType(_forward_of(self.kind), self)
+        made, kinds, own = super().__reduce__()
+        return made, kinds, {**own, "in_graph": None}
 
     @property
     def plain(self) -> Callable[..., Any]:
@@ -115,11 +102,6 @@ class Converted:
         return self.run.casting()
 
     # What a checkpoint compares, to find the first run of a call that it repeats.
-
-    @property
-    def label(self) -> str:
-        """How messages call it."""
-        return self.path or type(self.module).__name__
 
     @property
     def structure(self) -> str:
@@ -231,22 +213,15 @@ class Converted:
             self.warned = True
             warnings.warn(text, OpfuseWarning, stacklevel=level)
 
-    def state(self) -> Any:
-        """The state of the module for ``copy`` and pickle."""
-        state = type(self.module).__getstate__(self.module)
-        return CopiedState(self, state) if isinstance(state, dict) else state
-
-    def __getattr__(self, name: str) -> Any:
-        """An attribute of the module, for code that takes the ``__self__`` of its forward for the module."""
-        if name.startswith("__") or "module" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
     def install(self) -> None:
-        """Replace the module's forward, and what copies, moves and saves it."""
-        own = {"forward": self.forward, OWN: self, "__getstate__": self.state}
-        vars(self.module).update(own, **States(self.module, self.products).methods)
+        """Replace the module's forward, and what copies, moves, saves and shows it."""
+        super().install()
+        vars(self.module).update(States(self.module, self.products).methods)
         vars(self.module).setdefault(SHOWN, self.extra_repr)
+
+    def installed(self, attributes: Mapping[str, Any]) -> set[str]:
+        shown = isinstance(getattr(attributes.get(SHOWN), "__self__", None), Converted)
+        return super().installed(attributes) | {*METHODS, *([SHOWN] if shown else ())}
 
     @property
     def runs(self) -> tuple[PipelineRun, ...]:
@@ -407,86 +382,6 @@ class InGraph:
         return result
 
 
-def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The one ``forward`` function for all modules of a class, since dynamo guards the function of a bound method.
-
-    It has the signature of the class's own forward, which Trainer reads to choose columns of a data set. It has no
-    ``__wrapped__``: under ``mixed_precision`` Accelerate unwraps functions, and binds this one to the module itself.
-    """
-    if kind not in _forwards:
-
-        @wraps(kind.forward, updated=())
-        def forward(self: Converted | nn.Module, *args: Any, **kwargs: Any) -> Any:
-            own: Any
-            caller: Any
-            if isinstance(self, nn.Module):
-                own, caller = vars(self).get(OWN), self
-            else:
-                followed = torch.compiler.is_compiling() or stand_ins() is not None
-                own, caller = self, None if followed else module_that_calls()
-            if caller is None or (own is not None and (caller is own.module or vars(caller).get(OWN) is not own)):
-                return own(*args, **kwargs)
-            if own is not None:  # as it is where it is bound to a module that is not converted
-                own.warn_of_copy()
-            return kind.forward(caller, *args, **kwargs)
-
-        del forward.__wrapped__
-        vars(forward)["__signature__"] = inspect.signature(kind.forward)
-        _forwards[kind] = forward
-    return _forwards[kind]
-
-
-OWN = "opfuse_forward"
-"""The attribute of a module that holds its :class:`Converted`, beside the method, which others may bind anew."""
-
-SHOWN = "extra_repr"
-"""The method that ``print`` asks, which a module may have of its own."""
-
-
-def installed(attributes: Mapping[str, Any]) -> set[str]:
-    """The names of those ``attributes`` of a converted module that are opfuse's."""
-    shown = isinstance(getattr(attributes.get(SHOWN), "__self__", None), Converted)
-    return {"forward", OWN, "__getstate__", *METHODS, *([SHOWN] if shown else ())}
-
-
-_forwards: dict[type[nn.Module], Callable[..., Any]] = {}
-"""The forward of each class of converted modules."""
-
-
-class CopiedState(Mapping[str, Any]):
-    """The attributes of a converted module, with which a copy of it begins.
-
-    A deep copy and a pickle get all. A shallow copy gets those that the module had before, since the forward that it has now is
-    bound to the module itself, and so would read parameters that the copy may not have.
-    """
-
-    def __init__(self, forward: Converted, state: dict[str, Any]) -> None:
-        self.forward, self.all = forward, state
-
-    def __getitem__(self, name: str) -> Any:
-        return self.all[name]
-
-    def __len__(self) -> int:
-        return len(self.all.keys() - installed(self.all))
-
-    def __iter__(self) -> Iterator[str]:
-        self.forward.warn_of_copy()
-        return iter([name for name in self.all if name not in installed(self.all)])
-
-    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return deepcopy(self.all, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (self.all,)
-
-
-def _blank(made: type[Converted], kind: type[nn.Module]) -> Converted:
-    """A copy that has no state yet, for unpickling."""
-    copy = made.__new__(made)
-    copy.kind = kind
-    return copy
-
-
 def _refuse_compiled(label: str) -> None:
     raise _not_invariant(label, "torch.compile, which orders sums anew")
 
@@ -505,9 +400,6 @@ def _call_outside(forward: InGraph, *args: Any) -> Any:
 
 
 def converted(module: nn.Module) -> Converted | None:
-    """The forward that opfuse gave a module, if it has one."""
-    method = vars(module).get("forward")
-    own = getattr(method, "__self__", None)
-    if own is module and getattr(method, "__func__", None) is _forwards.get(type(module)):
-        own = vars(module).get(OWN)
+    """The forward that :func:`opfuse.fuse_` gave a module that it has converted."""
+    own = given_forward(module)
     return own if isinstance(own, Converted) else None

@@ -14,9 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from opfuse.convert.build import build, build_alone, build_norm
 from opfuse.convert.code import NotRecorded
-from opfuse.convert.converted import OWN, Converted, converted, installed
+from opfuse.convert.converted import Converted, converted
 from opfuse.convert.experts import Routed, build_experts, experts_of
-from opfuse.convert.head_loss import LossKind, installed_loss, model_loss
+from opfuse.convert.given import FORWARD, OWN, GivenForward, given_forward
+from opfuse.convert.head_loss import LossKind, ModelLoss, model_loss
 from opfuse.convert.leaves import NORM_DTYPES, asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import ADAPTERS, Choice, Filter, Policies, Policy
@@ -84,11 +85,9 @@ def fuse_(
         raise ConversionError(describe(f"fuse_ {lazy}", wanted="a shape", got="a parameter without one", cure=cure))
     BOOLEAN.checked("fuse_ pack", pack, ConversionError)
     _LOSS.checked("fuse_ loss", loss, ConversionError)
-    before, losses = _converted(model), installed_loss(model)
+    before, losses = _converted(model), _losses(model)
     _check_whole("fuse_", before)
-    _restore(before)
-    for each in losses:
-        each.remove()
+    _restore({**before, **losses})
     remove_row_tiles(model)
     try:
         walk = _Walk(Policies(model, recipe, policy, filter_fn))
@@ -104,13 +103,13 @@ def fuse_(
     except BaseException:
         _release(model, before)
         _install(before)
-        for each in losses:
+        for each in losses.values():
             each.install()
         raise
     _release(model, walk.forwards)
     _carry_over(before, walk.forwards)
     if fused_loss is not None:
-        walk.tell_loss(fused_loss.path, fused_loss.model)
+        walk.tell_loss(fused_loss.path, fused_loss.module)
         fused_loss.install()
     told = Report(tuple(walk.entries.values()))
     for forward in walk.forwards.values():
@@ -161,13 +160,11 @@ def unfuse_(model: AnyModule) -> AnyModule:
 
     ConversionError if no module is converted, or if one was given another forward since, or is over ranks.
     """
-    forwards, losses = _converted(model), installed_loss(model)
+    forwards = _converted(model)
     if not forwards:
         raise _none_converted("unfuse_", model)
     _check_whole("unfuse_", forwards)
-    _restore(forwards)
-    for each in losses:
-        each.remove()
+    _restore({**forwards, **_losses(model)})
     remove_row_tiles(model)
     _release(model, {})
     return model
@@ -188,15 +185,25 @@ def _none_converted(where: str, model: nn.Module) -> ConversionError:
     return ConversionError(describe(where, wanted="modules that fuse_ has converted", got=got, cure=cure))
 
 
-def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
-    """The modules that are converted. ConversionError if one has another forward by now, which may call that of fuse_."""
-    forwards = {module: forward for module in model.modules() if (forward := converted(module)) is not None}
+def _given(model: nn.Module) -> dict[nn.Module, GivenForward]:
+    """The modules with a forward of opfuse's. ConversionError if one has another forward by now, which may call that of fuse_."""
+    forwards = {module: forward for module in model.modules() if (forward := given_forward(module)) is not None}
     for path, module in model.named_modules():
-        if module not in forwards and OWN in vars(module) and "forward" in vars(module):
-            where, got = f"{path or type(module).__name__}.forward", f"{vars(module)['forward']!r:.80}, put over it"
+        if module not in forwards and OWN in vars(module) and FORWARD in vars(module):
+            where, got = f"{path or type(module).__name__}.forward", f"{vars(module)[FORWARD]!r:.80}, put over it"
             cure = "undo what replaced it first (of accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
             raise ConversionError(describe(where, wanted="the one that fuse_ gave", got=got, cure=cure))
     return forwards
+
+
+def _converted(model: nn.Module) -> dict[nn.Module, Converted]:
+    """The modules that are converted."""
+    return {module: forward for module, forward in _given(model).items() if isinstance(forward, Converted)}
+
+
+def _losses(model: nn.Module) -> dict[nn.Module, ModelLoss]:
+    """The models whose loss is fused with its head."""
+    return {module: forward for module, forward in _given(model).items() if isinstance(forward, ModelLoss)}
 
 
 def _install(forwards: dict[nn.Module, Converted]) -> None:
@@ -222,10 +229,9 @@ def _release(model: nn.Module, forwards: Mapping[nn.Module, Converted]) -> None:
             hold_arrays(module)
 
 
-def _restore(forwards: dict[nn.Module, Converted]) -> None:
-    for module in forwards:
-        for name in installed(vars(module)):
-            vars(module).pop(name, None)
+def _restore(forwards: Mapping[nn.Module, GivenForward]) -> None:
+    for module, forward in forwards.items():
+        forward.remove(module)
 
 
 def _nothing(model: nn.Module, entries: list[Conversion]) -> ConversionError:

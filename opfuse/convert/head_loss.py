@@ -2,34 +2,36 @@
 
 The model's own forward runs. While a call has labels, its output head keeps the hidden states that it is given and returns logits
 of no tokens, and its loss function computes the loss from those. Whether that is the model's loss is tried when it is converted:
-its forward runs around a decoder and a head that return made-up values, and its loss function has to get the head's result, or
-its softcap, as it was.
+a copy of it runs its forward around a decoder and a head that return made-up values, and its loss function has to get the head's
+result, or its softcap, as it was. When something is changed that the forward reads, that is tried again.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from opfuse.convert.given import FORWARD, GivenForward, given_forward
+from opfuse.convert.guards import ModuleGuard
 from opfuse.convert.leaves import obstacle
-from opfuse.convert.weights import borrowing
+from opfuse.convert.weights import borrowing, replica
 from opfuse.core.spec import spec_of
+from opfuse.core.tracers import outside
 from opfuse.errors import ConversionError, describe, with_article
 from opfuse.ops.cross_entropy import LinearCrossEntropy
-from opfuse.torch_private.modules import has_global_hooks, has_hooks
-from opfuse.torch_private.stack import module_that_calls
+from opfuse.torch_private.modules import HOOKS, has_global_hooks, has_hooks
 
 LossKind = Literal["own", "fused"]
 """Whose loss a causal language model computes: its own, from its logits, or that of :class:`LinearCrossEntropy`."""
 
-FORWARD, LOSS = "forward", "_loss_function"
-"""Attributes of a model, and of its head, that are replaced; the second is what transformers' ``loss_function`` returns."""
+LOSS = "_loss_function"
+"""The attribute of a model that transformers' ``loss_function`` returns."""
 
 OWN_LOSS = "transformers.loss.loss_utils", "ForCausalLMLoss"
 """Module and name of the loss that is replaced."""
@@ -48,75 +50,83 @@ class LossCall:
 _CALL: ContextVar[LossCall | None] = ContextVar("loss call", default=None)
 
 
-class HeadForward:
+class HeadForward(GivenForward):
     """The forward of an output head: in a call with labels it keeps what it is given."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        self.head = head
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as that of nn.Linear
         call = _CALL.get()
-        if call is None or call.head is not self.head:
-            return type(self.head).forward(self.head, input)
+        if call is None or call.head is not self.module:
+            return type(self.module).forward(self.module, input)  # type: ignore[no-any-return]
         call.hidden = input
-        return input.new_empty((*input.shape[:-2], 0, self.head.weight.shape[0]))
+        weight: Any = self.module.weight
+        return input.new_empty((*input.shape[:-2], 0, weight.shape[0]))
 
 
-class ModelLoss:
+class ModelLoss(GivenForward):
     """The forward and the loss function of a causal language model, and what it was tried with.
 
     own: the loss function that the model had. held: whether it was an attribute of the model itself. softcap: of its logits.
+    guard: what its forward reads, as it was when it was tried.
     """
 
     def __init__(self, model: nn.Module, head: nn.Linear, path: str, softcap: float | None) -> None:
-        self.model, self.head, self.path, self.softcap = model, head, path, softcap
+        super().__init__(model, path)
+        self.head, self.softcap = head, softcap
+        self.at_head = HeadForward(head, next(name for name, part in model.named_modules(prefix=path) if part is head))
         self.own: Callable[..., torch.Tensor] = model.loss_function  # type: ignore[assignment]
         self.held = LOSS in vars(model)
-        self.settings = _settings(model)
         self.loss = LossFunction(self)
         self.ops: dict[Any, LinearCrossEntropy] = {}
         for reduction in ("mean", "sum"):  # now, since nothing can make ops in compiled code
             self._op(reduction, -100)
-        self.__signature__ = inspect.signature(model.forward)  # from which Trainer reads which columns to keep
-        names = [*self.__signature__.parameters]
-        self.labels_at = names.index("labels")
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note what the forward reads, and where it takes labels."""
+        self.guard = ModuleGuard(self.module, self.label, {})
+        self.labels_at = [*inspect.signature(self.kind.forward).parameters].index("labels") - 1  # behind self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        caller = None if torch.compiler.is_compiling() else module_that_calls()
-        own = type(self.model).forward
-        if caller is not None and caller is not self.model:  # a shallow copy, which may have other parameters
-            return own(caller, *args, **kwargs)
+        own = type(self.module).forward
         labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
         if labels is None:
-            return own(self.model, *args, **kwargs)
-        if (got := self._change()) is not None:
+            return own(self.module, *args, **kwargs)
+        if got := outside(_change)(self) if torch.compiler.is_compiling() else _change(self):
             cure = "call fuse_ again after such a change, or opfuse.unfuse_ and fuse_ without loss='fused'"
             raise ConversionError(describe(f"{self.label} loss", wanted="head, logits and loss as they were", got=got, cure=cure))
         token = _CALL.set(LossCall(self.head))
         try:
-            output = own(self.model, *args, **kwargs)
+            output = own(self.module, *args, **kwargs)
         finally:
             _CALL.reset(token)
         return _without_logits(output)
 
-    def _change(self) -> str | None:
-        """What has changed since ``fuse_``, of which the loss would hear nothing: logits are not made; None: nothing."""
-        if (now := _settings(self.model)) != self.settings:
-            return f"{now}, where fuse_ found {self.settings}"
-        if self.model.get_output_embeddings() is not self.head:  # type: ignore[operator]
+    def change(self) -> str:
+        """What has changed since ``fuse_``, of which the loss would hear nothing: logits are not made; empty: nothing."""
+        if self.module.get_output_embeddings() is not self.head:  # type: ignore[operator]
             return "another output head, such as an adapter around it"
-        if not isinstance(vars(self.head).get(FORWARD), HeadForward):
+        if not isinstance(given_forward(self.head), HeadForward):
             return "an output head whose forward was replaced"
         if has_hooks(self.head) or has_global_hooks():
             return "a hook on the output head, or on all modules, that may change its result"
-        if vars(self.model).get(LOSS) is not self.loss:
+        if vars(self.module).get(LOSS) is not self.loss:
             return "another loss_function"
-        return None
+        return self._other_logits()
 
-    @property
-    def label(self) -> str:
-        """How messages call the model."""
-        return self.path or type(self.model).__name__
+    def _other_logits(self) -> str:
+        """What the forward reads that was changed, if its logits are others since; empty: they are not. It is tried again."""
+        change = self.guard.change()
+        if change is None:
+            return ""
+        try:
+            now = _softcap(self.module, self.head)
+        except _OtherLossError as other:
+            wanted, got = other.args
+            return f"{change.problem}; the loss wants {wanted}, got {got}"
+        if now != self.softcap:
+            return f"{change.problem}; the softcap is {now}"
+        self._watch()
+        return ""
 
     def compute(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str, ignore_index: int) -> torch.Tensor:
         """The loss of hidden states and of the labels for each."""
@@ -136,17 +146,21 @@ class ModelLoss:
 
     def install(self) -> None:
         """Replace the forward and the loss function of the model, and the forward of its head."""
-        vars(self.model).update({FORWARD: self, LOSS: self.loss})
-        vars(self.head)[FORWARD] = HeadForward(self.head)
+        super().install()
+        self.at_head.install()
+        vars(self.module)[LOSS] = self.loss
 
-    def remove(self) -> None:
-        """Give both their own back."""
-        vars(self.model).pop(FORWARD)
-        vars(self.head).pop(FORWARD, None)
-        if vars(self.model).get(LOSS) is self.loss:  # and not one that somebody has set since
-            vars(self.model).pop(LOSS)
+    def remove(self, module: nn.Module) -> None:
+        super().remove(module)
+        self.at_head.remove(self.head)
+        if vars(module).get(LOSS) is self.loss:  # and not one that somebody has set since
+            vars(module).pop(LOSS)
             if self.held:
-                vars(self.model)[LOSS] = self.own
+                vars(module)[LOSS] = self.own
+
+
+def _change(loss: ModelLoss) -> str:
+    return loss.change()
 
 
 class LossFunction:
@@ -186,11 +200,6 @@ def _without_logits(output: Any) -> Any:
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
-def _settings(model: nn.Module) -> dict[str, Any]:
-    """What the config says of logits."""
-    return {name: value for name, value in vars(model.config).items() if "logit" in name and not callable(value)}
-
-
 # -- whether a model has such a loss -----------------------------------------------------------------------------------------
 
 
@@ -226,20 +235,6 @@ def model_loss(model: nn.Module, converted: Mapping[nn.Module, Any]) -> ModelLos
         raise ConversionError(describe(where, wanted=wanted, got=got, cure=CURE)) from why
 
 
-def installed_loss(model: nn.Module) -> list[ModelLoss]:
-    """The losses in ``model`` that are installed. ConversionError if a model has another forward by now, which may call that."""
-    found = list[ModelLoss]()
-    for path, module in model.named_modules():
-        forward, loss = vars(module).get(FORWARD), vars(module).get(LOSS)
-        if isinstance(forward, ModelLoss):
-            found.append(forward)
-        elif isinstance(loss, LossFunction) and loss.of.model is module:
-            cure = "undo what replaced it first (of accelerate: unwrap_model(model, keep_fp32_wrapper=False))"
-            where, got = f"{path or type(module).__name__}.forward", f"{forward!r:.80}, put over it"
-            raise ConversionError(describe(where, wanted="the one that fuse_ gave", got=got, cure=cure))
-    return found
-
-
 def _has_loss(module: nn.Module) -> bool:
     if not callable(getattr(module, "get_output_embeddings", None)) or not hasattr(module, "config"):
         return False
@@ -270,8 +265,9 @@ TOKENS = 3
 
 def _softcap(model: nn.Module, head: nn.Linear) -> float | None:
     """The softcap of the logits; _OtherLossError unless they go from the head to the loss with that alone."""
-    decoder = getattr(model, "base_model", model)
-    if decoder is model:
+    twin = replica(model, plain=True)
+    decoder, at_head = getattr(twin, "base_model", twin), twin.get_output_embeddings()  # type: ignore[operator]
+    if decoder is twin or not {decoder, at_head} <= {*twin.modules()}:
         raise _OtherLossError("a decoder under the name base_model_prefix", "none")
     words, features = head.weight.shape
     draw = torch.Generator().manual_seed(0)
@@ -286,14 +282,12 @@ def _softcap(model: nn.Module, head: nn.Linear) -> float | None:
     takes = inspect.signature(type(model).forward).parameters
     options = {name: False for name in ("output_router_logits",) if name in takes}  # a decoder that is not there routes nothing
     hidden = torch.zeros(1, TOKENS, features, device="cpu")
-    instead = (
-        (decoder, FORWARD, lambda *_, **__: _Outputs(hidden)),
-        (head, FORWARD, lambda *_, **__: made),
-        (model, LOSS, record),
-    )
-    with torch.no_grad(), _replaced(*instead):
+    for part, result in ((decoder, _Outputs(hidden)), (at_head, made)):
+        vars(part).update({FORWARD: partial(_given, result), **{name: {} for name in HOOKS}})
+    vars(twin)[LOSS] = record
+    with torch.no_grad():
         try:
-            type(model).forward(model, input_ids=labels, labels=labels, **options)
+            type(model).forward(twin, input_ids=labels, labels=labels, **options)
         except Exception as error:  # of a stranger's forward, which wants something else
             raise _OtherLossError(
                 "a forward of decoder, output head and loss_function", f"{type(error).__name__}: {error}"[:200]
@@ -317,6 +311,10 @@ def _softcap(model: nn.Module, head: nn.Linear) -> float | None:
     )
 
 
+def _given(result: Any, *_: Any, **__: Any) -> Any:
+    return result
+
+
 class _Outputs:
     """What a decoder returns: hidden states, first or by name, and None for all else."""
 
@@ -329,22 +327,3 @@ class _Outputs:
 
     def __getitem__(self, index: Any) -> Any:
         return (self.last_hidden_state,)[index]
-
-
-_MISSING = object()
-
-
-@contextmanager
-def _replaced(*attributes: tuple[nn.Module, str, Any]) -> Iterator[None]:
-    """Modules with other attributes of their own for a while."""
-    before = [(module, name, vars(module).get(name, _MISSING)) for module, name, _ in attributes]
-    for module, name, value in attributes:
-        vars(module)[name] = value
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            if value is _MISSING:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = value

@@ -16,6 +16,7 @@ from torch import nn
 import opfuse
 from opfuse import recipes
 from opfuse.errors import ConversionError
+from tests.convert.test_changed import replica, shallow
 from tests.convert.tiny import WORDS, small
 
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
@@ -123,6 +124,22 @@ def test_copies_and_pickles_compute_with_their_own_parameters():
     assert torch.equal(model(**batch()).loss, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:.*shallow copy:opfuse.errors.OpfuseWarning")
+@pytest.mark.parametrize("copied", [replica, shallow])
+def test_shallow_copies_compute_with_their_own_parameters(copied):
+    """Of the model, as DataParallel makes one for each device, and of its head alone."""
+    plain = llama(tied=False)
+    model = copy.deepcopy(plain)
+    opfuse.fuse_(model, loss="fused")
+    wanted, found = copied(plain)(**batch()), copied(model)(**batch())
+    assert torch.equal(found.logits, wanted.logits)
+    assert torch.equal(found.loss, wanted.loss)
+    hidden = torch.randn(2, plain.lm_head.in_features)
+    assert torch.equal(copied(model.lm_head)(hidden), copied(plain.lm_head)(hidden))
+    assert torch.equal(copy.copy(model.lm_head).forward(hidden), plain.lm_head(hidden))
+    assert model(**batch()).logits is None
+
+
 def test_threads_have_calls_of_their_own():
     model = llama()
     opfuse.fuse_(model, loss="fused")
@@ -201,12 +218,62 @@ def test_another_word_for_the_loss_is_refused():
         opfuse.fuse_(llama(), loss="liger")
 
 
-def test_a_config_that_changes_later_is_an_error():
+def multiplied(model):
+    model.model.lm_head_multiplier = 3.0
+
+
+def capped(model):
+    model.config.final_logit_softcapping = 3.0
+
+
+def counted(model):
+    model.config.vocab_size = WORDS - 1
+
+
+READ: list[tuple[Any, Any, str]] = [
+    (lambda: tiny("FalconH1ForCausalLM", "FalconH1Config"), multiplied, "'lm_head_multiplier' was 1.0, is 3.0.*scaled ones"),
+    (
+        lambda: tiny("Gemma2ForCausalLM", "Gemma2Config", final_logit_softcapping=2.0),
+        capped,
+        "'final_logit_softcapping', 2.0.*the softcap is 3.0",
+    ),
+    (llama, counted, f"'vocab_size', {WORDS}.*wants a loss over the {WORDS} words"),
+]
+
+
+@pytest.mark.parametrize(("make", "change", "why"), READ, ids=[change.__name__ for _, change, _ in READ])
+def test_what_the_forward_reads_and_changes_the_logits_is_an_error_when_it_changes(make, change, why):
+    model = make()
+    opfuse.fuse_(model, loss="fused")
+    given = batch()
+    model(**given)
+    change(model)
+    for _ in range(2):
+        with pytest.raises(ConversionError, match=f"{why}.*call fuse_ again after such a change"):
+            model(**given)
+
+
+def test_what_the_forward_reads_for_other_ends_may_change():
+    """The forward is tried again, and has the same logits."""
+    plain = tiny("MixtralForCausalLM", "MixtralConfig", output_router_logits=True)
+    model = copy.deepcopy(plain)
+    opfuse.fuse_(model, loss="fused")
+    before = model(**batch()).loss
+    for each in (plain, model):
+        each.router_aux_loss_coef = 0.5
+    agree(model, plain, batch())
+    assert not torch.equal(model(**batch()).loss, before)
+
+
+@pytest.mark.cpu
+def test_a_compiled_call_notices_what_its_forward_reads():
     model = tiny("Gemma2ForCausalLM", "Gemma2Config", final_logit_softcapping=2.0)
     opfuse.fuse_(model, loss="fused")
-    model.config.final_logit_softcapping = 3.0
-    with pytest.raises(ConversionError, match="call fuse_ again after such a change"):
-        model(**batch())
+    compiled = torch.compile(model, backend="eager")
+    compiled(**batch()).loss.backward()
+    capped(model)
+    with pytest.raises(ConversionError, match=r"the softcap is 3\.0"):
+        compiled(**batch())
 
 
 def hooked(model):
@@ -241,6 +308,10 @@ def test_what_changes_logits_or_the_loss_later_is_an_error(change):
         model(**given)
     plain = {name: value for name, value in given.items() if name != "labels"}
     assert torch.equal(model(**plain).logits, own(**plain).logits)
+    if change is halved:
+        with pytest.raises(ConversionError, match=r"lm_head\.forward: wants the one that fuse_ gave"):
+            opfuse.unfuse_(model)
+        return
     opfuse.unfuse_(model)
     if change is lost:
         assert torch.equal(model(**given).loss, own(**given).loss)

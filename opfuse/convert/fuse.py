@@ -128,30 +128,72 @@ def _pack(forwards: Mapping[nn.Module, Converted]) -> None:
 
 @checked_arguments(ConversionError)
 def report(model: nn.Module) -> Report:
-    """What :func:`fuse_` made of ``model``, or of the model that it is a part of, as it is now.
+    """What :func:`fuse_` made of ``model``, of parts of it, or of the model that it is a part of, as it is now.
 
-    A module that runs its own forward since, because something that it reads was changed, is "kept", with what was changed.
+    "kept" is also a module that runs its own forward since, because something that it reads was changed, with what was changed;
+    one that :func:`unfuse_` was called on; and one with matrices of its own outside of the parts that were converted.
     ConversionError if no module is converted.
     """
-    forwards = _converted(model)
+    given = _given(model)
+    forwards = {path: forward for path, part in model.named_modules() if isinstance(forward := given.get(part), Converted)}
     if not forwards:
         raise _none_converted("report", model)
-    entries: dict[str, Conversion] = {}
+    parts = dict(sorted({each[0]: each for each in map(_part, forwards, forwards.values()) if each is not None}.items()))
+    told: dict[str, Conversion] = {}
+    for part, within, given_then in parts.values():  # what was converted later lies inside
+        told = {path: line for path, line in told.items() if not _is_below(path, part)}
+        told |= {_relative(part, within, line.path): line for line in given_then if _is_below(line.path, within)}
+    lines: list[Conversion] = []
     for path, module in model.named_modules():
-        forward = forwards.get(module)
-        below = f".{path}" if path else ""
-        if forward is None or forward.report is None or not f".{forward.path}".endswith(below):
-            continue
-        here = f".{forward.path}".removesuffix(below) + "."  # the path of the model in the one that was converted, between dots
-        for entry in forward.report:
-            if f".{entry.path}.".startswith(here):
-                entries.setdefault(f".{entry.path}.".removeprefix(here).rstrip("."), entry)
-        if not path and forward.entry is not None:  # a part of another module's pipeline has no line there
-            entries.setdefault(path, forward.entry)
-        if (change := forward.change()) is not None and forward.entry is not None:
-            why = {"wanted": "", "got": f"it has changed since fuse_ ({change.got})", "cure": change.cure}
-            entries[path] = replace(forward.entry, status="kept", became="", recipe="", weights=0, **why)
-    return Report(tuple(replace(entries[path], path=path) for path, _ in model.named_modules() if path in entries))
+        line, forward = told.get(path), forwards.get(path)
+        if forward is not None and forward.report is not None and (not path or forward.path in forward.report):
+            line = forward.entry  # a part of another module's pipeline has no line but where it is the model
+        if forward is not None and forward.entry is not None and (change := forward.change()) is not None:
+            line = _unfused(forward.entry, f"it has changed since fuse_ ({change.got})", change.cure, weights=0)
+        elif line is not None and line.status in ("fused", "joined") and module not in given:
+            line = _unfused(line, "unfuse_ was called on it", "call opfuse.fuse_ on it")
+        elif line is None and module not in given and not any(_is_below(path, part) for part in parts):
+            line = _outside(module)
+        if line is not None:
+            lines.append(replace(line, path=path))
+    return Report(tuple(lines))
+
+
+def _part(path: str, forward: Converted) -> tuple[str, str, Report] | None:
+    """The part of a model that a module was converted in, by its path; where the model is one of that part, its path there; and
+    what was reported. path: of the module in the model. None if nobody can tell, as of a module that was moved.
+    """
+    here, there = (f".{each}" if each else "" for each in (path, forward.path))
+    if forward.report is None or not (here.endswith(there) or there.endswith(here)):
+        return None
+    same = min(len(here), len(there))
+    return here[1 : len(here) - same], there[1 : len(there) - same], forward.report
+
+
+def _is_below(path: str, part: str) -> bool:
+    """Whether a path is that of ``part``, or of a module in it."""
+    return not part or f"{path}.".startswith(f"{part}.")
+
+
+def _relative(part: str, within: str, path: str) -> str:
+    return f"{part}.{path.removeprefix(within).lstrip('.')}".strip(".")
+
+
+def _unfused(line: Conversion, got: str, cure: str, **fields: Any) -> Conversion:
+    return replace(line, status="kept", became="", recipe="", wanted="", got=got, cure=cure, **fields)
+
+
+OUTSIDE = "it is outside of what fuse_ was called on"
+"""What a report says of modules that nobody has asked to convert."""
+
+
+def _outside(module: nn.Module) -> Conversion | None:
+    """The line of a module outside of what was converted; None if it multiplies with nothing of its own."""
+    elements = _matrix_elements(_parameters(module))
+    if not elements or isinstance(module, (nn.Embedding, nn.EmbeddingBag, FusibleOperation)):
+        return None
+    cure = "call opfuse.fuse_ on the whole model"
+    return Conversion("", type(module).__name__, "kept", weights=elements, got=OUTSIDE, cure=cure)
 
 
 @checked_arguments(ConversionError)

@@ -836,6 +836,41 @@ def test_a_report_at_any_time_is_of_the_model_as_it_is_now():
     assert len(opfuse.report(model).of("fused")) >= len(given.of("fused"))
 
 
+def test_a_report_of_a_model_that_is_converted_in_parts_says_what_each_module_is():
+    """Also of parts in parts, of parts that were unfused, and of what nobody has converted, whose weights count."""
+    model = nn.ModuleDict({"first": Layer(), "second": Layer(), "embed": nn.Embedding(8, 32), "head": nn.Linear(32, 64)})
+    given = opfuse.fuse_(model["first"], FP8)
+    now = opfuse.report(model)
+    assert now.fused == {f"first.{path}": became for path, became in given.fused.items()}
+    assert [line.status for line in given] == [line.status for line in now if line.path.startswith("first.")]
+    assert {line.path for line in now if line.got.startswith("it is outside")} == {
+        name for name, part in model.named_modules() if name.startswith(("second", "head")) and isinstance(part, nn.Linear)
+    }
+    fused, total = (sum(p.numel() for p in part.parameters() if p.dim() > 1) for part in (model["first"], model))
+    assert now.share == pytest.approx(fused / (total - model["embed"].weight.numel()))
+
+    whole = opfuse.fuse_(model, FP8, policy={"head": "default"})
+    assert str(opfuse.report(model)) == str(whole)
+    opfuse.fuse_(model["second"].mlp, EXACT)
+    now = opfuse.report(model)
+    assert now["second.mlp"].recipe == type(EXACT).__name__
+    assert now["first.mlp"].recipe == type(FP8).__name__
+    assert [line.path for line in now] == [line.path for line in whole]
+
+    opfuse.unfuse_(model["head"])
+    assert opfuse.report(model)["head"].got == "unfuse_ was called on it"
+    assert opfuse.report(model).share < now.share
+
+
+def test_a_report_of_modules_that_were_moved_says_what_they_are():
+    model = nn.ModuleList([GatedMLP(), GatedMLP()])
+    opfuse.fuse_(model, FP8)
+    other = nn.ModuleDict({"layers": nn.ModuleList([model[1]]), "more": nn.Linear(32, 32)})
+    now = opfuse.report(other)
+    assert now.fused == {"layers.0": "Linear×2 → SwiGLU → Linear"}
+    assert now["more"].status == "kept"
+
+
 def test_an_input_that_torch_copies_may_be_written_to_before_the_backward_pass():
     """Rows that cannot be viewed as a matrix: ``linear`` keeps a copy of them. Of others both keep the tensor itself."""
     plain = torch.nn.Linear(32, 32)

@@ -19,7 +19,7 @@ the new forward, also in a graph        ``given.py``, and its copies; ``converte
 the same bits in rollout and training   ``invariant.py``, with ``row_tiles.py`` and ``invariant_attention.py``
 the loss without logits                 ``head_loss.py``: of causal language models, around their own forward
 experts by transformers' interface      ``experts_interface.py``: each converted as it is first called
-what Accelerate prepares                ``accelerate.py``: converted by a handler's recipe
+what Accelerate prepares                ``accelerate.py``: converted by a handler's recipe; ``evaluation.py``
 ======================================  ============================================================================
 """
 

@@ -6,19 +6,22 @@ this file and passes on all others. It wants ``pip install opfuse[accelerate]``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from opfuse.convert.fuse import fuse_, report
-from opfuse.convert.policy import Policy
-from opfuse.errors import ConversionError, UnsupportedError, describe
-from opfuse.recipes import Float8CurrentScaling, Recipe, autocast
+from opfuse.convert.evaluation import EvaluationRegion, evaluation_regions
+from opfuse.convert.experts import experts_of
+from opfuse.convert.fuse import OUTSIDE, UNFUSED, fuse_, report
+from opfuse.convert.given import OWN
+from opfuse.convert.leaves import weight_of
+from opfuse.convert.policy import Policies, Policy
+from opfuse.errors import ConversionError, OpfuseWarning, UnsupportedError, describe, listed, notice, number_of
+from opfuse.recipes import Float8CurrentScaling, Recipe
 
 try:
     import accelerate
@@ -47,9 +50,9 @@ class OpfuseRecipeKwargs(KwargsHandler):  # type: ignore[misc]
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator``, which converts each model by :func:`opfuse.fuse_` in ``prepare``, before anything wraps it.
 
-    kwargs_handlers: those of Accelerate, and one :class:`OpfuseRecipeKwargs`; without one it is Accelerate's own. A model that
-    ``fuse_`` has converted stays as it is. ``mixed_precision`` is "no" or "bf16" (or "fp16"), that of what stays in high
-    precision: "fp8" asks for another library.
+    kwargs_handlers: those of Accelerate, and one :class:`OpfuseRecipeKwargs`; without one it is Accelerate's own. A model
+    that ``fuse_`` has converted stays as it is; of one that it has converted in part, a warning says what is left.
+    ``mixed_precision`` is "no" or "bf16" (or "fp16"), that of what stays in high precision: "fp8" asks for another library.
 
     ConversionError for a second handler of this kind, for "fp8" beside one, and for an optimizer over parameters that ``fuse_``
     has replaced, which are FP8 matrices of transformers.
@@ -66,7 +69,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if own and "fp8" in (options.get("mixed_precision"), *args):
             raise _other_library()
         self.opfuse_recipe_handler = own[0] if own else None
-        self._fused: WeakSet[nn.Module] = WeakSet()
         super().__init__(*args, kwargs_handlers=[each for each in handlers if each not in own] or None, **options)
         if own and self.mixed_precision == "fp8":  # of a file or of the environment
             raise _other_library()
@@ -89,45 +91,39 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_model(model, *args, **options)
 
     def _fuse(self, model: nn.Module) -> None:
-        """Convert a model once; one that something has wrapped was converted before."""
+        """Convert a model that is not, and say what is left of one that is converted in part."""
         handler = self.opfuse_recipe_handler
-        if handler is None or model in self._fused or getattr(model, "_is_accelerate_prepared", False):
+        if handler is None:
             return
-        if not _is_fused(model):
+        if not any(OWN in vars(module) for module in model.modules()):
             fuse_(model, handler.recipe, policy=handler.policy)
-        self._fused.add(model)
-        if not handler.use_autocast_during_eval:
-            region = _EvaluationRegion()
-            model.register_forward_pre_hook(region.enter)
-            model.register_forward_hook(region.leave, always_call=True)
+        elif not getattr(model, "_is_accelerate_prepared", False):
+            _warn_of_rest(model, Policies(model, handler.recipe, handler.policy, None))
+        if not handler.use_autocast_during_eval and next(evaluation_regions(model), None) is None:
+            EvaluationRegion(model)
+
+
+def _warn_of_rest(model: nn.Module, policies: Policies) -> None:
+    """Say which modules the handler asks to convert that lie outside of the parts that ``fuse_`` was called on."""
+    left = [line.path for line in report(model) if line.got in (OUTSIDE, UNFUSED)]
+    for path in [*left]:
+        module = model.get_submodule(path)
+        multiplies = weight_of(module) is not None or experts_of(module) is not None
+        if not multiplies or not policies.of(module, path).convert:
+            left.remove(path)
+    if left:
+        count = number_of(len(left), "module")
+        got = f"it is converted in part, and stays so: {count} in high precision, {listed(left[:MOST_NAMED])}"
+        cure = "call opfuse.fuse_ on the whole model before, with a policy for its parts; or unfuse_, and prepare converts it all"
+        text = notice(f"Accelerator.prepare of a {type(model).__name__}", got=got, cure=cure)
+        warnings.warn(text, OpfuseWarning, stacklevel=4)
+
+
+MOST_NAMED = 3
+"""Of modules that a warning names."""
 
 
 def _other_library() -> ConversionError:
     cure = "write mixed_precision='bf16': the recipe stands in the handler"
     got = "'fp8', for which Accelerate converts models by another library"
     return ConversionError(describe("Accelerator mixed_precision", wanted="'no', 'bf16' or 'fp16'", got=got, cure=cure))
-
-
-def _is_fused(model: nn.Module) -> bool:
-    try:
-        report(model)
-    except ConversionError:
-        return False
-    return True
-
-
-class _EvaluationRegion:
-    """A region around the forwards of a module in which nothing is cast, while the module is in evaluation mode."""
-
-    def __init__(self) -> None:
-        self.entered: list[ExitStack] = []
-
-    def enter(self, module: nn.Module, *_: Any) -> None:
-        region = ExitStack()
-        if not module.training:
-            region.enter_context(autocast(enabled=False))
-        self.entered.append(region)
-
-    def leave(self, *_: Any) -> None:
-        if self.entered:
-            self.entered.pop().close()

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from opfuse.convert.build import build, build_alone, build_norm
 from opfuse.convert.code import NotRecorded
 from opfuse.convert.converted import Converted, converted
+from opfuse.convert.evaluation import evaluation_regions
 from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.given import FORWARD, OWN, GivenForward, given_forward
 from opfuse.convert.head_loss import LossKind, ModelLoss, model_loss
@@ -151,7 +152,7 @@ def report(model: nn.Module) -> Report:
         if forward is not None and forward.entry is not None and (change := forward.change()) is not None:
             line = _unfused(forward.entry, f"it has changed since fuse_ ({change.got})", change.cure, weights=0)
         elif line is not None and line.status in ("fused", "joined") and module not in given:
-            line = _unfused(line, "unfuse_ was called on it", "call opfuse.fuse_ on it")
+            line = _unfused(line, UNFUSED, "call opfuse.fuse_ on it")
         elif line is None and module not in given and not any(_is_below(path, part) for part in parts):
             line = _outside(module)
         if line is not None:
@@ -183,8 +184,8 @@ def _unfused(line: Conversion, got: str, cure: str, **fields: Any) -> Conversion
     return replace(line, status="kept", became="", recipe="", wanted="", got=got, cure=cure, **fields)
 
 
-OUTSIDE = "it is outside of what fuse_ was called on"
-"""What a report says of modules that nobody has asked to convert."""
+OUTSIDE, UNFUSED = "it is outside of what fuse_ was called on", "unfuse_ was called on it"
+"""What a report says of modules that nobody has asked to convert, or of which somebody has undone it."""
 
 
 def _outside(module: nn.Module) -> Conversion | None:
@@ -208,6 +209,8 @@ def unfuse_(model: AnyModule) -> AnyModule:
     _check_whole("unfuse_", forwards)
     _restore({**forwards, **_losses(model)})
     remove_row_tiles(model)
+    for region in evaluation_regions(model):
+        region.remove()
     _release(model, {})
     return model
 

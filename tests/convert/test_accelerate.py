@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import warnings
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import opfuse
-from opfuse.errors import ConversionError, ShapeError
+from opfuse.errors import ConversionError, OpfuseWarning, ShapeError
 from opfuse.recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 accelerate = pytest.importorskip("accelerate", reason="of the extra `test`")
@@ -118,6 +119,45 @@ def test_evaluation_computes_under_the_recipe_or_not(during):
         made(torch.randn(3, 5))  # which leaves no region behind
     assert torch.equal(made.train()(x()), low)
     assert torch.equal(converted()(x()), low)  # nor outside of it
+
+
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_unfuse_leaves_the_model_as_it_was_and_prepare_converts_it_again(copied, mixed):
+    """Also a copy, whose hooks are its own."""
+    handler = OpfuseRecipeKwargs(RECIPE, use_autocast_during_eval=False)
+    made, accelerator = model(), Accelerator(cpu=True, mixed_precision=mixed, kwargs_handlers=[handler])
+    accelerator.prepare(made)
+    accelerator.unwrap_model(made, keep_fp32_wrapper=False)
+    low = made(x())
+    other = copy.deepcopy(made) if copied else made
+    opfuse.unfuse_(other)
+    assert not other._forward_hooks
+    assert not other._forward_pre_hooks
+    assert not other._forward_hooks_always_called
+    assert len(made._forward_hooks) == copied
+    assert torch.equal(other(x()), model()(x()))
+    for _ in range(2):
+        Accelerator(cpu=True, mixed_precision=mixed, kwargs_handlers=[handler]).prepare(other)
+        assert torch.equal(other(x()), low)
+        assert len(other._forward_hooks) == 1
+
+
+def test_what_is_left_of_a_model_that_is_converted_in_part_is_told():
+    """Of what the handler would convert."""
+    made = nn.ModuleDict({"a": model(), "b": model(), "c": model(), "embed": nn.Embedding(8, 64)})
+    opfuse.fuse_(made["a"], Float8BlockScaling())
+    handler = OpfuseRecipeKwargs(RECIPE, policy={"c": None, "b": "default"})
+    with pytest.warns(
+        OpfuseWarning, match=r"prepare of a ModuleDict: it is converted in part.*: 2 modules .*, b\.0 and b\.2\. Cure"
+    ):
+        Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(made)
+    assert opfuse.report(made)["a"].recipe == "Float8BlockScaling"
+    opfuse.unfuse_(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OpfuseWarning)
+        Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(made)
+    assert {*opfuse.report(made).fused} == {"a", "b"}
 
 
 @pytest.mark.parametrize("place", ["argument", "environment"])

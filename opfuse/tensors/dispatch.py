@@ -107,7 +107,7 @@ def _rows(t: Quantized, start: int, stop: int) -> Any:
     )  # of a tensor that has not all rows yet, to write more
     if storage is None:
         return NotImplemented
-    piece = t.over(storage, readonly=_SLICE)
+    piece = t.over(storage, readonly=_SLICE, quantizer=t.quantizer and t.quantizer.of_groups(start, stop))
     whole, before = (t, 0) if t.row_span is None else t.row_span[:2]
     piece.row_span = RowSpan(whole, before + start, before + stop)
     return piece
@@ -197,8 +197,10 @@ def _new_zeros(func: Any, t: Quantized, size: Sequence[int], **options: Any) -> 
     """Quantized zeros of another number of rows where the format has them: FSDP2 makes a shard so and copies rows into it."""
     if any(value is not None and value is not False for value in options.values()):
         return _fresh(func, t, size, **options)
-    storage = zero_rows(t.record, size)
-    return _fresh(func, t, size) if storage is None else t.over(map_tensors(storage, torch.clone))
+    storage, quantizer = zero_rows(t.record, size), t.quantizer
+    if storage is None or (quantizer is not None and quantizer.state and sizes_of(storage) is not None):
+        return _fresh(func, t, size)  # also of a stack whose matrices have scales of before, each its own
+    return t.over(map_tensors(storage, torch.clone), quantizer=quantizer and quantizer.of_groups(0, size[0]))
 
 
 def _empty_like(func: Any, t: Quantized, **options: Any) -> Any:

@@ -24,6 +24,9 @@ from opfuse.tensors.shards import agree, is_mirror, learn
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.sharding import local_tensor
 
+MATRIX = 2
+"""Dimensions of a parameter whose shards are rows; one of more is a stack of matrices."""
+
 
 class Gathering(NamedTuple):
     """sent: the record whose row parts travel; None: values do. mirrors: whether the columnwise plane is made of what travels.
@@ -47,9 +50,15 @@ def before(
     """What a shard sends to the gather along dimension 0, and what :func:`after` needs. ShapeError for uneven shards."""
     storage, ranks = shard.record, mesh.size()
     if storage.shape[0] * ranks != shape[0]:
-        wanted = f"{ranks} equal shards of a multiple of {row_unit(storage)} rows"
-        raise ShapeError(describe(f"FSDP2 shard of a {storage.format} parameter", wanted=wanted, got=f"{shape[0]} rows",
-                                  cure="pad the parameter's rows"))  # fmt: skip
+        where, wanted = f"FSDP2 shard of a {storage.format} parameter", f"{ranks} equal shards"
+        got, cure = f"{shape[0]} matrices", "shard over a number of ranks that divides them, or dequantize() the parameter before"
+        if len(shape) == MATRIX:
+            wanted, got, cure = (
+                f"{wanted} of a multiple of {row_unit(storage)} rows",
+                f"{shape[0]} rows",
+                "pad the parameter's rows",
+            )
+        raise ShapeError(describe(where, wanted=wanted, got=got, cure=cure))
     gathering = Gathering(storage, is_mirror(shard), None, torch.Size(shape), storage.tensors(), None, shard)
     if not agree(shard, mesh):
         return (storage.dequantize(dtype),), gathering._replace(sent=None)
@@ -110,7 +119,7 @@ def _first(
     shard: Quantized, storage: QuantizedStorage, gathered: Sequence[torch.Tensor], gathering: Gathering
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The whole parameter of ``storage``. All ranks have it, so that writes into it reduce nothing."""
-    whole = shard.over(storage)
+    whole = shard.over(storage, quantizer=shard.quantizer and shard.quantizer.of_groups(0, storage.shape[0]))
     whole.ranks, tensors = None, list(storage.tensors())
     if gathering.alone is not None:
         records = mirrors(storage) if gathering.mirrors else records_of_planes(shard, storage, gathered)

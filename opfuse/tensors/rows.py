@@ -4,6 +4,8 @@ A cut is exact or refused: every plane must come apart between blocks, so that e
 A *row part* is one tensor of a plane with matrix rows, or blocks of rows, along dimension 0 and without padding: the row
 parts of consecutive pieces, concatenated, are the row parts of the whole. What all rows share (the scale of a per-tensor
 format, the amax of NVFP4) is no row part.
+
+A stack of matrices that were cast apart, as those of experts, comes apart between them: its row parts have a matrix each entry.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from opfuse.formats import ROWWISE, USAGES
 from opfuse.numerics.layouts import ceil_div, load_scale, store_scale
+from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.planes import map_tensors
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.torch_private.tensors import share_memory
@@ -40,6 +43,8 @@ def slice_rows(storage: QuantizedStorage, start: int, stop: int) -> QuantizedSto
         return None
 
     def cut(plane: Plane) -> Plane:
+        if isinstance(plane, GroupedPlane):
+            return GroupedPlane(plane.members[start:stop], plane.sizes[start:stop])
         entries = {field: _rows_per_entry(plane, field) for field in _row_fields(plane)}
         parts = {field: _row_part(plane, field)[first // n : ceil_div(last, n)] for field, n in entries.items()}
         return _from_parts(plane, parts, last - first)
@@ -133,6 +138,8 @@ def packed_rows(storages: Sequence[QuantizedStorage]) -> Sequence[QuantizedStora
     if not may_join(storages) or storages[0].usages != (ROWWISE,) or storages[0].format.family != "block":
         return storages
     planes = [storage.plane(ROWWISE) for storage in storages]
+    if planes[0].in_groups:
+        return storages
     arrays = [torch.cat(parts).split([*map(len, parts)]) for parts in zip(*[plane.tensors() for plane in planes])]
     packed = [plane.with_tensors(parts) for plane, parts in zip(planes, zip(*arrays))]
     return [replace(storage, rowwise=plane) for storage, plane in zip(storages, packed)]
@@ -147,7 +154,7 @@ def over_rows(storage: QuantizedStorage, arrays: Sequence[torch.Tensor]) -> Quan
 
 def shared_by_rows(storage: QuantizedStorage) -> list[torch.Tensor]:
     """The scales and amaxes that rows share beyond their block: where pieces differ in them, they do not make one tensor."""
-    planes = [storage.plane(usage) for usage in storage.usages]
+    planes = [plane for usage in storage.usages if not (plane := storage.plane(usage)).in_groups]
     shared = (getattr(plane, field) for plane in planes for field in ("scale", "amax") if field not in _row_fields(plane))
     return [value for value in shared if value is not None]
 
@@ -158,14 +165,18 @@ def _with_planes(storage: QuantizedStorage, shape: Sequence[int], change: Callab
 
 
 def _has_rows(storage: QuantizedStorage) -> bool:
-    """Whether the leading dimensions of the shape are the rows of every plane (not so for a flat view), and in one array."""
+    """Whether the leading dimensions of the shape are the rows of every plane (not so for a flat view), and in one array, or in
+    one for each entry of the first dimension.
+    """
     planes = [storage.plane(usage) for usage in storage.usages]
-    whole = all(plane.shape == storage.matrix_shape and not plane.in_groups for plane in planes)
-    return len(storage.shape) > 1 and whole
+    groups = (math.prod(storage.shape[1:-1]),) * storage.shape[0]
+    whole = all(plane.shape == storage.matrix_shape for plane in planes)
+    apart = all(isinstance(plane, GroupedPlane) and plane.sizes == groups for plane in planes if plane.in_groups)
+    return len(storage.shape) > 1 and whole and apart
 
 
 def _rows_per_block(plane: Plane) -> int:
-    return _block_rows(plane) or 1
+    return plane.sizes[0] if isinstance(plane, GroupedPlane) else _block_rows(plane) or 1
 
 
 def _block_rows(plane: Plane) -> int:
@@ -175,9 +186,14 @@ def _block_rows(plane: Plane) -> int:
 
 def _row_fields(plane: Plane) -> list[str]:
     """The fields of ``plane`` that are row parts."""
+    if isinstance(plane, GroupedPlane):
+        return [field for field in _FIELDS if getattr(plane.members[0], field) is not None]
     by_row = plane.format.per_row and plane.usage == ROWWISE
-    has = {"data": True, "scale": plane.scale is not None and _block_rows(plane) > 0, "amax": plane.amax is not None and by_row}
-    return [field for field, present in has.items() if present]
+    has = True, plane.scale is not None and _block_rows(plane) > 0, plane.amax is not None and by_row
+    return [field for field, present in zip(_FIELDS, has) if present]
+
+
+_FIELDS = "data", "scale", "amax"
 
 
 def _is_transposed(plane: Plane) -> bool:
@@ -186,12 +202,16 @@ def _is_transposed(plane: Plane) -> bool:
 
 def _rows_per_entry(plane: Plane, field: str) -> int:
     """Matrix rows in one entry of a row part."""
+    if isinstance(plane, GroupedPlane):
+        return plane.sizes[0]
     if field == "data" and _is_transposed(plane):
         return 8 // plane.layout.element.bits
     return _rows_per_block(plane) if field == "scale" else 1
 
 
 def _row_part(plane: Plane, field: str) -> torch.Tensor:
+    if isinstance(plane, GroupedPlane):
+        return torch.stack([getattr(member, field) for member in plane.members])
     tensor: torch.Tensor = getattr(plane, field)
     if field == "data" and plane.format.family == "identity":
         return tensor.reshape(plane.shape)
@@ -203,6 +223,10 @@ def _row_part(plane: Plane, field: str) -> torch.Tensor:
 
 def _from_parts(plane: Plane, parts: dict[str, torch.Tensor], rows: int) -> Plane:
     """A plane like ``plane`` with ``rows`` rows, made of ``parts`` by field."""
+    if isinstance(plane, GroupedPlane):
+        like = plane.members[0].with_format(plane.format)
+        members = [replace(like, **dict(zip(parts, entry))) for entry in zip(*parts.values())]
+        return GroupedPlane(members, plane.sizes[:1] * len(members))
     shape = (rows, plane.shape[1])
     data = parts["data"].t().contiguous() if _is_transposed(plane) else parts["data"]
     made = replace(plane, shape=shape, data=data, amax=parts.get("amax", plane.amax))

@@ -56,8 +56,6 @@ def agree(shard: Quantized, mesh: Any) -> bool:
 
     Checked once, and again after bytes came from elsewhere; a check waits for the device and for the other ranks.
     """
-    if any(shard.plane(usage).in_groups for usage in shard.usages):
-        return False
     if not is_mirror(shard) and not shared_by_rows(shard.record):
         return True
     ranks = _share(shard, mesh)

@@ -313,21 +313,41 @@ def sharded_rank(rank: int, folder: Path) -> None:
     for each in (*model.model.layers, model):
         fully_shard(each, mesh=init_device_mesh("cpu", (2,)))
     shard = model.get_parameter(f"{FIRST}.down_proj").to_local()
-    loss = model(input_ids=WORDS, labels=WORDS).loss
-    loss.backward()
-    torch.save((loss.item(), type(shard) is torch.Tensor, shard.shape), folder / f"{rank}.pt")
+    whole = model.get_parameter(f"{FIRST}.down_proj")
+    model.model.layers[0].unshard()
+    gathered = model.get_parameter(f"{FIRST}.down_proj")
+    before = isinstance(gathered, QuantizedTensor), torch.stack([plane.data.clone() for plane in gathered.columnwise.members])
+    model.model.layers[0].reshard()
+    codes = shard.columnwise.members[0].data.clone()
+    optimizer = opfuse.with_masters(torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = trained(model, 2, optimizer)
+    changed = not torch.equal(shard.columnwise.members[0].data, codes)
+    found = losses, type(shard) is QuantizedTensor, shard.shape, before, changed, whole.full_tensor()
+    torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_fsdp2_shards_the_values(tmp_path):
-    """As the page says: rows of a stack whose matrices were cast apart are no quantized tensor."""
+def test_fsdp2_shards_the_bytes(tmp_path):
+    """Each rank has some of the matrices, as they were cast, and steps write them. They train as on one rank."""
     run_ranks(sharded_rank, tmp_path)
     model = gpt_oss()
-    model.load_state_dict(opfuse.import_weights(checkpoint()), assign=True)
+    tensors = checkpoint()
+    model.load_state_dict(opfuse.import_weights(tensors), assign=True)
     opfuse.fuse_(model, Float8BlockScaling())
-    with torch.no_grad():
-        wanted = model(input_ids=WORDS, labels=WORDS).loss.item()
-    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [(wanted, True, torch.Size([2, 96, 64]))] * 2
+    weight = model.get_parameter(f"{FIRST}.down_proj")
+    codes = torch.stack([plane.data.clone() for plane in weight.columnwise.members])
+    optimizer = opfuse.with_masters(torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = trained(model, 2, optimizer)
+    for rank in range(2):
+        found, stored, shape, (travelled, gathered), changed, after = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert stored
+        assert changed
+        assert shape == torch.Size([2, 96, 64])
+        assert travelled
+        assert torch.equal(gathered, codes)
+        assert found == pytest.approx(losses, rel=1e-3)
+        assert found[0] == losses[0]
+        torch.testing.assert_close(after, weight.dequantize())
 
 
 def llama() -> LlamaForCausalLM:

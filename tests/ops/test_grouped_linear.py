@@ -18,7 +18,6 @@ from opfuse.kernels.products import grouped as products
 from opfuse.numerics import chain as definition
 from opfuse.recipes import QuantizerRole
 from opfuse.tensors import QuantizedTensor
-from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.gemm_grouped import Groups, grouped_rows
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, NVFP4Quantizer, Quantizer
@@ -606,7 +605,16 @@ def test_u04_a_stored_weight_is_copied_saved_and_loaded(tmp_path):
     wanted = step(op, x, EVEN, recipe)
     for each in (other, copy.deepcopy(op)):
         assert differences(step(each, x, EVEN, recipe), wanted) == []
-    assert type(op.weight[0:2]) is CopiedView
+    whole = op.weight.detach()
+    some = whole[0:2]
+    assert type(some) is QuantizedTensor
+    assert same(some.dequantize(), whole.dequantize()[0:2])
+    assert same(some.unbind()[1].rowwise.data, whole[1].rowwise.data)
+    with pytest.raises(errors.QuantizedTensorError, match="rows cut from a larger tensor"):
+        some.mul_(2)
+    wanted = whole.dequantize()[2:4]
+    some.copy_(whole[2:4])
+    assert same(whole.dequantize()[0:2], wanted)
     assert same(op.weight[2].dequantize(), op.weight.dequantize()[2])
     with pytest.raises(errors.QuantizedTensorError, match="members"):
         _ = op.weight.rowwise.data

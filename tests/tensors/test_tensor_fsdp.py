@@ -16,6 +16,7 @@ from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowQuantizer,
+    GroupedQuantizer,
     HybridQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -128,6 +129,46 @@ def test_a_later_gather_refills_the_parameter_without_a_new_version(kind):
     assert returned is None
     assert torch.equal(parameter.detach() + 0, torch.cat([s.dequantize() for s in shards]))
     assert parameter._version == version
+
+
+STATELESS = [kind for kind in QUANTIZERS if not QUANTIZERS[kind]().state]
+
+
+@pytest.mark.row("H20")
+@pytest.mark.parametrize("kind", STATELESS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_h20_a_stack_of_matrices_that_were_cast_apart_is_sharded_between_them(kind, ranks):
+    """As those of experts. Shards have the bytes, can be written, and gather to the whole."""
+    shape = (4, 64, 96)
+    stack = GroupedQuantizer(tuple([QUANTIZERS[kind]()] * 4))(values((4 * 64, 96)).view(shape))
+    shards = [shard(stack, rank, ranks) for rank in range(ranks)]
+    assert all(isinstance(s, QuantizedTensor) for s in shards)
+    assert torch.equal(torch.cat([s.dequantize() for s in shards]), stack.dequantize())
+    _, (whole, _) = gather(shards, shape)
+    assert isinstance(whole, QuantizedTensor)
+    for other in (whole, torch.cat(shards)):
+        assert same_bytes([each.flatten() for each in planes(other)], [each.flatten() for each in planes(stack)])
+    assert torch.equal(whole[3] + 0, stack[3] + 0)
+    with torch.no_grad():
+        shards[-1].mul_(-2)
+    _, (whole, _) = gather(shards, shape)
+    assert torch.equal(whole + 0, torch.cat([s.dequantize() for s in shards]))
+    assert not torch.equal(whole + 0, stack + 0)
+
+
+def test_a_stack_with_scales_of_steps_before_is_sharded_as_values():
+    """A quantizer of a matrix keeps its scales, and a shard is not told which matrices it gets."""
+    stack = GroupedQuantizer(tuple([QUANTIZERS["delayed"]() for _ in range(4)]))(values((4, 64, 96)))
+    assert type(shard(stack, 0)) is torch.Tensor
+    assert torch.equal(shard(stack, 1), stack.dequantize()[2:])
+
+
+def test_a_stack_over_ranks_that_do_not_divide_it_is_refused():
+    stack = GroupedQuantizer(tuple([QUANTIZERS["mxfp8"]()] * 3))(values((3, 64, 96)))
+    with pytest.raises(
+        ShapeError, match=r"wants 2 equal shards, got 3 matrices\. Cure: shard over a number of ranks that divides"
+    ):
+        gather([shard(stack, rank) for rank in range(2)], (3, 64, 96))
 
 
 @pytest.mark.row("H21")

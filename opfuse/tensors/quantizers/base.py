@@ -192,6 +192,10 @@ class Quantizer(ABC):
     def _reducing(self, group: AmaxRanks, *, reduces: bool = True) -> Self:
         return replace(self, with_amax_reduction=reduces, amax_reduction_group=group)  # type: ignore[call-arg]
 
+    def of_groups(self, start: int, stop: int) -> Quantizer:
+        """A quantizer for groups [start, stop) of a stack, where this one has one for each; groups beyond these repeat them."""
+        return self
+
     @property
     def row_local(self) -> bool:
         """Whether each row of the rowwise plane is what a cast of that row alone would be."""

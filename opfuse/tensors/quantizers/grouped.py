@@ -57,6 +57,11 @@ class GroupedQuantizer(Quantizer):
         rowwise, columnwise = zip(*(quantizer.formats for quantizer in self.quantizers))
         return shared_format(rowwise), shared_format(columnwise)
 
+    def of_groups(self, start: int, stop: int) -> Quantizer:
+        numbers = [number % len(self.quantizers) for number in range(start, stop)]
+        sizes = self.sizes and tuple([self.sizes[number] for number in numbers])
+        return replace(self, quantizers=tuple([self.quantizers[number] for number in numbers]), sizes=sizes)
+
     @property
     def row_local(self) -> bool:
         return all(quantizer.row_local for quantizer in self.quantizers)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks import calls
-from benchmarks.converted import COMPILED
+from benchmarks.converted import COMPILED, LLAMA, STEP
+from benchmarks.libraries import TORCHAO
 from docs import performance_text as prose
 from docs.performance_figures import of_script
 from docs.tables import llama_speeds
@@ -22,6 +23,7 @@ def gains(record: Record, several: Record, h100: Record) -> str:
     """The text, from the records of an H200, of two, and of an H100."""
     return prose.GAINS.format(
         **llama(record),
+        **by_tokens(record),
         **decoders(record, h100),
         **ranks(several),
         **small(record),
@@ -49,6 +51,20 @@ def llama(record: Record) -> dict[str, str]:
     return {
         **{f"llama_{way}": between(speeds[f"{kind} {way}"].over_eager for kind in FP8) for way in WAYS},
         **{f"llama_{way}_over_compiled": between(speeds[f"{kind} {way}"].over_compiled for kind in FP8) for way in WAYS},
+    }
+
+
+def by_tokens(record: Record) -> dict[str, str]:
+    """Speeds of training steps of converted layers that are compiled, over bf16 and torchao, by the number of tokens."""
+
+    def speeds(tokens: int, unit: str) -> str:
+        label = f"libraries, Llama of {LLAMA.layers} layers {tokens}x{LLAMA.sizes.hidden}"
+        kinds = ("fp8_block", "fp8_current")
+        return between(value(record, "libraries", f"{label}, {kind} packed, {STEP}", unit) for kind in kinds)
+
+    return {
+        **{f"tokens_{tokens}": speeds(tokens, f"x {COMPILED}") for tokens in (512, 4096, 16384)},
+        "torchao_16384": speeds(16384, f"x {TORCHAO}"),
     }
 
 

@@ -11,8 +11,10 @@ are those of training steps, and a range is over these recipes.
 then compiled: {llama_compiled} and {llama_compiled_over_compiled} times. On an H100 a decoder of four layers as wide, with
 {decoder_tokens} tokens, has {decoder_h100} times the speed of bf16 without torch.compile; on the H200 {decoder_h200}. Under
 FSDP2 on {ranks} H200, with weights stored in FP8, a step has {fsdp_speed} times the speed of torch's in bf16, and gathers
-{fsdp_bytes} of the bytes. Not measured: all layers of the model, a whole training run, more than {ranks} GPUs.
-[Llama](#llama-converted-with-fuse_), [CPU time](#cpu-time), [several GPUs](#several-gpus).
+{fsdp_bytes} of the bytes. Give it tokens: compiled, under current and block scaling, a step has {tokens_512} times the speed of
+bf16 with 512 tokens, {tokens_4096} with 4096 and {tokens_16384} with 16384, and {torchao_16384} times that of torchao. Not
+measured: all layers of the model, a whole training run, more than {ranks} GPUs. [Llama](#llama-converted-with-fuse_), [beside
+torchao](#llama-beside-torchao), [CPU time](#cpu-time), [several GPUs](#several-gpus).
 
 **I fine-tune on an RTX 4090.** Nothing was measured: no GPU of compute capability 8.9 was at hand. FP8 with one scale per
 tensor or row is native there, and compared with exact products on first use; blocks, MXFP8 and NVFP4 are emulated.
@@ -221,6 +223,14 @@ are, *compiled* with torch.compile on each layer. Speedups are over the plain la
 torch's fused one. Times of one process differ from those of the next by up to 7 % here: between kernels the GPU waits for the
 CPU. Of the forward and backward pass that is called, the kernels take 25.3 ms under delayed scaling, 27.0 under current and
 29.4 under block scaling, and the CPU takes 19 to 21 ms to queue them (three processes on an H200 on 2026-11-28).
+
+"""
+
+LIBRARIES = """\
+A training step of the same layers by the number of tokens, everything compiled: opfuse, torchao 0.18 with one scale for each
+tensor (its default), and bf16. *packed* is `fuse_(pack=True)`. Speeds are over bf16 and over torchao in the same rounds. With few
+tokens the CPU decides, so these figures depend on the machine more than others: opfuse's ops take it longer than torchao's
+compiled code, and its kernels are the faster ones.
 
 """
 

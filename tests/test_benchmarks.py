@@ -25,6 +25,7 @@ from benchmarks import (
     converted,
     distributed,
     grouped,
+    libraries,
     mixtures,
     models,
     overhead,
@@ -328,6 +329,25 @@ def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: py
     assert "| torch.compile bf16 |" in page
     assert "Llama of 1 layers 32x64:" in page
     assert all(f"| {kind} {how} |" in page for kind in converted.KINDS for how in ("called", "compiled"))
+
+
+@pytest.mark.usefixtures("_no_device")
+@pytest.mark.filterwarnings("ignore")
+def test_libraries_are_compared_by_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="of the extra `test`")
+    monkeypatch.setattr(libraries, "LEADS", 32)
+    monkeypatch.setattr(libraries, "LEAST", {name: {32: 1.0} for name in libraries.LEAST})
+    stack = converted.Stack(1, models.Sizes(16, 64, 64), 2, 1)
+    found = [*libraries.records(1, stack=stack, tokens=(16, 32), device="cpu")]
+    assert {each["name"].split(", ")[1] for each in found} == {"Llama of 1 layers 16x64", "Llama of 1 layers 32x64"}
+    assert {each["name"].split(", ")[2] for each in found if each["limit"]} == libraries.LEAST.keys()
+    took = {
+        (name, "step"): [float(ms)] for name, ms in ((libraries.COMPILED, 3), (libraries.TORCHAO, 2), ("fp8_current packed", 1))
+    }
+    limits = {(each["unit"], each["value"]): each["limit"] for each in libraries.compared(32, stack, took) if each["limit"]}
+    assert limits == {(f"x {libraries.COMPILED}", 3.0): 1.0, (f"x {libraries.TORCHAO}", 2.0): 1.0}
+    page = performance.problems({"results": [{**each, "script": "libraries"} for each in found]}, "libraries")
+    assert "| fp8_current packed |" in page
 
 
 def test_a_decoder_of_ops_computes_what_that_of_torch_does() -> None:

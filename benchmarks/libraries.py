@@ -1,0 +1,91 @@
+"""Training steps of Llama layers beside torchao and bf16, by the number of tokens: ``python -m benchmarks.libraries``.
+
+Layers, optimizer and the way of compiling are those of :mod:`benchmarks.converted`. torchao, where it is installed, converts the
+same linear layers to FP8 with one scale for each tensor, its default. "packed" is ``fuse_(pack=True)``, which lays weights that
+are one product out in one memory. There are no CUDA graphs: transformers reads positions on the host in every call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import opfuse
+from benchmarks.calls import in_turns
+from benchmarks.converted import COMPILED, LLAMA, STEP, WARM, Stack, calls_of, compiled, llama, milliseconds, show
+from opfuse import recipes
+
+TORCHAO = "torchao compiled"
+TOKENS = (512, 1024, 2048, 4096, 16384)
+LEAST: Mapping[str, Mapping[int, float]] = {
+    "fp8_current packed": {512: 1.0, 1024: 1.05, 2048: 1.2, 4096: 1.4, 16384: 1.52},
+    "fp8_block packed": {512: 0.97, 1024: 1.0, 2048: 1.12, 4096: 1.33, 16384: 1.42},
+}
+"""Times the speed of torch.compile in bf16: at least."""
+
+LEADS = 4096
+"""Tokens from which on opfuse is to be as fast as torchao."""
+
+Record = dict[str, Any]
+
+
+def converted_model(kind: str, stack: Stack, device: str, *, pack: bool) -> nn.Module:
+    """Under the recipe of that kind."""
+    model = llama(stack, device)
+    opfuse.fuse_(model, recipes.recipe_of(kind, {}), pack=pack)
+    return model
+
+
+def torchao_model(stack: Stack, device: str) -> nn.Module:
+    from torchao.float8 import convert_to_float8_training
+
+    model: nn.Module = convert_to_float8_training(llama(stack, device))
+    return model
+
+
+def models_of(stack: Stack, device: str) -> dict[str, nn.Module]:
+    """The contenders, compiled, by name; torchao's products need a GPU."""
+    found = {COMPILED: llama(stack, device)}
+    if device == "cuda" and importlib.util.find_spec("torchao") is not None:
+        found[TORCHAO] = torchao_model(stack, device)
+    for kind in ("fp8_current", "fp8_block"):
+        found[f"{kind} packed"] = converted_model(kind, stack, device, pack=True)
+    found["fp8_current"] = converted_model("fp8_current", stack, device, pack=False)
+    return {name: compiled(model) for name, model in found.items()}
+
+
+def records(rounds: int = 5, *, stack: Stack = LLAMA, tokens: Sequence[int] = TOKENS, device: str = "cuda") -> Iterator[Record]:
+    """Figures for the record."""
+    for number in tokens:
+        torch._dynamo.reset()
+        sized = stack._replace(sizes=stack.sizes._replace(tokens=number))
+        models = models_of(sized, device)
+        steps = {name: {STEP: calls_of(model, sized, device)[STEP]} for name, model in models.items()}
+        for step in steps.values():
+            for _ in range(WARM):
+                step[STEP]()
+        yield from compared(number, sized, in_turns(steps, milliseconds, rounds))
+
+
+def compared(tokens: int, stack: Stack, took: Mapping[tuple[str, str], list[float]]) -> Iterator[Record]:
+    """Medians, and medians of how many times as fast as bf16 and as torchao in the same round."""
+    label = f"libraries, Llama of {stack.layers} layers {tokens}x{stack.sizes.hidden}"
+    for (name, what), times in took.items():
+        full = f"{label}, {name}, {what}"
+        yield {"name": full, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
+        for other in (COMPILED, TORCHAO):
+            beside = took.get((other, what))
+            if beside is None or name == other:
+                continue
+            ratio = statistics.median(its / mine for mine, its in zip(times, beside))
+            least = LEAST.get(name, {}).get(tokens) if other == COMPILED else 1.0 if name in LEAST and tokens >= LEADS else None
+            yield {"name": full, "value": ratio, "unit": f"x {other}", "limit": least, "met": least and ratio >= least}
+
+
+if __name__ == "__main__":
+    show(records())

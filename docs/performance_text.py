@@ -262,8 +262,8 @@ COMPILING = """\
 A first call of a kernel compiles it with NVRTC, or loads it from the disk cache; each figure is of a process of its own.
 First training steps are one forward and backward pass in a process that has run a step of the
 same layers in plain bf16, the median of several processes; they include imports, planning, and compiling or loading kernels.
-Machines with the same GPU differ here: on another H200 of the same day, where NVRTC's first call took 80 ms, first steps took 637
-to 745 ms with an empty cache and 227 to 252 ms from disk, all within the limits.
+Machines with the same GPU differ here: on an H200 with a slower CPU, the same day, first steps took up to 815 ms with an empty cache
+and 341 ms from disk.
 
 """
 
@@ -283,8 +283,8 @@ FSDP2 over four layers with the sizes of an 8B model (4096 wide, 14336 inside, 3
 each rank, each layer sharded by itself and freed between the passes. *gathered* is what a rank sends to all-gathers in a
 step, relative to bf16. Times are medians of the slowest rank, relative to eager torch. *beside kernels* is the share of the
 gathers' time during which other kernels ran, by torch.profiler, in three steps that follow each other. AdamW updates fp32
-masters of weights stored quantized, otherwise bf16 weights. The first gather of a step waits for the optimizer, in all of them:
-that is an eighth of the gathers, so a limit of 85 % is missed where the CPU is late once more. torchao was not on this machine;
+masters of weights stored quantized, otherwise bf16 weights. The first gather of a step waits for the optimizer, in all of them,
+and a CPU that is late uncovers more: the share was 54, 83 and 91 % on three machines of one day. torchao was not on this machine;
 on 2026-11-22, on two other H200s, its FP8 gathers with compiled layers took 0.84 of the time of torch with AdamW, opfuse 0.77.
 
 """

@@ -46,13 +46,11 @@ def test_a_record_says_what_of_which_code_and_machine() -> None:
 
 
 def test_the_record_of_several_gpus_has_every_variant_and_meets_its_limits() -> None:
-    """A peer that the machine lacks is left out, as the versions say; a limit that is missed is one that the page explains."""
+    """A peer that the machine lacks is left out, as the versions say."""
     mixtures = {f"{shape.label}, {name}" for shape in (experts.QWEN, experts.MIXTRAL) for name in experts.VARIANTS}
     there = {name for name in distributed.VARIANTS if "torchao" not in name or RANKS["versions"]["torchao"] != "none"}
     assert {figure["name"] for figure in RANKS["results"]} == there | mixtures
-    missed = {(figure["name"], figure["unit"]) for figure in RANKS["results"] if figure["met"] is False}
-    assert missed == {("opfuse, FP8 gathered", "% of gathers beside kernels")}
-    assert "first gather of a step waits" in performance.DOCUMENT.read_text(encoding="utf-8")
+    assert all(figure["met"] is not False for figure in RANKS["results"])
 
 
 def test_the_registers_of_every_kernel_are_in_the_record() -> None:

@@ -58,11 +58,12 @@ def test_the_version_stands_in_one_place() -> None:
     assert [path.name for path in files if versioned.search(path.read_text(encoding="utf-8"))] == ["__init__.py"]
 
 
-def test_continuous_integration_runs_the_versions_of_python_that_are_promised() -> None:
+def test_continuous_integration_runs_the_versions_that_are_promised() -> None:
     workflow = YAML(typ="safe").load(ROOT / ".github" / "workflows" / "ci.yml")
     promised = [each.rpartition(" ")[2] for each in PROJECT["project"]["classifiers"] if ":: Python :: 3." in each]
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == promised
     assert PROJECT["project"]["requires-python"] == f">={promised[0]}"
+    assert workflow["jobs"]["torch"]["strategy"]["matrix"]["torch"] == [TRIED[0], TRIED[-1]]
 
 
 def test_what_a_public_repository_has_can_be_read() -> None:

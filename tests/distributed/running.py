@@ -80,7 +80,8 @@ def worker(rank: int, place: Path, ranks: int, device: str, tasks: Sequence[Task
     """Run the tasks on this rank until one raises, and write down what each found."""
     torch.set_num_threads(1)
     warnings.simplefilter("error", OpfuseWarning)
-    warnings.filterwarnings("ignore", "recipe .*got emulated products", OpfuseWarning)  # as in pyproject.toml
+    for expected in ("recipe .*got emulated products", "torch: wants a release from"):  # as in pyproject.toml
+        warnings.filterwarnings("ignore", expected, OpfuseWarning)
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend, meeting = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", f"file://{place}/store"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -25,13 +27,17 @@ def test_a_release_of_torch_that_nobody_tried_is_warned_of_once(release: str, mo
     monkeypatch.setattr(torch, "__version__", release)
     with pytest.warns(OpfuseWarning, match=r"torch: wants a release from 2\.11 to .*opfuse doctor --only torch"):
         ops.Sequential(ops.Linear(16, 16))(torch.ones(4, 16))
-    ops.Sequential(ops.Linear(16, 16))(torch.ones(4, 16))  # OpfuseWarning is an error in tests
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OpfuseWarning)
+        ops.Sequential(ops.Linear(16, 16))(torch.ones(4, 16))
 
 
 @pytest.mark.parametrize("release", [*TRIED, "2.12"])
 def test_releases_between_the_oldest_and_the_newest_are_not_warned_of(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", f"{release}.1+cu130")
-    ops.Sequential(ops.Linear(16, 16))(torch.ones(4, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", OpfuseWarning)
+        ops.Sequential(ops.Linear(16, 16))(torch.ones(4, 16))
 
 
 @pytest.mark.parametrize(

@@ -149,11 +149,11 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
 
     beyond: also those outside of a backward pass that they started.
     """
-    task, forward = backward_pass(), None
+    task, names, forward = backward_pass(), _names(), None
     around: FrameType | None = frame or frame_of_caller()
     while around is not None:
         code = around.f_code
-        if (name := code.co_name) not in _NAMES:  # as most of a hundred functions on the stack
+        if (name := code.co_name) not in names:  # as most of a hundred functions on the stack
             around = around.f_back
             continue
         if name == _ENGINE and not beyond:
@@ -203,8 +203,13 @@ def _names_in(code: CodeType) -> Iterator[str]:
 _METHODS = ("forward", "backward")
 """The functions of an ``autograd.Function``."""
 
-_NAMES = frozenset((_ENGINE, *_METHODS, *_names_in(_GLOBALS["__loader__"].get_code(torch.utils.checkpoint.__name__))))
-"""The functions on the stack that are looked at: those of ``torch.utils.checkpoint``, and methods of functions of autograd."""
+
+@cache
+def _names() -> frozenset[str]:
+    """The functions on the stack that are looked at: of ``torch.utils.checkpoint``, and methods of functions of autograd."""
+    module = _GLOBALS["__loader__"].get_code(torch.utils.checkpoint.__name__)
+    return frozenset((_ENGINE, *_METHODS, *_names_in(module)))
+
 
 _ALONE: list[Callable[[], FunctionCtx | None]] = [lambda: None]
 """The run of compiled code around which no checkpoint was found last: each of its ops asks."""

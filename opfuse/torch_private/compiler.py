@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opfuse.errors import UnsupportedError
 from opfuse.torch_private.names import convention, deferred, private
 from opfuse.torch_private.stack import frames
 
@@ -190,10 +191,14 @@ _strategy: Callable[..., Any] = private(
 
 def passed_over(function: _F) -> _F:
     """The function itself, into which dynamo does not look when C++ calls it, nor into what it calls. :func:`not_traced` wraps it
-    instead, so that dynamo does not inline it either; its two wrappers take the host 10 us a call.
+    instead, so that dynamo does not inline it either; its two wrappers take the host 10 us a call. A torch without such marks has
+    the wrappers: this runs as opfuse is imported.
     """
-    skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
-    _strategy(function.__code__, torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip))
+    try:
+        skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
+        _strategy(function.__code__, torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError, UnsupportedError):
+        return not_traced(function)
     return function
 
 

@@ -83,12 +83,19 @@ def decoders(record: Record, h100: Record) -> dict[str, str]:
 
 
 def ranks(several: Record) -> dict[str, str]:
-    """Speed and bytes of FSDP2 with weights stored in FP8."""
+    """Speed and bytes of FSDP2 with weights stored in FP8, and speeds of experts that are spread."""
     name = "opfuse, FP8 gathered"
     return {
         "ranks": str(several["ranks"]),
         "fsdp_speed": f"{1 / value(several, 'distributed', name, 'x torch, with AdamW'):.2f}",
         "fsdp_bytes": f"{value(several, 'distributed', name, 'x bytes of bf16'):.2f}",
+        **{
+            f"spread_{key}": between(
+                value(several, "experts", f"{shape}, opfuse, {kind}", "x the speed of torch")
+                for kind in ("fp8_block", "fp8_current")
+            )
+            for key, shape in {"qwen": "Qwen3-30B-A3B", "mixtral": "Mixtral"}.items()
+        },
     }
 
 

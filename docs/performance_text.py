@@ -30,8 +30,9 @@ graphs](#cuda-graphs-torchcompile-offload).
 **I train a mixture of experts.** Two layers, each compiled, over the same in bf16, under current and block scaling:
 {mixtral_compiled} times the speed for Mixtral's few large experts (16384 tokens); {qwen_compiled} for the 128 small ones of
 Qwen3-30B-A3B with as many tokens, and {qwen_few_compiled} with 8192: many small experts gain little, and with few tokens they
-can lose. Compile the layers: called, they have {mixtral_called}, {qwen_called} and {qwen_few_called} times the speed. Not
-measured: expert parallelism. [Mixtures](#mixtures-converted-with-fuse_).
+can lose. Compile the layers: called, they have {mixtral_called}, {qwen_called} and {qwen_few_called} times the speed. With
+experts spread over {ranks} GPUs, a layer has {spread_mixtral} times the speed of torch's in bf16 for Mixtral's shape and
+{spread_qwen} for Qwen3's. [Mixtures](#mixtures-converted-with-fuse_), [several GPUs](#several-gpus).
 
 **I use torch.compile.** Compiling the converted Llama layers above saves {compiling_saves} % of their step. Two decoder
 layers of ops are one graph for all recipes, with {breaks} graph breaks and {recompilations} recompilations; its first call

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import cache
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
@@ -160,13 +161,25 @@ not_traced: Callable[[_F], _F] = private(
 """As ``torch.compiler.disable``."""
 
 
-def _is_passed_over(strategy: Callable[..., Any]) -> bool:
-    seen: list[bool] = []
-    library = torch.library.Library("opfuse_sample", "FRAGMENT")
+@cache
+def _sample_op() -> tuple[torch.library.Library, list[bool]]:
+    """A library with an op that notes whether dynamo may look into it. It stays: once a library has gone, torch 2.11 compiles
+    nothing more in this process.
+    """
+    library, seen = torch.library.Library("opfuse_sample", "FRAGMENT"), list[bool]()
 
     def run(x: torch.Tensor) -> torch.Tensor:
         seen.append(torch.compiler.is_compiling() or callable(frame_callback()))
         return x.clone()
+
+    library.define("run(Tensor x) -> Tensor")
+    library.impl("run", passed_over(run), "CompositeExplicitAutograd")
+    return library, seen
+
+
+def _is_passed_over(strategy: Callable[..., Any]) -> bool:
+    _, seen = _sample_op()
+    seen.clear()
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):  # a loop runs as it is, and dynamo looks into what it calls
@@ -174,8 +187,6 @@ def _is_passed_over(strategy: Callable[..., Any]) -> bool:
             x = torch.ops.opfuse_sample.run(x)
         return x
 
-    library.define("run(Tensor x) -> Tensor")
-    library.impl("run", passed_over(run), "CompositeExplicitAutograd")
     _compiled(broken, torch.zeros(1))
     return bool(seen) and not any(seen)
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import opfuse
 from opfuse.cli.app import app
 from opfuse.errors import UnsupportedError
-from opfuse.torch_private import compiler, names
+from opfuse.torch_private import names
 from opfuse.torch_private.table import ENTRIES_OF, NAMES, NEEDS
 
 PACKAGE = Path(opfuse.__file__).parent
@@ -195,15 +195,3 @@ def test_what_is_not_private_is_let_be(source):
 def test_each_module_of_the_package_is_in_the_table():
     files = {path.stem for path in PLACE.glob("*.py")} - {"__init__", "names", "table"}
     assert files == {module.__name__.rpartition(".")[2] for module in ENTRIES_OF}
-
-
-def test_ops_of_a_torch_without_marks_for_dynamo_are_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are made as opfuse is imported, which fails under no torch."""
-    monkeypatch.setattr(compiler, "_strategy", names.GoneName("torch.gone", "a test"))
-
-    def run(x: int) -> int:
-        return x + 1
-
-    wrapped = compiler.passed_over(run)
-    assert wrapped is not run
-    assert wrapped(1) == 2

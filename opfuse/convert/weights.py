@@ -153,11 +153,11 @@ class MadeParameters(nn.Module):
     def fill(self) -> None:
         """Make them, as autograd records it."""
         slots: dict[str, Any] = self._parameters
-        ledger = stand_ins()
+        tape = stand_ins()
         self.__dict__["reached"] = reached = list[bool]()
         for name, sources in self.sources.items():
-            noted = isinstance(ledger, BackwardTape)
-            slots[name] = _noted(ledger, sources) if noted else joined([*map(self.read, sources)], reached)  # type: ignore[arg-type]
+            noted = isinstance(tape, BackwardTape)
+            slots[name] = _noted(tape, sources) if noted else joined([*map(self.read, sources)], reached)  # type: ignore[arg-type]
 
     def watch(self, result: torch.Tensor) -> None:
         """Have the backward pass of ``result`` check parameters in one memory for writes, whatever gradients it is asked for."""
@@ -210,8 +210,8 @@ class LocalParameters(MadeParameters):
         return part.mT if transposed else part
 
 
-def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
-    """What is made of parameters; ``ledger`` notes how their gradients follow from its gradient."""
+def _noted(tape: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
+    """What is made of parameters; ``tape`` notes how their gradients follow from its gradient."""
     values: list[Any] = [module._parameters[name] for module, name, _ in sources]
     turned = [transposed for _, _, transposed in sources]
     with torch.no_grad():
@@ -219,13 +219,13 @@ def _noted(ledger: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
         whole = _whole(parts).detach()
     sizes = [part.shape[0] for part in parts]
     if torch.is_grad_enabled() and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
-        ledger.watch(values)  # whose counters the whole does not have
+        tape.watch(values)  # whose counters the whole does not have
 
     def backward(received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
         grads = [None] * len(sizes) if received[0] is None else received[0].split(sizes)
         return [grad.mT if turn and grad is not None else grad for grad, turn in zip(grads, turned)]
 
-    ledger.record(values, [whole], backward)
+    tape.record(values, [whole], backward)
     return whole.requires_grad_(torch.is_grad_enabled() and any(value.requires_grad for value in values))
 
 

@@ -149,7 +149,7 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
 
     beyond: also those outside of a backward pass that they started.
     """
-    task, names, forward = backward_pass(), _names(), None
+    task, names, outermost = backward_pass(), _names(), None
     around: FrameType | None = frame or frame_of_caller()
     while around is not None:
         code = around.f_code
@@ -165,15 +165,15 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
                 if not _is_part(around):
                     found = _of_function(ctx, None if name == "forward" else task)
                 elif name == "forward" and not beyond:
-                    if ctx is _ALONE[0]():
+                    if ctx is _SEARCHED[0]():
                         return
-                    forward = ctx
+                    outermost = ctx
         if found is not None:
-            forward = None
+            outermost = None
             yield found
         around = around.f_back
-    if forward is not None:
-        _ALONE[0] = weakref.ref(forward)
+    if outermost is not None:
+        _SEARCHED[0] = weakref.ref(outermost)
 
 
 def _own_checkpoint(frame: FrameType) -> FoundCheckpoint | None:
@@ -211,7 +211,7 @@ def _names() -> frozenset[str]:
     return frozenset((_ENGINE, *_METHODS, *_names_in(module)))
 
 
-_ALONE: list[Callable[[], FunctionCtx | None]] = [lambda: None]
+_SEARCHED: list[Callable[[], FunctionCtx | None]] = [lambda: None]
 """The run of compiled code around which no checkpoint was found last: each of its ops asks."""
 
 

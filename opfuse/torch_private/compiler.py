@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opfuse.errors import UnsupportedError
 from opfuse.torch_private.names import convention, deferred, private
 from opfuse.torch_private.stack import frames
 
@@ -159,58 +157,6 @@ not_traced: Callable[[_F], _F] = private(
     slow=True,
 )
 """As ``torch.compiler.disable``."""
-
-
-@cache
-def _sample_op() -> tuple[torch.library.Library, list[bool]]:
-    """A library with an op that notes whether dynamo may look into it. It stays: once a library has gone, torch 2.11 compiles
-    nothing more in this process.
-    """
-    library, seen = torch.library.Library("opfuse_sample", "FRAGMENT"), list[bool]()
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        seen.append(torch.compiler.is_compiling() or callable(frame_callback()))
-        return x.clone()
-
-    library.define("run(Tensor x) -> Tensor")
-    library.impl("run", passed_over(run), "CompositeExplicitAutograd")
-    return library, seen
-
-
-def _is_passed_over(strategy: Callable[..., Any]) -> bool:
-    _, seen = _sample_op()
-    seen.clear()
-
-    def broken(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):  # a loop runs as it is, and dynamo looks into what it calls
-            break_graph("of a sample")
-            x = torch.ops.opfuse_sample.run(x)
-        return x
-
-    _compiled(broken, torch.zeros(1))
-    return bool(seen) and not any(seen)
-
-
-_strategy: Callable[..., Any] = private(
-    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
-    _is_passed_over,
-    use="ops of torch.library that dynamo does not look into where a graph broke",
-    breaks="dynamo would trace how a call runs",
-    slow=True,
-)
-
-
-def passed_over(function: _F) -> _F:
-    """The function itself, into which dynamo does not look when C++ calls it, nor into what it calls. :func:`not_traced` wraps it
-    instead, so that dynamo does not inline it either; its two wrappers take the host 10 us a call. A torch without such marks has
-    the wrappers: this runs as opfuse is imported.
-    """
-    try:
-        skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
-        _strategy(function.__code__, torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError, UnsupportedError):
-        return not_traced(function)
-    return function
 
 
 def _knows_fullgraph() -> bool:

@@ -8,6 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -610,3 +611,38 @@ def test_a_torch_whose_checkpoint_works_in_another_way_is_refused(monkeypatch) -
             torch_checkpoint(block(), x, use_reentrant=False)
     finally:
         known._places.cache_clear()
+
+
+class Outer(torch.autograd.Function):
+    """Calls a function in its forward, as a reentrant checkpoint does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], Any]) -> torch.Tensor:
+        call()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+def test_a_search_that_found_nothing_around_compiled_code_stands_for_that_run_alone() -> None:
+    """A function of autograd in a module of torch._functorch is what runs compiled code."""
+    methods = {name: vars(Outer)[name] for name in ("forward", "backward")}
+    globals_ = {"__name__": "torch._functorch.sample"}
+    moved = {name: staticmethod(FunctionType(each.__func__.__code__, globals_, name)) for name, each in methods.items()}
+    compiled = type("Compiled", (torch.autograd.Function,), moved)
+    x, seen = torch.ones(1, requires_grad=True), list[int]()
+
+    def look() -> None:
+        seen.extend(len([*known.checkpoints()]) for _ in range(2))
+
+    alive = compiled.apply(x, look)
+    assert seen == [0, 0]
+    seen.clear()
+    Outer.apply(x, lambda: compiled.apply(x, look))
+    assert seen == [1, 1]
+    seen.clear()
+    compiled.apply(x, lambda: Outer.apply(x, look))
+    assert seen == [1, 1]
+    assert alive.grad_fn is not None

@@ -33,7 +33,7 @@ from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.planes import named_tensors
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.autograd import keeps_graph
-from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, passed_over
+from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, not_traced
 from opfuse.torch_private.dispatch import active_modes, below_autograd, in_transform
 
 
@@ -374,7 +374,7 @@ _LIBRARY: Any = torch.library.Library("opfuse", "FRAGMENT")
 for _name, (_seen, _run, _fake) in _RUNS.items():
     _LIBRARY.define(_name + _SCHEMAS[_name], tags=_TAGS)
     for _function, _key in ((_seen, "Autograd"), (_run, "CompositeExplicitAutograd")):
-        _LIBRARY.impl(_name, passed_over(_function), _key)  # where a graph broke, dynamo would look into it
+        _LIBRARY.impl(_name, not_traced(_function), _key)  # where a graph broke, dynamo would look into it
     for _key in ("FuncTorchBatched", "Batched"):
         _LIBRARY.impl(_name, _refuse_batched, _key)
     torch.library.register_fake(f"opfuse::{_name}", _fake, lib=_LIBRARY)

@@ -17,6 +17,9 @@ from opfuse.compiler.rules import Fusion
 from opfuse.environment import VARIABLES
 from opfuse.errors import MissingPlaneError
 from opfuse.formats import COLUMNWISE, E4M3
+from opfuse.kernels.engine.certificates import is_recorded_arch
+from opfuse.kernels.engine.registry import OLDEST
+from opfuse.kernels.products.backends import BACKENDS, Machine, backend_of
 from opfuse.ops import OPS
 from opfuse.recipes import RECIPES, zoo
 from opfuse.recipes.policy import OVERRIDES
@@ -55,6 +58,44 @@ def support() -> str:
     status = {(row.kind, row.arch): row.status for row in rows}
     body = [[f"`{cls.__name__}`", kind, *(status[kind, arch] for arch in archs)] for kind, cls in RECIPES.items()]
     return table(["recipe", "kind", *names], body)
+
+
+GPUS: Mapping[str, tuple[tuple[int, int], ...]] = {
+    "H100, H200 (9.0)": ((9, 0),),
+    "B200, B300, GB300 (10.x), Thor (11.0), RTX 50 (12.x)": ((10, 0), (10, 3), (11, 0), (12, 0), (12, 1)),
+    "L4, L40S, RTX 40 (8.9)": ((8, 9),),
+    "A100, A40, RTX 30 (8.0, 8.6)": ((8, 0), (8, 6)),
+    "older GPUs, CPU": ((7, 5), (0, 0)),
+}
+"""Compute capabilities by the devices that have them, those of a line alike."""
+
+FAMILIES = {"FP8 per tensor, per row": ("tensor", "row"), "FP8 blocks": ("block",), "MXFP8, NVFP4": ("mx", "nv")}
+
+
+def hardware() -> str:
+    """What runs natively on which GPU, and on what evidence."""
+    rows = []
+    for name, archs in GPUS.items():
+        cells = []
+        for families in (*FAMILIES.values(), ()):
+            (cell,) = {_products(family, arch) for arch in archs for family in families} or {_kernels(arch) for arch in archs}
+            cells.append(cell)
+        rows.append([name, *cells])
+    return table(["GPU (compute capability)", *FAMILIES, "casts, chains, norms"], rows)
+
+
+def _products(family: str, arch: tuple[int, int]) -> str:
+    found = backend_of(BACKENDS[family], Machine(arch, (99, 0)))
+    if isinstance(found, str):
+        return "emulated"
+    exact = " (scales that are powers of two)" if any(rule.what == "block scales" for rule in found.rules) else ""
+    return f"native{exact}, {'recorded' if found.recorded else 'certified'}"
+
+
+def _kernels(arch: tuple[int, int]) -> str:
+    if arch < OLDEST:
+        return "torch"
+    return f"kernels, {'recorded' if is_recorded_arch(arch) else 'certified'}"
 
 
 FORMATS: Sequence[Quantizer] = (
@@ -294,6 +335,7 @@ TABLES = {
     "speed": speed,
     "pipeline": pipeline,
     "host": host,
+    "hardware": hardware,
     "names": names,
     "support": support,
     "formats": formats,

@@ -116,6 +116,29 @@ def test_the_wheel_fits_every_machine(built: Path) -> None:
         assert [name for name in files.namelist() if files.read(name).startswith(magic)] == []
 
 
+ON_ARM = """
+import platform
+platform.machine, platform.processor = lambda: "aarch64", lambda: "aarch64"
+import torch, opfuse
+from opfuse.cli import main
+assert opfuse.__file__.startswith(SITE), opfuse.__file__
+model = opfuse.ops.Sequential(opfuse.ops.Linear(64, 96), opfuse.ops.GELU(), opfuse.ops.Linear(96, 32))
+with opfuse.autocast(recipe=opfuse.recipes.MXFP8BlockScaling()):
+    model(torch.randn(32, 64)).sum().backward()
+assert main(["doctor", "--only", "machine"]) == 0
+"""
+
+
+def test_the_wheel_takes_a_step_where_python_says_aarch64(built: Path, tmp_path: Path) -> None:
+    """No such machine was tried: what is shown is that nothing asks for x86-64."""
+    zipfile.ZipFile(next(built.glob("*.whl"))).extractall(tmp_path)
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    command = [sys.executable, "-P", "-c", ON_ARM.replace("SITE", repr(str(tmp_path)))]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Linux aarch64" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_wheel_runs_an_example_and_the_script_of_the_readme(built: Path, tmp_path: Path) -> None:
     """The script converts and trains a Llama; what it saves, transformers reads with the same bits."""

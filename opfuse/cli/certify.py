@@ -20,6 +20,7 @@ from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import show_rows
 from opfuse.errors import UnsupportedError, describe
 from opfuse.formats import E4M3, NVFP4, ROWWISE, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.kernels.engine.certificates import facts
 from opfuse.kernels.engine.registry import Kernel, kernels
 from opfuse.kernels.engine.registry import examine as examine_kernel
 from opfuse.kernels.products.backends import BACKENDS, Backend, backend_of
@@ -40,16 +41,14 @@ def certify(*, as_json: bool) -> bool:
     if as_json:
         echo_json({"device": _device(), "rows": rows})
     else:
-        echo(_device())
+        echo(", ".join(f"{name} {value}" for name, value in _device().items()))
         shown = [(row["what"], row["result"], row.get("x bf16", "")) for row in rows]
         show_rows(("what", "result", f"x bf16 at {_TIMED}"), shown, title="certified here; paste this into a report of a fault")
     return all(row["right"] for row in rows)
 
 
-def _device() -> str:
-    major, minor = device_arch()
-    name = torch.cuda.get_device_name()
-    return f"opfuse {opfuse.__version__}, torch {torch.__version__}, {name}, compute capability {major}.{minor}"
+def _device() -> dict[str, Any]:
+    return {"opfuse": opfuse.__version__, **facts(torch.cuda.current_device())}
 
 
 def _row(what: str, fault: str, **more: Any) -> dict[str, Any]:

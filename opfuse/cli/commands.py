@@ -190,6 +190,7 @@ class DoctorSection(enum.StrEnum):
     machine = "machine"
     torch = "torch"
     environment = "environment"
+    wrong = "wrong"
     recipes = "recipes"
     matrix = "matrix"
 

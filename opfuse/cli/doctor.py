@@ -11,10 +11,14 @@ from typing import Any
 import torch
 
 import opfuse
+import opfuse.inspect.casts
+import opfuse.ops  # these two register all kernels
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import show_rows
 from opfuse.environment import VARIABLES, faults
 from opfuse.kernels.engine.cubins import location, private
+from opfuse.kernels.products.certificate import wrong_here
+from opfuse.kernels.products.native import machine as machine_with
 from opfuse.recipes import RECIPES, support, support_matrix
 from opfuse.recipes.availability import device_arch
 from opfuse.recipes.settings import settings_of
@@ -51,6 +55,12 @@ def _print_torch(found: Any) -> None:
         echo("\n".join(f"- {fault}" for fault in found["faults"]) + "\n")
     else:
         echo(f"torch {found['installed']} has all that opfuse takes of it beside its public interface, checked now\n")
+
+
+def _print_wrong(found: Any) -> None:
+    if found:
+        rows = [*found.items()]
+        show_rows(("product or kernel", "what was wrong"), rows, title="wrong on this device, so emulated or computed by torch")
 
 
 def _print_recipes(found: Any) -> None:
@@ -103,6 +113,11 @@ def _installed(distribution: str) -> str:
         return "absent"
 
 
+def wrong() -> dict[str, str]:
+    """What was compared with its definition on this device, and is not used since it was wrong; the first fault of each."""
+    return wrong_here(machine_with(device_arch()))
+
+
 def recipes() -> dict[str, dict[str, str]]:
     """How each kind of recipe runs here, and why."""
     found = {kind: support(kind) for kind in RECIPES}
@@ -118,6 +133,7 @@ SECTIONS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "machine": (machine, _print_machine),
     "torch": (installed_torch, _print_torch),
     "environment": (environment, _print_environment),
+    "wrong": (wrong, _print_wrong),
     "recipes": (recipes, _print_recipes),
     "matrix": (matrix, _print_matrix),
 }

@@ -23,6 +23,7 @@ from opfuse.kernels.products.native import (
     machine,
     native_name,
     native_refusal,
+    wrong_runs,
 )
 from opfuse.kernels.products.tiles import rows_of
 from opfuse.numerics.layouts import layout_of
@@ -137,7 +138,10 @@ def in_read_order(quantizer: Quantizer, env: Env) -> Quantizer:
 
 def refusal_in_groups(cast: CastSpec, env: Env) -> str:
     """Why a device that multiplies each group does not where it alone knows their sizes; an empty string if it does."""
-    return "" if cast.ragged is None else cast.ragged.refusal(machine(env.arch), torch.bfloat16)
+    if cast.ragged is None:
+        return ""
+    on = machine(env.arch)
+    return cast.ragged.refusal(on, torch.bfloat16) or wrong_runs(cast.ragged.inputs, on)
 
 
 class How(NamedTuple):

@@ -15,7 +15,7 @@ import pytest
 from opfuse.config import loads
 from opfuse.errors import ConfigError
 
-MODULE = """
+MODULE = '''
 import torch
 from opfuse import ops
 from opfuse.core.spec import Size, hyper_parameters
@@ -37,16 +37,39 @@ class Gain(ops.BasicOperation):
         x, gain = ctx.saved_tensors
         return dy * gain, ((dy * x).flatten(0, -2).sum(0),)
 
+TEXT = """
+extern "C" __global__ void twice(const scalar_t* x, scalar_t* y, long long rows, long long columns) {
+    long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at < rows * columns) y[at] = x[at] + x[at];
+}
+extern "C" __global__ void twice_backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx, long long rows,
+                                          long long columns) {
+    long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at < rows * columns) dx[at] = dy[at] + dy[at];
+}
+"""
+
+@ops.raw_kernel(TEXT, forward="twice", backward="twice_backward", dtypes={torch.bfloat16: "__nv_bfloat16"})
+class Twice(ops.RawKernelOperation):
+    @hyper_parameters
+    def __init__(self) -> None:
+        super().__init__()
+
+    @staticmethod
+    def reference(x):
+        return x + x
+
 CALLS = []
 
 def gemm_mish(x, *, basic_linear, bias, act):
     CALLS.append(type(act.op).__name__)
     y = basic_linear.op.produce(basic_linear, x)
     return act.op.op_forward(act, bias.op.op_forward(bias, y))
-"""
+'''
 POINTS = """[opfuse.ops]
 mish = mine:Mish
 gain = mine:Gain
+twice = mine:Twice
 other = mine:Gain
 gelu = mine:Mish
 lost = nowhere:Op
@@ -125,10 +148,11 @@ def test_own_ops_and_functions_come_from_entry_points(tmp_path: Path) -> None:
     (tmp_path / "mine-1.0.dist-info").mkdir()
     (tmp_path / "mine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (tmp_path / "mine-1.0.dist-info" / "entry_points.txt").write_text(POINTS)
-    (tmp_path / "mine.yaml").write_text(CONFIG)
+    config = CONFIG.replace("out_features: 256}", "out_features: 256}\n    - {op: twice}")
+    (tmp_path / "mine.yaml").write_text(config)
     (tmp_path / "wrong.yaml").write_text(CONFIG.replace("size: 64, first: 2.0", "size: 64, frist: 2.0"))
     path = os.pathsep.join((str(tmp_path), *filter(None, (os.environ.get("PYTHONPATH"), os.getcwd()))))
-    (tmp_path / "own.yaml").write_text(CONFIG.replace(RULE, OWN))
+    (tmp_path / "own.yaml").write_text(config.replace(RULE, OWN))
     for name, rule in WRONG.items():
         (tmp_path / f"wrong_{name}.yaml").write_text(CONFIG.replace(RULE, rule))
     asked = [sys.executable, "-c", PROGRAM.replace("NAMES", repr(list(WRONG)))]
@@ -138,6 +162,7 @@ def test_own_ops_and_functions_come_from_entry_points(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ops"][0] == "Gain(size=64, first=2.0)"
     assert found["ops"][2] == "Mish()"
+    assert found["ops"][-1] == "Twice()"
     assert found["check"] == 0
     assert "wrong.yaml:6:28: error[unknown-key]" in found["finding"]
     assert "did you mean 'first'?" in found["finding"]

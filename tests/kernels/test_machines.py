@@ -41,7 +41,9 @@ RECIPES: Mapping[str, Recipe] = {
     "blocks, E5M2 gradients": Float8BlockScaling(fp8_format=Format.HYBRID),
     "blocks, fp32 scales": Float8BlockScaling(use_f32_scales=True),
     "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),  # rotated, rounded stochastically, weights in tiles of 16x16
+    "nvfp4, 4over6": NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", nvfp4_4over6_e4m3_use_256="all"),
+    "nvfp4, rows": NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
 }
 TENSOR, ROW, MX, NV = "scaled_mm, per tensor", "scaled_mm, per row", "scaled_mm, MXFP8", "scaled_mm, NVFP4"
 BLOCK, BLOCK_MX = "scaled_mm, 1x128 and 128x128 blocks of E4M3", "scaled_mm, FP8 blocks as MXFP8"
@@ -49,6 +51,8 @@ OWN_TENSOR, OWN_ROW = "product.cu, per tensor", "product.cu, per row"
 OWN_BLOCK, MX_IN_GROUPS = "product.cu, 1x128 and 128x128 blocks of E4M3", "scaled_grouped_mm, MXFP8 in groups"
 E5M2_TWICE = "elements: wants e4m3 twice, got ('e5m2', 'e4m3')"
 FP32_SCALES = "block scales: wants powers of two on both sides, got any fp32 and any fp32"
+ONE_AMAX = "global amaxes: wants one for each operand, got one for each row"
+IN_GROUPS_NV = "blocks: wants those of products in groups, got (1, 16) and (1, 16)"
 
 
 def none_on(arch: str, since: str, below: str = "13.0") -> str:
@@ -78,6 +82,8 @@ CALLS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "blocks, fp32 scales": ((none_on("8.9", "9.0"),), (BLOCK,), (FP32_SCALES,), (FP32_SCALES,), (FP32_SCALES,)),
     "mxfp8": from_blackwell(MX),
     "nvfp4": from_blackwell(NV),
+    "nvfp4, 4over6": from_blackwell(NV),
+    "nvfp4, rows": ((none_on("8.9", "10.0"),), (none_on("9.0", "10.0"),), *((ONE_AMAX, NV, ONE_AMAX),) * 3),
 }
 """For each of :data:`ARCHS` fprop, dgrad and wgrad; one entry stands for all three."""
 
@@ -95,7 +101,7 @@ IN_GROUPS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         (MX_IN_GROUPS,),
         (none_on("12.0", "10.0", "11.0"),),
     ),
-    "nvfp4": (("blocks: wants those of products in groups, got (1, 16) and (1, 16)",),) * 5,
+    **dict.fromkeys(("nvfp4", "nvfp4, 4over6", "nvfp4, rows"), ((IN_GROUPS_NV,),) * 5),
 }
 """The same of groups whose sizes only the device knows."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+import opfuse
 import opfuse.inspect.casts
-import opfuse.ops  # noqa: F401 - these two register all kernels
+import opfuse.ops  # these two register all kernels
+from opfuse import recipes
+from opfuse.cli import certify, doctor, main
 from opfuse.cli.certify import certified_kernels
+from opfuse.compiler.plain import sizes_read
 from opfuse.errors import OpfuseWarning, PlanMissError
 from opfuse.kernels.casts.tensor import cast_mx
 from opfuse.kernels.casts.trials import DRAWS
@@ -22,6 +28,8 @@ from opfuse.kernels.engine.certificates import Certificate, Tried, certified
 from opfuse.kernels.engine.cubins import CubinCache
 from opfuse.kernels.engine.launch import dry_run
 from opfuse.kernels.engine.registry import Kernel, examine, kernels, leading, tensors_in
+from opfuse.kernels.products.backends import MX_GROUPS, Machine
+from opfuse.recipes.availability import Support
 from tests.turns import in_turn
 
 CPU = torch.device("cpu")
@@ -96,18 +104,27 @@ def test_a_definition_passes_and_what_raises_is_a_fault() -> None:
 def blackwell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine of which nobody has a record."""
     for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
         "get_device_capability": lambda *_: (10, 0),
         "get_device_name": lambda *_: "B200",
         "is_current_stream_capturing": lambda: False,
         "device": lambda *_: nullcontext(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(certificates, "runtime", lambda: SimpleNamespace(driverGetVersion=lambda: 13000))
-    monkeypatch.setattr(certificates, "_known", {})
     monkeypatch.setattr(certificates, "_cache", lambda: CubinCache(tmp_path / "kept"))
-    monkeypatch.setattr(certificates, "_digest", lambda key, device: f"{abs(hash((key, device))):032x}")
-    cast_mx.right.clear()
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
+    """What this process knows of the device."""
+    certificates._known.clear()
+    certificates.facts.cache_clear()
+    certificates._digest.cache_clear()
     cast_mx.right.clear()
 
 
@@ -134,11 +151,146 @@ def test_a_kernel_is_tried_once_and_a_wrong_one_is_never_launched_again(fault: s
     assert tried == [torch.device("cuda", 0)]
     assert not fault or len(told) == 1
     assert "opfuse doctor --certify" in str(told[0].message) if fault else True
-    certificates._known.clear()
+    forget()
     made.right.clear()
     with warned if fault else nullcontext():
         assert made.is_right(0) is not fault
     assert len(tried) == 1
+
+
+OTHER = {
+    "driver": lambda patch: patch.setattr(certificates, "runtime", lambda: SimpleNamespace(driverGetVersion=lambda: 13010)),
+    "library": lambda patch: patch.setattr(certificates, "version", lambda name: "13.9.9"),
+    "torch": lambda patch: patch.setattr(torch, "__version__", "2.99"),
+    "code": lambda patch: patch.setattr(certificates, "_code", lambda: "0123456789abcdef" * 4),
+    "device": lambda patch: patch.setattr(torch.cuda, "get_device_name", lambda *_: "B300"),
+}
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("what", OTHER)
+def test_another_driver_library_code_or_device_is_certified_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same is not: what is kept is read by a later process."""
+    monkeypatch.setattr(certificates, "_is_installed", lambda name: name == "nvidia-cublas")
+    monkeypatch.setattr(certificates, "version", lambda name: "13.1.2")
+    tried: list[int] = []
+    product = Tried("mx", "scaled_mm, MXFP8", "the exact product", "")
+
+    def ask() -> int:
+        forget()
+        certified(product, 0, lambda: tried.append(0) or Certificate(""))
+        return len(tried)
+
+    assert (ask(), ask()) == (1, 1)
+    OTHER[what](monkeypatch)
+    assert (ask(), ask()) == (2, 2)
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_what_is_kept_names_the_driver_the_library_and_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "_is_installed", lambda name: name == "nvidia-cublas")
+    monkeypatch.setattr(certificates, "version", lambda name: "13.1.2")
+    certified(Tried("mx", "scaled_mm, MXFP8", "", ""), 0, lambda: Certificate(""))
+    (kept,) = (json.loads(path.read_text()) for path in (tmp_path / "kept").glob("*.certificate"))
+    assert (kept["what"], kept["fault"]) == ("scaled_mm, MXFP8", "")
+    named = {name: kept["of"][name] for name in ("device", "compute capability", "driver", "nvidia-cublas")}
+    assert named == {"device": "B200", "compute capability": "10.0", "driver": 13000, "nvidia-cublas": "13.1.2"}
+    assert certificates.sources_digest().startswith(kept["of"]["code"])
+
+
+def found_wrong(key: str, name: str) -> None:
+    """As if the first use on this device had found it, in an earlier process."""
+    with pytest.warns(OpfuseWarning, match="wants the exact product, got element"):
+        certified(Tried(key, name, "the exact product", ""), 0, lambda: Certificate("element (3, 5) is 7, wants 2"))
+    forget()
+
+
+@pytest.mark.row("R10")
+@pytest.mark.usefixtures("blackwell")
+def test_a_product_of_the_library_that_failed_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what a recipe does here, by a model's explanation, and by doctor. It is native elsewhere, as are others here."""
+    recipe, wrong = recipes.MXFP8BlockScaling(), "wrong here: element (3, 5) is 7, wants 2"
+    assert recipes.support(recipe).status == "native"
+    found_wrong("mx", "scaled_mm, MXFP8")
+    assert recipes.support(recipe) == Support("emulated", wrong)
+    assert recipes.support(recipe, (12, 0)).status == recipes.support(recipes.NVFP4BlockScaling()).status == "native"
+    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((10, 0), (13, 0)))
+    with opfuse.autocast(recipe=recipe):
+        told = opfuse.explain(opfuse.ops.Sequential(opfuse.ops.Linear(64, 96)), torch.randn(32, 64, requires_grad=True))
+    made = [(each["status"], each["reason"]) for each in told.to_dict()["pipelines"][0]["products"]]
+    assert made == [("emulated", wrong)] * 3
+    assert wrong in str(told)
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["wrong"] == {"scaled_mm, MXFP8": "element (3, 5) is 7, wants 2"}
+    assert found["recipes"]["mxfp8"] == {"status": "emulated", "reason": wrong}
+    assert main(["doctor"]) == 0
+    assert "wrong on this device" in capsys.readouterr().out
+
+
+@pytest.mark.row("R10")
+@pytest.mark.usefixtures("blackwell")
+def test_products_of_groups_that_failed_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why the host reads the sizes of groups: of a plan for a GPU, made on a CPU."""
+    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((10, 0), (13, 0)))
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        experts = opfuse.ops.Sequential(opfuse.ops.GroupedLinear(2, 128, 256, bias=False))
+        told = opfuse.explain(experts, torch.randn(96, 128, requires_grad=True), torch.tensor([64, 32]))
+    (plan,) = told.plans
+    plan = replace(plan, key=plan.key._replace(env=plan.key.env._replace(device="cuda", arch=(10, 0))))
+    assert sizes_read(plan) == {}
+    found_wrong(MX_GROUPS, "scaled_grouped_mm, MXFP8 in groups")
+    assert [*sizes_read(plan).values()] == ["wrong here: element (3, 5) is 7, wants 2"]
+    assert doctor.wrong() == {"scaled_grouped_mm, MXFP8 in groups": "element (3, 5) is 7, wants 2"}
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_a_kernel_that_failed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = "wrong here, so torch computes them: kernel cast_mx"
+    assert wrong not in recipes.support("mxfp8").reason
+    found_wrong("kernel cast_mx", "kernel cast_mx")
+    assert recipes.support("mxfp8").reason.endswith(wrong)
+    assert recipes.support("mxfp8").status == "native"
+    assert wrong not in recipes.support("mxfp8", (12, 0)).reason
+    model, x = opfuse.ops.Sequential(opfuse.ops.Linear(64, 96)), torch.randn(32, 64)
+    assert wrong in str(opfuse.explain(model, x))
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+        assert wrong in str(opfuse.explain(model, x))
+    assert doctor.wrong() == {"kernel cast_mx": "element (3, 5) is 7, wants 2"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    forget()
+    assert doctor.wrong() == {}
+
+
+def test_certifying_without_a_gpu_says_where_to_do_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--certify"]) == 3
+    assert "doctor --certify: wants a CUDA device, got none" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("fault", ["", "element (3, 5) is 7, wants 2"])
+def test_certifying_prints_a_block_for_a_report(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names driver and library; one fault makes the command fail."""
+    monkeypatch.setattr(certificates, "_is_installed", lambda name: name == "nvidia-cublas")
+    monkeypatch.setattr(certificates, "version", lambda name: "13.1.2")
+    monkeypatch.setattr(certify, "examine", lambda family, *_: Certificate(fault if family == "mx" else ""))
+    monkeypatch.setattr(certify, "examine_kernel", lambda kernel, device: Certificate(""))
+    monkeypatch.setattr(certify, "_speed", lambda family, backend: "1.50")
+    assert main(["doctor", "--certify"]) == (1 if fault else 0)
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in (opfuse.__version__, "driver 13000", "nvidia-cublas 13.1.2", "device B200"))
+    assert "kernel cast_mx, bitwise" in shown
+    assert (fault or "scaled_mm, MXFP8") in shown
+    assert main(["doctor", "--certify", "--json"]) == (1 if fault else 0)
+    rows = {row["what"]: row["result"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["scaled_mm, MXFP8"] == (fault or "right")
 
 
 @pytest.mark.usefixtures("blackwell")

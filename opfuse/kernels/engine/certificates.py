@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,7 +87,7 @@ def _found(tried: Tried, device: int, examine: Callable[[], Certificate]) -> Cer
             for each in around:
                 stack.enter_context(each)
             kept = examine()
-        content = {"what": tried.name, "fault": kept.fault}
+        content = {"what": tried.name, "fault": kept.fault, "of": facts(device)}
         _cache().store(digest, json.dumps(content).encode(), _CERTIFICATE)
     if not kept.passed:
         where = f"{tried.name} on {torch.cuda.get_device_name(device)}"
@@ -107,19 +107,22 @@ def _cache() -> CubinCache:
 
 
 @functools.cache
+def facts(device: int) -> dict[str, Any]:
+    """What certificates of a CUDA device depend on: another code, library or driver is tried anew."""
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "compute capability": "{}.{}".format(*torch.cuda.get_device_capability(device)),
+        "driver": runtime().driverGetVersion(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        **{name: version(name) for name in ("nvidia-cublas", "nvidia-cublas-cu12") if _is_installed(name)},
+        "code": _code()[:16],
+    }
+
+
+@functools.cache
 def _digest(key: str, device: int) -> str:
-    """A digest of all that a certificate depends on."""
-    facts = (
-        key,
-        _code(),
-        torch.__version__,
-        torch.version.cuda,
-        torch.cuda.get_device_name(device),
-        torch.cuda.get_device_capability(device),
-        runtime().driverGetVersion(),
-        {name: version(name) for name in ("nvidia-cublas", "nvidia-cublas-cu12") if _is_installed(name)},
-    )
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps([key, facts(device)]).encode()).hexdigest()[:32]
 
 
 _code = functools.cache(sources_digest)

@@ -24,7 +24,7 @@ from opfuse.kernels.engine.ladder import rungs
 from opfuse.kernels.engine.nvrtc import NvrtcError
 from opfuse.kernels.engine.sources import cuda_code
 
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 """The architectures for which tests compile every kernel; a device of another one compiles for its own."""
 
 FLAGS = (

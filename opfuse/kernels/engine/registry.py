@@ -22,7 +22,7 @@ import torch
 
 from opfuse.environment import variable
 from opfuse.errors import KernelError, describe
-from opfuse.kernels.engine.certificates import Certificate, Tried, certified, is_recorded_arch
+from opfuse.kernels.engine.certificates import Certificate, Tried, certificate_of, certified, is_recorded_arch
 from opfuse.kernels.engine.compiling import Variant, source_text
 from opfuse.kernels.engine.launch import Grid, is_dry, launch
 from opfuse.torch_private.dispatch import in_fake_mode
@@ -30,7 +30,9 @@ from opfuse.torch_private.dispatch import in_fake_mode
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OLDEST = (8, 0)  # the first architecture with the warp reductions that kernels use
+OLDEST = (8, 0)
+"""The first compute capability with the warp reductions that kernels use."""
+
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -126,7 +128,7 @@ class Kernel(Generic[P, R]):
             if device not in self.right and self not in _tried:  # which a trial launches itself
                 _tried.append(self)
                 try:
-                    tried = Tried(f"kernel {self.name}", f"kernel {self.name}", "the bits of its definition", _INSTEAD)
+                    tried = Tried(_key(self), _key(self), "the bits of its definition", _INSTEAD)
                     self.right[device] = certified(tried, device, lambda: examine(self, torch.device("cuda", device))).passed
                 finally:
                     _tried.remove(self)
@@ -156,6 +158,18 @@ _trying, _tried = threading.RLock(), list[Kernel[Any, Any]]()
 """The kernels that are tried now, by the thread that has the lock."""
 
 _INSTEAD = "torch computes the definition here, slower, and right"
+
+
+def _key(kernel: Kernel[Any, Any]) -> str:
+    return f"kernel {kernel.name}"
+
+
+def wrong_kernels(device: int) -> dict[str, str]:
+    """By name, the kernels that were found to be wrong on a CUDA device and are computed by their definitions; what was wrong."""
+    if is_recorded_arch(torch.cuda.get_device_capability(device)):
+        return {}
+    found = {_key(kernel): certificate_of(_key(kernel), device) for kernel in kernels() if kernel.trials is not None}
+    return {name: known.fault for name, known in found.items() if known is not None and not known.passed}
 
 
 def examine(kernel: Kernel[Any, Any], device: torch.device, run: Callable[..., Any] | None = None) -> Certificate:
@@ -225,7 +239,7 @@ def kernels_run_on(device: int) -> bool:
 def _enabled(device: int) -> bool:
     """Whether the device and the environment allow kernels; the environment is read at the first launch on a device."""
     wanted = variable("OPFUSE_REFERENCE") in ("", "0") and torch.version.cuda is not None
-    return wanted and torch.cuda.get_device_capability(device) >= _OLDEST
+    return wanted and torch.cuda.get_device_capability(device) >= OLDEST
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -41,6 +42,7 @@ from opfuse.formats import (
     mxfp8,
 )
 from opfuse.kernels.engine.certificates import Certificate, Tried, certificate_of, certified
+from opfuse.kernels.engine.registry import wrong_kernels
 from opfuse.kernels.products.backends import BACKENDS, MX_GROUPS, Backend, Machine, backend_of
 from opfuse.kernels.products.emulated import operand
 from opfuse.kernels.products.library_groups import RunOperands
@@ -91,11 +93,11 @@ _FORMATS: dict[str, tuple[tuple[NumberFormat, NumberFormat], ...]] = {
         (fp8_block(E4M3, 1, pow2=True), fp8_block(E5M2, 1, pow2=True)),
     ),
     "mx": tuple((mxfp8(one), mxfp8(other)) for one, other in ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))),
-    "nv": ((NVFP4, NVFP4),),
+    "nv": ((NVFP4, NVFP4), (replace(NVFP4, encode_max=256), NVFP4)),
 }
 """Formats of the left and of the right."""
 
-_SHAPES = ((1, 16, 32), (4, 48, 96), (132, 144, 288), (256, 128, 512), (64, 272, 160), (300, 16, 1056))
+_SHAPES = ((1, 16, 32), (4, 48, 96), (12, 80, 208), (132, 144, 288), (256, 128, 512), (64, 272, 160), (300, 16, 1056))
 """Lines of the left, lines of the right, length: less than a tile, tiles with tails, long sums of small results."""
 
 _USAGES: tuple[tuple[Usage, Usage], ...] = ((ROWWISE, ROWWISE), (ROWWISE, COLUMNWISE), (COLUMNWISE, COLUMNWISE))
@@ -348,7 +350,25 @@ def standing(family: str, machine: Machine) -> str:
 def known_certificate(family: str, machine: Machine) -> Certificate | None:
     """The certificate of a family on the current CUDA device, if that is such a machine and somebody has asked for it before."""
     backend = backend_of(BACKENDS[family], machine)
-    is_here = torch.cuda.is_available() and torch.cuda.get_device_capability() == machine.arch
-    if isinstance(backend, str) or backend.recorded or not is_here:
+    if isinstance(backend, str) or backend.recorded or not _is_here(machine):
         return None
     return certificate_of(family, torch.cuda.current_device())
+
+
+def wrong_product(family: str, machine: Machine) -> str:
+    """Why the library's product of a family is not used here, if this is such a machine and it was found to be wrong."""
+    known = known_certificate(family, machine)
+    return "" if known is None or known.passed else f"wrong here: {known.fault}"
+
+
+def wrong_here(machine: Machine) -> dict[str, str]:
+    """By name, the products and kernels that were found to be wrong on the current CUDA device, if that is such a machine."""
+    if not _is_here(machine):
+        return {}
+    known = {rows[0].name: known_certificate(family, machine) for family, rows in BACKENDS.items()}
+    products = {name: found.fault for name, found in known.items() if found is not None and not found.passed}
+    return products | wrong_kernels(torch.cuda.current_device())
+
+
+def _is_here(machine: Machine) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == machine.arch

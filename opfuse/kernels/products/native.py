@@ -41,7 +41,7 @@ from opfuse.kernels.products.backends import (
     Version,
     backend_of,
 )
-from opfuse.kernels.products.certificate import PairOperands, certified_product, known_certificate, standing
+from opfuse.kernels.products.certificate import PairOperands, certified_product, standing, wrong_product
 from opfuse.kernels.products.hopper import FASTER, SCALING, grouped_product, is_faster
 from opfuse.kernels.products.library_groups import RunOperands, multiply_runs
 from opfuse.kernels.products.runs import product_of_rows, product_over_rows
@@ -154,10 +154,7 @@ def library_product(backend: Backend, operands: PairOperands | RunOperands, out_
 
 def native_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:
     """:func:`layout_refusal`, or why the product was found to be wrong on the device at hand, if that is such a machine."""
-    if refused := layout_refusal(left, right, out_dtype, machine):
-        return refused
-    known = known_certificate(left.format.family, machine)
-    return "" if known is None or known.passed else f"wrong here: {known.fault}"
+    return layout_refusal(left, right, out_dtype, machine) or wrong_product(left.format.family, machine)
 
 
 def library_name(family: str, machine: Machine) -> str:
@@ -333,6 +330,11 @@ def runs_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: M
     if (left.format.block, right.format.block) not in SCALING:
         return f"blocks: wants those of products in groups, got {left.format.block} and {right.format.block}"
     return layout_refusal(left, right, out_dtype, machine, own=True)
+
+
+def wrong_runs(fmt: NumberFormat, machine: Machine) -> str:
+    """What was found to be wrong with such products in a format, if this is such a machine; an empty string if nothing was."""
+    return wrong_product(MX_GROUPS, machine) if fmt.family == "mx" else ""
 
 
 def runs_are_right(fmt: NumberFormat, device: int) -> bool:

@@ -1,0 +1,511 @@
+"""Pre-trains a Llama of 1.1 B parameters under a recipe: ``python -m benchmarks.pretrain --recipe fp8_current --seed 0``.
+
+The model is transformers' LlamaForCausalLM with random weights, converted by ``fuse_(pack=True)`` and compiled layer by layer,
+for the reasons that :mod:`benchmarks.converted` gives; "bf16" is the same model, compiled in the same way and not converted. The
+text is what the machine has (:mod:`benchmarks.corpus`). Its tokens come in windows, each once before any comes again, in an order
+that the seed gives: which windows a step reads follows from its number alone.
+
+Weights are bf16, and the optimizer, torch's fused AdamW, updates fp32 masters, since bf16 would round most of its updates away.
+The gradients of micro-batches are summed in fp32. No parameter has a hook, which would keep it from a joined product.
+
+A run stops after ``--minutes``, writes its checkpoint under ``--checkpoint``, and goes on from there with ``--resume``: on a CPU
+with the bits of a run that did not stop, on a GPU as far as torch's own kernels repeat theirs. ``--out`` gets a JSON file of
+each run. ``--table FILE …`` merges such files into ``--file``, of which docs/performance.md tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+import opfuse
+from benchmarks import stamp
+from benchmarks.converted import compiled
+from benchmarks.corpus import PARTS, Corpus, corpus
+from opfuse import recipes
+from opfuse.errors import ConfigError, OutputError, TrainingError, describe
+
+PLAIN = "bf16"
+KINDS = (PLAIN, *(kind for kind in recipes.RECIPES if kind != "custom"))
+LOSSES = ("plain", "compiled", "fused")
+"""transformers' own; the same in torch.compile; that of ``fuse_(loss="fused")``, in bf16 around layers that nothing quantizes."""
+
+FILE = stamp.RESULTS / "pretrain_h200.json"
+WARM = 3
+"""First steps of a piece, which compile and plan: they count in no speed."""
+
+LAST = 0.05
+"""The part of the steps whose mean is the training loss at the end."""
+
+POINTS = 100
+"""Of a curve in the file of results, at most."""
+
+GIB = 2**30
+COLUMNS = ("step", "tokens", "loss", "rate", "norm", "seconds")
+"""Of each step: loss in nats per token before its update, learning rate, norm of the gradient before it is clipped, wall time."""
+
+CHECKED = ("step", "tokens", "loss", "bits")
+"""Of each validation: after how many steps and tokens, nats per token, bits per byte."""
+
+Record = dict[str, Any]
+Curve = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run: two with the same settings train on the same tokens in the same order, from the same weights whatever the recipe.
+
+    tokens: of the run; it sets the length of the schedule. step_tokens: of a step. sequence: tokens of a window. micro: windows
+    of a micro-batch. groups: heads of keys. vocabulary: rows of embedding and head, of which the text uses as many as its
+    tokenizer has. rate: the highest learning rate, reached after warm_up of the steps; a cosine brings it down to floor of it.
+    decay: of matrices. clip: norm of the gradient. validation_tokens: held out, the same ones every ``every`` steps. compile:
+    whether torch.compile takes each layer.
+    """
+
+    recipe: str = PLAIN
+    seed: int = 0
+    tokens: int = 20_000_000
+    step_tokens: int = 131_072
+    sequence: int = 2048
+    micro: int = 8
+    layers: int = 22
+    hidden: int = 2048
+    inner: int = 5632
+    heads: int = 32
+    groups: int = 4
+    vocabulary: int = 32_768
+    loss: str = "plain"
+    rate: float = 3e-4
+    warm_up: float = 0.1
+    floor: float = 0.1
+    decay: float = 0.1
+    clip: float = 1.0
+    validation_tokens: int = 262_144
+    every: int = 10
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        for what in ("step_tokens", "validation_tokens"):
+            if getattr(self, what) % (self.micro * self.sequence) or getattr(self, what) == 0:
+                wanted, cure = f"a multiple of micro * sequence, {self.micro * self.sequence}", "choose other sizes"
+                raise ConfigError(describe(what, wanted=wanted, got=getattr(self, what), cure=cure))
+
+    @property
+    def steps(self) -> int:
+        """Of the run."""
+        return math.ceil(self.tokens / self.step_tokens)
+
+    @property
+    def name(self) -> str:
+        """What files of the run are called: the recipe and what is not as by default."""
+        others = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.name not in ("recipe",))
+        changed = [f"{name}-{value}" for name, value in others if name == "seed" or value != getattr(Settings, name)]
+        return "_".join((self.recipe, *changed))
+
+    def rate_of(self, step: int) -> float:
+        """The learning rate of the update with this number, from 0."""
+        rise = max(1, round(self.warm_up * self.steps))
+        if step < rise:
+            return self.rate * (step + 1) / rise
+        fallen = 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+        return self.rate * (self.floor + (1 - self.floor) * fallen)
+
+
+def llama(settings: Settings, device: str) -> nn.Module:
+    """With random weights that follow from the seed, in bf16."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=settings.hidden,
+        intermediate_size=settings.inner,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.groups,
+        max_position_embeddings=settings.sequence,
+        rms_norm_eps=1e-5,
+        vocab_size=settings.vocabulary,
+        use_cache=False,
+    )
+    torch.manual_seed(settings.seed)
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
+
+
+def model_of(settings: Settings, device: str) -> Any:
+    """Converted and compiled as the settings say."""
+    model: Any = llama(settings, device)
+    recipe = None if settings.recipe == PLAIN else recipes.recipe_of(settings.recipe, {})
+    if recipe is not None or settings.loss == "fused":
+        opfuse.fuse_(model, recipe, pack=True, loss="fused" if settings.loss == "fused" else "own")
+    if settings.recipe == "delayed":
+        opfuse.prepare_delayed(model, recipe)
+    if settings.loss == "compiled":
+        model.loss_function = torch.compile(model.loss_function)
+    if settings.compile:
+        compiled(model.model)
+    return model
+
+
+@functools.lru_cache(maxsize=2)
+def order(windows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Which window comes when in an epoch, counted from 0."""
+    return np.random.default_rng((seed, epoch)).permutation(windows)
+
+
+def windows_of(windows: int, seed: int, first: int, count: int) -> list[int]:
+    """The numbers of ``count`` windows, ``first`` windows after the start of the run."""
+    places = (divmod(place, windows) for place in range(first, first + count))
+    return [int(order(windows, seed, epoch)[at]) for epoch, at in places]
+
+
+class Data:
+    """Windows of tokens, as many as a corpus has whole ones. ConfigError if it has too few of them."""
+
+    def __init__(self, found: Corpus, settings: Settings) -> None:
+        self.corpus, self.settings = found, settings
+        held_out = len(found.held_out) // settings.sequence
+        self.windows, wanted = len(found.train) // settings.sequence, settings.validation_tokens // settings.sequence
+        if found.about["words"] > settings.vocabulary or held_out < wanted or not self.windows:
+            what = f"{found.about['words']} words, {self.windows} windows to train on, {held_out} held out"
+            cure = "choose a larger vocabulary, fewer validation_tokens, or more text"
+            least = f"at most {settings.vocabulary} words, at least 1 and {wanted} windows"
+            raise ConfigError(describe("data", wanted=least, got=what, cure=cure))
+        self.chosen = np.linspace(0, held_out - 1, wanted).astype(int).tolist()
+
+    def of_step(self, step: int) -> torch.Tensor:
+        """The windows of a step, counted from 0: int64 (windows, sequence)."""
+        count = self.settings.step_tokens // self.settings.sequence
+        return self._taken(self.corpus.train, windows_of(self.windows, self.settings.seed, step * count, count))
+
+    def held_out(self) -> torch.Tensor:
+        """Windows that nothing trains on, spread over all of these files: the same ones for every seed."""
+        return self._taken(self.corpus.held_out, self.chosen)
+
+    def bytes_of(self, windows: torch.Tensor) -> int:
+        """Bytes that are predicted in ``windows``: of all tokens but the first of each."""
+        return int(self.corpus.lengths[windows[:, 1:].numpy()].sum())
+
+    @property
+    def epochs(self) -> float:
+        """How often the run reads the text."""
+        return self.settings.steps * self.settings.step_tokens / (self.windows * self.settings.sequence)
+
+    def _taken(self, tokens: npt.NDArray[np.uint16], numbers: Sequence[int]) -> torch.Tensor:
+        length = self.settings.sequence
+        return torch.from_numpy(np.stack([tokens[at * length : (at + 1) * length] for at in numbers]).astype(np.int64))
+
+
+class Run:
+    """A run, how far it has come, and what came of it. piece: what a process made of it."""
+
+    def __init__(self, settings: Settings, data: Data, device: str) -> None:
+        self.settings, self.data, self.device = settings, data, device
+        self.began = time.perf_counter()
+        self.model = model_of(settings, device)
+        self.weights = dict(self.model.named_parameters())
+        self.masters = {name: weight.detach().float().clone() for name, weight in self.weights.items()}
+        for master in self.masters.values():
+            master.grad = torch.zeros_like(master)
+        matrices, others = ([each for each in self.masters.values() if (each.ndim > 1) == of] for of in (True, False))
+        groups: list[Record] = [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), fused=True)
+        self.held_out = data.held_out()
+        self.step = self.first = 0
+        self.curve: Curve = {name: [] for name in COLUMNS}
+        self.validation: Curve = {name: [] for name in CHECKED}
+        self.steady: list[float] = []
+        self.spent = {"start": 0.0, "first steps": 0.0, "steps": 0.0, "validation": 0.0}
+        self.peak = 0
+
+    @property
+    def tokens(self) -> int:
+        """That the run has read."""
+        return self.step * self.settings.step_tokens
+
+    def minutes(self) -> float:
+        """Since this piece began."""
+        return (time.perf_counter() - self.began) / 60
+
+    def begin(self) -> None:
+        """Everything is there now; what follows counts in the peak."""
+        self.spent["start"] += time.perf_counter() - self.began
+        self.first = self.step
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def train(self) -> None:
+        """One step."""
+        start = time.perf_counter()
+        rate, parts = self.settings.rate_of(self.step), self.data.of_step(self.step).split(self.settings.micro)
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = torch.zeros((), device=self.device)
+        for part in parts:
+            loss += self._gradients(part.to(self.device), 1 / len(parts))
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), self.settings.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(self.masters[name])
+        self.step += 1
+        row = (self.step, self.tokens, loss.item(), rate, norm.item(), time.perf_counter() - start)
+        for name, value in zip(COLUMNS, row):
+            self.curve[name].append(value)
+        warm = self.step - self.first <= WARM
+        self.spent["first steps" if warm else "steps"] += row[-1]
+        self.steady += () if warm else (row[-1],)
+        if not math.isfinite(row[2]):
+            cure = "choose a lower rate, or a recipe with more range"
+            raise TrainingError(describe(f"loss of step {self.step}", wanted="a finite number", got=row[2], cure=cure))
+
+    def _gradients(self, windows: torch.Tensor, part: float) -> torch.Tensor:
+        """Add ``part`` of a micro-batch's gradients to those of the masters; that part of its loss."""
+        loss: torch.Tensor = self.model(input_ids=windows, labels=windows).loss
+        loss.backward()
+        for name, weight in self.weights.items():
+            gradient, target = weight.grad, self.masters[name].grad
+            if gradient is not None and target is not None:
+                target.add_(gradient, alpha=part)
+            weight.grad = None
+        return part * loss.detach().float()
+
+    def validate(self) -> None:
+        """The loss of what is held out, in evaluation mode."""
+        start = time.perf_counter()
+        self.model.eval()
+        parts = self.held_out.split(self.settings.micro)
+        with torch.no_grad():
+            losses = [self.model(input_ids=part, labels=part).loss.float() for part in (each.to(self.device) for each in parts)]
+        self.model.train()
+        loss = torch.stack(losses).double().mean().item()
+        predicted = self.held_out.numel() - len(self.held_out)
+        bits = loss * predicted / self.data.bytes_of(self.held_out) / math.log(2)
+        for name, value in zip(CHECKED, (self.step, self.tokens, loss, bits)):
+            self.validation[name].append(value)
+        self.spent["validation"] += time.perf_counter() - start
+
+    def most(self) -> int:
+        """Bytes on the GPU at once, at most; 0 on a CPU."""
+        return max(self.peak, torch.cuda.max_memory_allocated() if self.device == "cuda" else 0)
+
+    def save(self, path: Path) -> None:
+        """Write where the run stands. The bf16 weights are casts of the masters, and so left out."""
+        others = {name: value for name, value in self.model.state_dict().items() if name not in self.weights}
+        generators = {"cpu": torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if self.device == "cuda" else {})}
+        came = {"curve": self.curve, "validation": self.validation, "steady": self.steady, "spent": self.spent}
+        state = {"masters": self.masters, "others": others, "optimizer": self.optimizer.state_dict(), "generators": generators}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        torch.save({**state, **came, **self._same(), "step": self.step, "peak": self.most()}, partial)
+        os.replace(partial, path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint. OutputError if it is of another run."""
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        for name, value in self._same().items():
+            if found[name] != value:
+                cure = "go on with what the run began with, or begin anew without --resume"
+                raise OutputError(describe(f"{path} {name}", wanted=f"{found[name]}", got=f"{value}", cure=cure))
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(found["masters"][name])
+                self.weights[name].copy_(master)
+        self.model.load_state_dict({**{name: weight.detach() for name, weight in self.weights.items()}, **found["others"]})
+        self.optimizer.load_state_dict(found["optimizer"])
+        torch.set_rng_state(found["generators"]["cpu"])
+        if self.device == "cuda":
+            torch.cuda.set_rng_state(found["generators"]["cuda"])
+        self.step, self.peak = found["step"], found["peak"]
+        self.curve, self.validation, self.steady, self.spent = (
+            found[name] for name in ("curve", "validation", "steady", "spent")
+        )
+
+    def _same(self) -> Record:
+        """What a checkpoint is for."""
+        parts = {part: self.data.corpus.about[part]["sha256"] for part in PARTS}
+        return {"settings": asdict(self.settings), "corpus": parts}
+
+    def record(self) -> Record:
+        """What the run's file says."""
+        whole = sum(self.spent.values())
+        return {
+            "name": self.settings.name,
+            "settings": asdict(self.settings),
+            **origin(self.device),
+            "products": products(self.settings.recipe),
+            "corpus": self.data.corpus.about,
+            "parameters": sum(weight.numel() for weight in self.weights.values()),
+            "finished": self.step >= self.settings.steps,
+            "epochs": self.data.epochs,
+            "figures": figures(self.curve, self.validation, self.steady, self.settings.step_tokens, self.most()),
+            "seconds": whole,
+            "shares": {name: value / whole for name, value in self.spent.items()} if whole else {},
+            "curve": self.curve,
+            "validation": self.validation,
+        }
+
+
+def products(recipe: str) -> str:
+    """How products run here: native or emulated."""
+    return "native" if recipe == PLAIN else recipes.support(recipe).status
+
+
+@functools.cache
+def origin(device: str) -> Record:
+    """When and of which code this process measures, and of the machine and what runs on it."""
+    import tokenizers
+    import transformers
+
+    here = {"device": "cpu", "python": platform.python_version(), "opfuse": opfuse.__version__, "torch": torch.__version__}
+    found = stamp.versions() if device == "cuda" else here
+    libraries = {"transformers": transformers.__version__, "tokenizers": tokenizers.__version__}
+    return {**stamp.moment(), "versions": {**found, **libraries}}
+
+
+def figures(curve: Curve, validation: Curve, steady: Sequence[float], step_tokens: int, peak: int) -> Record:
+    """What a table tells of a run; None for what is not known yet."""
+    last = curve["loss"][-math.ceil(LAST * len(curve["loss"])) :]
+    return {
+        "tokens": curve["tokens"][-1] if last else 0,
+        "training loss": statistics.fmean(last) if last else None,
+        "validation loss": validation["loss"][-1] if validation["loss"] else None,
+        "bits per byte": validation["bits"][-1] if validation["bits"] else None,
+        "tokens per second": step_tokens / statistics.median(steady) if steady else None,
+        "peak GiB": peak / GIB,
+    }
+
+
+def pretrain(
+    settings: Settings,
+    data: Data,
+    out: Path,
+    *,
+    device: str,
+    minutes: float = math.inf,
+    steps: float = math.inf,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+) -> Run:
+    """Train until the run is done, or until this piece of it has taken its minutes or steps; write its file and checkpoint."""
+    run, kept = Run(settings, data, device), checkpoint and checkpoint / f"{settings.name}.pt"
+    if resume and kept is not None and kept.exists():
+        run.load(kept)
+    run.begin()
+    try:
+        while run.step < settings.steps and run.minutes() < minutes and run.step - run.first < steps:
+            run.train()
+            if run.step == settings.steps or run.step % settings.every == 0:
+                run.validate()
+                written(run, out)
+    finally:
+        written(run, out)
+    if kept is not None and run.step > run.first:
+        run.save(kept)
+    return run
+
+
+def written(run: Run, out: Path) -> None:
+    """Write the run's file, and say where it stands."""
+    out.mkdir(parents=True, exist_ok=True)
+    found = run.record()
+    (out / f"{run.settings.name}.json").write_text(json.dumps(found) + "\n", encoding="utf-8")
+    told = ", ".join(f"{name} {value:.4g}" for name, value in found["figures"].items() if value is not None)
+    print(f"{run.settings.name} step {run.step} of {run.settings.steps}, {run.minutes():.1f} min: {told}", flush=True)
+
+
+def thinned(curve: Mapping[str, Sequence[float]], points: int = POINTS) -> Curve:
+    """A curve with at most ``points`` of its points at equal distances, the first and the last among them."""
+    length = len(next(iter(curve.values())))
+    at = range(length) if length <= points else [round(i * (length - 1) / (points - 1)) for i in range(points)]
+    return {name: [rounded(values[i]) for i in at] for name, values in curve.items()}
+
+
+def rounded(value: float) -> float:
+    """Six digits of a number that is not whole."""
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def merged(runs: Sequence[Record]) -> Record:
+    """The file of results. ConfigError if two runs have one name, or were not on one machine with the same packages and text."""
+    names = [run["name"] for run in runs]
+    if len({*names}) < len(names):
+        raise ConfigError(describe("runs", wanted="different names", got=", ".join(names), cure="name each file once"))
+    digests = ([run["corpus"][part]["sha256"] for part in PARTS] for run in runs)
+    if len({json.dumps([run["versions"], each]) for run, each in zip(runs, digests)}) != 1:
+        got, cure = f"{len(runs)} runs that differ in one of these", "run all on one machine, with one folder of data"
+        raise ConfigError(describe("runs", wanted="one machine, text and set of packages", got=got, cure=cure))
+    shared = {name: runs[0][name] for name in ("versions", "corpus")}
+    thin = ({**run, "curve": thinned(run["curve"]), "validation": thinned(run["validation"])} for run in runs)
+    own = [{name: value for name, value in run.items() if name not in ("versions", "corpus")} for run in thin]
+    own.sort(key=lambda run: (run["settings"]["vocabulary"], KINDS.index(run["settings"]["recipe"]), run["name"]))
+    return {"script": "python -m benchmarks.pretrain", **shared, "runs": own}
+
+
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    """A flag for each setting, and what is no setting of a run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    choices: Mapping[str, tuple[str, ...]] = {"recipe": KINDS, "loss": LOSSES}
+    for field in dataclasses.fields(Settings):
+        flag, default = f"--{field.name.replace('_', '-')}", getattr(Settings, field.name)
+        if isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+        else:
+            parser.add_argument(flag, type=type(default), default=default, choices=choices.get(field.name))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many, of start, compilation and all")
+    parser.add_argument("--data", type=Path, default=Path("build/corpus"), help="the folder of tokens, made if it is not there")
+    parser.add_argument("--roots", type=Path, nargs="+", default=[], help="folders with text, by default Python's own")
+    parser.add_argument("--out", type=Path, default=Path("build/pretrain"), help="the folder of the run's JSON file")
+    parser.add_argument("--checkpoint", type=Path, help="a folder for what the run goes on from, 13 GB of the 1.1 B model")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--table", type=Path, nargs="+", help="merge these files of runs into --file, and train nothing")
+    parser.add_argument("--file", type=Path, default=FILE)
+    found = parser.parse_args(given)
+    if found.resume and found.checkpoint is None:
+        parser.error("--resume wants --checkpoint DIR")
+    return found
+
+
+def told(about: Mapping[str, Any]) -> Iterator[str]:
+    """What text there is."""
+    for part in PARTS:
+        each = about[part]
+        size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, {each['tokens'] / 1e6:.2f} M tokens"
+        yield f"{part}: {size}, sha256 {each['sha256'][:12]}"
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    chosen = arguments(sys.argv[1:] if given is None else given)
+    if chosen.table:
+        runs = [json.loads(path.read_text(encoding="utf-8")) for path in chosen.table]
+        chosen.file.write_text(json.dumps(merged(runs), indent=1) + "\n", encoding="utf-8")
+        return
+    settings = Settings(**{field.name: getattr(chosen, field.name) for field in dataclasses.fields(Settings)})
+    found = corpus(chosen.data, chosen.roots)
+    print(*told(found.about), sep="\n", flush=True)
+    data, kept = Data(found, settings), chosen.checkpoint
+    limits = {"minutes": chosen.minutes, "checkpoint": kept, "resume": chosen.resume}
+    pretrain(settings, data, chosen.out, device=chosen.device, **limits)
+
+
+if __name__ == "__main__":
+    main()

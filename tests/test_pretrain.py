@@ -1,0 +1,239 @@
+"""Pre-training as benchmarks/pretrain.py does it, of a tiny model on a CPU: a run goes on with the same bits, on its own text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import corpus, pretrain
+from benchmarks.pretrain import Data, Settings
+from opfuse.errors import ConfigError, OutputError, TrainingError
+
+pytest.importorskip("transformers", reason="of the extra `test`")
+tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
+pytestmark = pytest.mark.cpu
+
+WORDS, LENGTH = 512, 32
+TINY = Settings(
+    tokens=6 * 4 * LENGTH,
+    step_tokens=4 * LENGTH,
+    sequence=LENGTH,
+    micro=2,
+    layers=2,
+    hidden=64,
+    inner=128,
+    heads=4,
+    groups=2,
+    vocabulary=WORDS,
+    rate=1e-2,
+    validation_tokens=4 * LENGTH,
+    every=2,
+    compile=False,
+)
+
+
+def marked(number: int) -> str:
+    """A file that no other has a line of."""
+    return "".join(f"def name_{number}_{line}(x):\n    return x + {number * line}\n" for line in range(12))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of text, with files that are no part of a corpus."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(300):
+        (folder / f"part_{number % 3}").mkdir(exist_ok=True)
+        (folder / f"part_{number % 3}" / f"file_{number}.py").write_text(marked(number))
+    (folder / "copy.md").write_text(marked(7))
+    (folder / "large.txt").write_text("x" * (corpus.LARGEST + 1))
+    (folder / "latin.rst").write_bytes(b"caf\xe9")
+    (folder / "empty.h").write_text(" \n")
+    (folder / "image.png").write_text(marked(1000))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> corpus.Corpus:
+    return corpus.corpus(tmp_path_factory.mktemp("data"), [place], WORDS)
+
+
+def losses(run: pretrain.Run) -> tuple[list[float], list[float]]:
+    return run.curve["loss"], run.validation["loss"]
+
+
+def test_a_file_counts_once_in_an_order_of_its_content(place: Path) -> None:
+    documents = corpus.documents([place, place / "part_0"])
+    assert {each.text for each in documents} == {marked(number) for number in range(300)}
+    assert [each.digest for each in documents] == sorted(each.digest for each in documents)
+    assert len(documents) == 300
+
+
+def test_what_is_held_out_is_never_trained_on(place: Path, found: corpus.Corpus) -> None:
+    """Of all windows of all epochs; every file is in one of both parts, as its tokens say."""
+    documents = corpus.documents([place])
+    tokenizer = corpus.trained(corpus.sample((each.text for each in documents if not each.held_out), corpus.SAMPLE), WORDS)
+    between, parts = WORDS - 1, (found.train, found.held_out)
+    texts = [
+        {tokenizer.decode(each[each != between].tolist()) for each in np.split(part, np.flatnonzero(part == between))}
+        for part in parts
+    ]
+    for part, held_out in zip(texts, (False, True)):
+        assert part - {""} == {each.text for each in documents if each.held_out == held_out}
+    data = Data(found, TINY)
+    steps = 2 * data.windows * LENGTH // TINY.step_tokens
+    seen = torch.cat([data.of_step(step) for step in range(steps)])
+    whole = torch.from_numpy(found.train[: data.windows * LENGTH].astype(np.int64)).view(-1, LENGTH)
+    assert {*map(tuple, seen.tolist())} == {*map(tuple, whole.tolist())}
+    assert not {*map(tuple, seen.tolist())} & {*map(tuple, data.held_out().tolist())}
+
+
+def test_tokens_are_made_once_and_say_what_they_are_of(place: Path, tmp_path: Path) -> None:
+    first = corpus.corpus(tmp_path / "data", [place], WORDS)
+    again = corpus.corpus(tmp_path / "data", [tmp_path], WORDS)
+    assert again.about == first.about
+    parts = [first.about[part] for part in corpus.PARTS]
+    assert sum(part["files"] for part in parts) == 300
+    for tokens, part in zip((first.train, first.held_out), parts):
+        assert len(tokens) == part["tokens"]
+        assert first.lengths[tokens].sum() == part["bytes"]
+    with pytest.raises(ConfigError, match="name folders with more files"):
+        corpus.corpus(tmp_path / "none", [place / "nothing"], WORDS)
+
+
+def test_windows_come_again_in_another_order() -> None:
+    epochs = [pretrain.windows_of(10, 3, 10 * epoch, 10) for epoch in range(3)]
+    assert all(sorted(each) == [*range(10)] for each in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert pretrain.windows_of(10, 3, 7, 16) == [*epochs[0][7:], *epochs[1], *epochs[2][:3]]
+    assert pretrain.windows_of(10, 4, 0, 10) != epochs[0]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "delayed"])
+def test_a_run_that_stopped_goes_on_with_the_same_bits(recipe: str, found: corpus.Corpus, tmp_path: Path) -> None:
+    settings = replace(TINY, recipe=recipe)
+    data = Data(found, settings)
+    whole = pretrain.pretrain(settings, data, tmp_path / "whole", device="cpu")
+    kept = {"device": "cpu", "checkpoint": tmp_path / "kept", "resume": True}
+    first = pretrain.pretrain(settings, data, tmp_path / "parts", steps=3, **kept)
+    assert (first.step, first.record()["finished"]) == (3, False)
+    torch.rand(7)
+    second = pretrain.pretrain(settings, data, tmp_path / "parts", **kept)
+    assert (second.first, second.step, second.record()["finished"]) == (3, 6, True)
+    assert losses(second) == losses(whole)
+    assert all(map(torch.equal, second.masters.values(), whole.masters.values()))
+    assert losses(whole)[0][-1] < losses(whole)[0][0]
+    assert pretrain.pretrain(settings, data, tmp_path / "parts", **kept).curve == second.curve
+    with pytest.raises(OutputError, match="settings"):
+        pretrain.Run(replace(settings, rate=1.0), data, "cpu").load(tmp_path / "kept" / f"{settings.name}.pt")
+
+
+def test_runs_of_two_recipes_begin_with_the_same_weights_and_windows(found: corpus.Corpus) -> None:
+    runs = [pretrain.Run(settings, Data(found, settings), "cpu") for settings in (TINY, replace(TINY, recipe="fp8_current"))]
+    assert all(map(torch.equal, runs[0].weights.values(), runs[1].weights.values()))
+    assert torch.equal(*(run.data.of_step(1) for run in runs))
+    other = replace(TINY, seed=1)
+    assert not torch.equal(runs[0].data.of_step(1), Data(found, other).of_step(1))
+
+
+def test_gradients_of_micro_batches_are_those_of_the_step(found: corpus.Corpus) -> None:
+    """In fp32 masters of bf16 weights, up to the rounding of bf16."""
+    runs = [pretrain.Run(each, Data(found, each), "cpu") for each in (TINY, replace(TINY, micro=4))]
+    for run in runs:
+        run.train()
+    assert {master.dtype for master in runs[0].masters.values()} == {torch.float32}
+    one, other = (torch.tensor(run.curve["norm"]) for run in runs)
+    assert torch.allclose(one, other, rtol=0.02)
+    for run in runs:
+        assert all(torch.equal(weight, run.masters[name].bfloat16()) for name, weight in run.weights.items())
+
+
+def test_a_loss_that_is_no_number_ends_the_run(found: corpus.Corpus, tmp_path: Path) -> None:
+    settings = replace(TINY, rate=1e30, clip=1e30)
+    with pytest.raises(TrainingError, match="choose a lower rate"):
+        pretrain.pretrain(settings, Data(found, settings), tmp_path, device="cpu")
+    assert (tmp_path / f"{settings.name}.json").exists()
+
+
+def test_sizes_that_do_not_fit_are_refused(found: corpus.Corpus) -> None:
+    with pytest.raises(ConfigError, match="step_tokens"):
+        replace(TINY, step_tokens=3 * LENGTH)
+    for settings in (replace(TINY, vocabulary=WORDS - 1), replace(TINY, validation_tokens=2**20)):
+        with pytest.raises(ConfigError, match="held out"):
+            Data(found, settings)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    rates = [TINY.rate_of(step) for step in range(TINY.steps + 1)]
+    assert rates[0] == TINY.rate
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(TINY.rate * TINY.floor)
+    slow = replace(TINY, warm_up=0.5)
+    assert [slow.rate_of(step) for step in range(3)] == pytest.approx([slow.rate / 3, 2 * slow.rate / 3, slow.rate])
+
+
+def test_runs_are_merged_into_one_file(found: corpus.Corpus, tmp_path: Path) -> None:
+    for recipe in ("fp8_current", "bf16"):
+        settings = replace(TINY, recipe=recipe)
+        pretrain.pretrain(settings, Data(found, settings), tmp_path, device="cpu")
+    files = sorted(tmp_path.glob("*.json"))
+    run = json.loads(files[0].read_text())
+    assert {"settings", "versions", "date", "package_digest", "corpus", "shares", "products", "epochs"} <= run.keys()
+    assert {"device", "torch", "opfuse", "transformers", "tokenizers"} <= run["versions"].keys()
+    assert run["curve"].keys() == {*pretrain.COLUMNS}
+    assert run["validation"].keys() == {*pretrain.CHECKED}
+    assert {len(values) for values in run["curve"].values()} == {6}
+    assert run["validation"]["step"] == [2, 4, 6]
+    assert sum(run["shares"].values()) == pytest.approx(1)
+    assert run["figures"]["training loss"] == run["curve"]["loss"][-1]
+    assert run["figures"]["tokens"] == 6 * TINY.step_tokens
+    pretrain.main(["--table", *map(str, files), "--file", str(tmp_path / "results.json")])
+    made = json.loads((tmp_path / "results.json").read_text())
+    assert made.keys() == {"script", "versions", "corpus", "runs"}
+    assert [each["settings"]["recipe"] for each in made["runs"]] == ["bf16", "fp8_current"]
+    with pytest.raises(ConfigError, match="different names"):
+        pretrain.merged([run, run])
+    with pytest.raises(ConfigError, match="one machine"):
+        pretrain.merged([run, {**run, "name": "other", "versions": {}}])
+
+
+def test_a_curve_of_a_file_has_its_ends() -> None:
+    curve = {"step": [*range(1, 1001)], "loss": [1 / step for step in range(1, 1001)]}
+    thin = pretrain.thinned(curve)
+    assert len(thin["step"]) == len(thin["loss"]) == pretrain.POINTS
+    assert (thin["step"][0], thin["step"][-1]) == (1, 1000)
+    assert pretrain.thinned({"step": [1, 2]}) == {"step": [1, 2]}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_the_loss_may_be_without_logits(recipe: str, found: corpus.Corpus) -> None:
+    """In bf16 too, around layers that compute what they did."""
+    losses = []
+    for loss in ("plain", "fused"):
+        settings = replace(TINY, recipe=recipe, loss=loss)
+        run = pretrain.Run(settings, Data(found, settings), "cpu")
+        run.train()
+        run.validate()
+        losses.append(torch.tensor([*run.curve["loss"], *run.validation["loss"]]))
+    assert torch.allclose(*losses, rtol=5e-3)
+
+
+def test_the_command_trains(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus.write(tmp_path / "data", [place], WORDS)
+    sizes = {"tokens": 2 * LENGTH, "step-tokens": LENGTH, "sequence": LENGTH, "validation-tokens": LENGTH, "micro": 1}
+    sizes |= {"layers": 1, "hidden": 32, "inner": 64, "heads": 2, "groups": 1, "vocabulary": WORDS}
+    flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    places = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "kept")]
+    pretrain.main([*flags, *places, "--device", "cpu", "--no-compile", "--resume", "--minutes", "5"])
+    (file,) = (tmp_path / "out").glob("*.json")
+    assert json.loads(file.read_text())["finished"]
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".pt"]
+    assert "M tokens, sha256" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        pretrain.arguments(["--resume"])

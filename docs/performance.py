@@ -16,6 +16,7 @@ from benchmarks import profiles
 from benchmarks.converted import COMPILED
 from benchmarks.sanitizer import TOOLS
 from docs import performance_text as prose
+from docs import pretraining
 from docs.performance_figures import LARGE, SMALL, of_script, shown
 from docs.performance_gains import gains
 from docs.performance_reasons import beside_products, experts, least_of_b
@@ -324,8 +325,20 @@ def ranks(record: Mapping[str, Any], today: str) -> str:
     return origin + prose.SEVERAL + table(("layers", *columns), rows) + mixtures
 
 
-def document(record: Mapping[str, Any], several: Mapping[str, Any], h100: Mapping[str, Any], today: str) -> str:
-    """The page of the records of an H200, of several, and of an H100. today: as :func:`code` wants it."""
+def trained(record: Mapping[str, Any], today: str) -> str:
+    """Pre-training, whose runs may be of several days."""
+    return f"{'; '.join(dict.fromkeys(code(run, today) for run in record['runs']))}.\n\n{pretraining.section(record)}"
+
+
+def document(
+    record: Mapping[str, Any],
+    several: Mapping[str, Any],
+    h100: Mapping[str, Any],
+    today: str,
+    *,
+    runs: Mapping[str, Any] | None = None,
+) -> str:
+    """The page of the records of an H200, of several, and of an H100. today: as :func:`code` wants it. runs: of pre-training."""
     device, *versions = (f"{name} {version}" for name, version in record["versions"].items())
     head = prose.HEAD.format(
         device=f"one {device.removeprefix('device ')}",
@@ -339,6 +352,7 @@ def document(record: Mapping[str, Any], several: Mapping[str, Any], h100: Mappin
         ("What you gain", gains(record, several, h100).rstrip()),
         ("How the records were made", head.rstrip()),
         *sections(record, today),
+        *([(pretraining.HEADING, trained(runs, today))] if runs else []),
         ("Several GPUs", ranks(several, today)),
     ]
     return prose.TITLE + "".join(f"\n## {heading}\n\n{text}\n" for heading, text in made)
@@ -346,11 +360,12 @@ def document(record: Mapping[str, Any], several: Mapping[str, Any], h100: Mappin
 
 def main() -> int:
     """Write the page, or compare it under ``--check``."""
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in (RECORD, RANKS, H100)]
+    record, several, h100 = (json.loads(file.read_text(encoding="utf-8")) for file in (RECORD, RANKS, H100))
+    runs = pretraining.record()
     if "--check" in sys.argv[1:]:
         page = DOCUMENT.read_text(encoding="utf-8")
-        return int(page != document(*records, digest_of(page)))
-    DOCUMENT.write_text(document(*records, sources_digest()[:SHOWN]), encoding="utf-8")
+        return int(page != document(record, several, h100, digest_of(page), runs=runs))
+    DOCUMENT.write_text(document(record, several, h100, sources_digest()[:SHOWN], runs=runs), encoding="utf-8")
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import corpus, pretrain
 from benchmarks.pretrain import Data, Settings
+from docs import performance, pretraining
 from opfuse.errors import ConfigError, OutputError, TrainingError
 
 pytest.importorskip("transformers", reason="of the extra `test`")
@@ -237,3 +238,68 @@ def test_the_command_trains(
     assert "M tokens, sha256" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         pretrain.arguments(["--resume"])
+
+
+def of(recipe: str, seed: int, nats: float, speed: float, **others: object) -> pretrain.Record:
+    """A file of a run that has been."""
+    settings = Settings(recipe=recipe, seed=seed, **others)
+    tokens = [settings.tokens // 2, settings.tokens]
+    moment = {"date": "2026-01-02", "kernels_digest": "a" * 64, "package_digest": "b" * 64}
+    part = {"files": 1234, "bytes": 5_000_000, "tokens": 1_600_000, "sha256": "c" * 64}
+    figures = {"training loss": nats - 0.1, "validation loss": nats, "bits per byte": nats / 3, "tokens per second": speed}
+    return {
+        "name": settings.name,
+        "settings": asdict(settings),
+        **moment,
+        "versions": {"device": "NVIDIA H200", "torch": "2.11"},
+        "products": "emulated" if recipe == "mxfp8" else "native",
+        "corpus": {"words": 32_768, "train": part, "held_out": part},
+        "parameters": 1_100_000_000,
+        "finished": True,
+        "epochs": 0.25,
+        "figures": {**figures, "tokens": settings.tokens, "peak GiB": 80.0 if recipe == "bf16" else 70.0},
+        "curve": {"step": [1, 2], "loss": [9.0, nats]},
+        "validation": {"step": [1, 2], "tokens": tokens, "loss": [nats + 1, nats], "bits": [3.0, nats / 3]},
+    }
+
+
+def test_the_page_compares_recipes_with_bf16_of_the_same_seed_and_setup() -> None:
+    runs = [
+        of("bf16", 0, 2.0, 50_000),
+        of("bf16", 1, 2.02, 60_000),
+        of("fp8_block", 0, 2.01, 66_000),
+        of("mxfp8", 1, 2.02, 11_000),
+    ]
+    runs += [of("fp8_block", 0, 5.0, 99_000, vocabulary=128_256, tokens=131_072), of("fp8_block", 0, 5.0, 99_000, loss="fused")]
+    made = pretrain.merged(runs)
+    page = performance.trained(made, "aaa")
+    text = " ".join(page.split())
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| 1.10")]
+    found = {tuple(row[1:4]): row for row in rows}
+    assert len(found) == len(runs)
+    plain = "32 768, plain, 32 768"
+    assert found[plain, "bf16", "0"][-4:] == ["0.667", "50 000", "0.91", "80.0, 100 % of bf16"]
+    assert found[plain, "fp8_block", "0"][-4:] == ["0.670", "66 000", "1.20", "70.0, 88 % of bf16"]
+    assert found[plain, "mxfp8 (emulated)", "1"][4:8] == ["20.0", "0.25", "1.920", "2.020"]
+    assert found["32 768, fused, 32 768", "fp8_block", "0"][-2:] == ["", "70.0"]
+    assert "| M tokens | bf16 | fp8_block | mxfp8 (emulated) |" in page
+    assert "| 20.0 | 2.000 / 2.020 | 2.010 | 2.020 |" in page
+    assert "same seed: fp8_block +0.50 %; mxfp8 (emulated) +0.00 %. Between seeds bf16 itself differs by 1.00 %." in text
+    assert "reads 0.018 tokens for each parameter" in text
+    assert "On 2026-01-02: kernels aaaaaaaaaaaa, of these sources" in text
+    assert "1 234 files without copies" in text
+
+
+def test_the_page_tells_of_runs_that_have_not_ended() -> None:
+    run = {**of("fp8_block", 0, 2.0, 1.0), "finished": False}
+    run["figures"] = {**dict.fromkeys(run["figures"]), "tokens": 131_072, "peak GiB": 0.0}
+    page = pretraining.section(pretrain.merged([run]))
+    assert "| fp8_block | 0 | 0.1 of 20.0 |" in page
+    assert "Validation loss" not in page
+
+
+def test_there_is_a_section_if_there_are_results() -> None:
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in (performance.RECORD, performance.RANKS, performance.H100)]
+    heading = f"\n## {pretraining.HEADING}\n"
+    assert heading not in performance.document(*records, "")
+    assert heading in performance.document(*records, "", runs=pretrain.merged([of("bf16", 0, 2.0, 1.0)]))

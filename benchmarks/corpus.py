@@ -1,4 +1,6 @@
-"""Text that a machine has, as tokens: sources and pages below the folders that Python imports from.
+"""Text that a machine has, as tokens: ``python -m benchmarks.corpus --data DIR [--megabytes N] [--roots FOLDER …]``.
+
+It is sources and pages below the folders that Python imports from, all of them or the first N MB.
 
 Each file counts once, whatever copies there are. A hash of its content gives its place in the order, and says whether it is held
 out, so that two machines with the same files have the same tokens. The tokenizer is a byte-level BPE, trained on the part that is
@@ -10,13 +12,15 @@ last: it says what they were made of.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import math
 import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -100,7 +104,7 @@ def documents(folders: Iterable[Path]) -> list[Document]:
     return [found[digest] for digest in sorted(found)]
 
 
-def sample(texts: Iterable[str], size: int) -> Iterator[str]:
+def first(texts: Iterable[str], size: float) -> Iterator[str]:
     """The first texts, of ``size`` bytes or a little more."""
     for text in texts:
         if size <= 0:
@@ -138,17 +142,18 @@ def lengths_of(tokenizer: Any, words: int) -> list[int]:
     return found
 
 
-def write(folder: Path, folders: Sequence[Path], words: int = WORDS) -> None:
-    """Read, train the tokenizer, encode. ConfigError if one of both parts is empty."""
+def write(folder: Path, folders: Sequence[Path], words: int = WORDS, most: float = math.inf) -> None:
+    """Read ``most`` bytes, train the tokenizer, encode. ConfigError if one of both parts is empty."""
     start = time.perf_counter()
     every = documents(folders)
+    every = every[: len([*first((each.text for each in every), most)])]
     parts = dict(zip(PARTS, ([each.text for each in every if each.held_out == held_out] for held_out in (False, True))))
     for name, texts in parts.items():
         if not texts:
             cure = "name folders with more files: about one file of 64 is held out"
             raise ConfigError(describe(f"corpus of {len(every)} files, {name}", wanted="files", got="none", cure=cure))
     read = time.perf_counter()
-    tokenizer = trained(sample(parts["train"], SAMPLE), words)
+    tokenizer = trained(first(parts["train"], SAMPLE), words)
     made = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / TOKENIZER))
@@ -163,10 +168,32 @@ def write(folder: Path, folders: Sequence[Path], words: int = WORDS) -> None:
     (folder / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
 
 
-def corpus(folder: Path, folders: Sequence[Path] = (), words: int = WORDS) -> Corpus:
-    """What ``folder`` keeps, made first if nothing is there. folders: what to read, by default :func:`places`."""
+def corpus(folder: Path) -> Corpus:
+    """What ``folder`` keeps, made first of all text of :func:`places` if nothing is there."""
     if not (folder / ABOUT).exists():
-        write(folder, folders or places(), words)
+        write(folder, places())
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     train, held_out = (np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r") for name in PARTS)
     return Corpus(train, held_out, np.asarray(about.pop("lengths"), dtype=np.int64), about)
+
+
+def told(about: Mapping[str, Any]) -> Iterator[str]:
+    """What text there is."""
+    for part in PARTS:
+        each = about[part]
+        size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, {each['tokens'] / 1e6:.2f} M tokens"
+        yield f"{part}: {size}, sha256 {each['sha256'][:12]}"
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("build/corpus"), help="the folder to write")
+    parser.add_argument("--roots", type=Path, nargs="+", help="folders with text, by default those that Python imports from")
+    parser.add_argument("--megabytes", type=float, default=math.inf, help="of text, at most")
+    chosen = parser.parse_args(given)
+    write(chosen.data, chosen.roots or places(), most=1e6 * chosen.megabytes)
+    print(*told(corpus(chosen.data).about), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

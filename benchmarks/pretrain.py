@@ -25,7 +25,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from torch import nn
 import opfuse
 from benchmarks import stamp
 from benchmarks.converted import compiled
-from benchmarks.corpus import PARTS, Corpus, corpus
+from benchmarks.corpus import PARTS, Corpus, corpus, told
 from opfuse import recipes
 from opfuse.errors import ConfigError, OutputError, TrainingError, describe
 
@@ -412,7 +412,9 @@ def pretrain(
     checkpoint: Path | None = None,
     resume: bool = False,
 ) -> Run:
-    """Train until the run is done, or until this piece of it has taken its minutes or steps; write its file and checkpoint."""
+    """Train until the run is done, or until this piece of it has taken its minutes or steps. Writes the run's file, and a
+    checkpoint, which a run that is done has no more.
+    """
     run, kept = Run(settings, data, device), checkpoint and checkpoint / f"{settings.name}.pt"
     if resume and kept is not None and kept.exists():
         run.load(kept)
@@ -425,9 +427,17 @@ def pretrain(
                 written(run, out)
     finally:
         written(run, out)
-    if kept is not None and run.step > run.first:
+    if kept is not None and run.step >= settings.steps:
+        kept.unlink(missing_ok=True)
+    elif kept is not None:
         run.save(kept)
     return run
+
+
+def ended(settings: Settings, out: Path) -> bool:
+    """Whether the file of a run says that it is done."""
+    file = out / f"{settings.name}.json"
+    return file.exists() and bool(json.loads(file.read_text(encoding="utf-8"))["finished"])
 
 
 def written(run: Run, out: Path) -> None:
@@ -478,8 +488,9 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
         else:
             parser.add_argument(flag, type=type(default), default=default, choices=choices.get(field.name))
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many, of start, compilation and all")
-    parser.add_argument("--data", type=Path, default=Path("build/corpus"), help="the folder of tokens, made if it is not there")
-    parser.add_argument("--roots", type=Path, nargs="+", default=[], help="folders with text, by default Python's own")
+    parser.add_argument(
+        "--data", type=Path, default=Path("build/corpus"), help="the folder of tokens, made of all text if it is not there"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/pretrain"), help="the folder of the run's JSON file")
     parser.add_argument("--checkpoint", type=Path, help="a folder for what the run goes on from, 13 GB of the 1.1 B model")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
@@ -492,14 +503,6 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     return found
 
 
-def told(about: Mapping[str, Any]) -> Iterator[str]:
-    """What text there is."""
-    for part in PARTS:
-        each = about[part]
-        size = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, {each['tokens'] / 1e6:.2f} M tokens"
-        yield f"{part}: {size}, sha256 {each['sha256'][:12]}"
-
-
 def main(given: Sequence[str] | None = None) -> None:
     chosen = arguments(sys.argv[1:] if given is None else given)
     if chosen.table:
@@ -507,7 +510,10 @@ def main(given: Sequence[str] | None = None) -> None:
         chosen.file.write_text(json.dumps(merged(runs), indent=1) + "\n", encoding="utf-8")
         return
     settings = Settings(**{field.name: getattr(chosen, field.name) for field in dataclasses.fields(Settings)})
-    found = corpus(chosen.data, chosen.roots)
+    if chosen.resume and ended(settings, chosen.out):
+        print(f"{settings.name} has ended")
+        return
+    found = corpus(chosen.data)
     print(*told(found.about), sep="\n", flush=True)
     data, kept = Data(found, settings), chosen.checkpoint
     limits = {"minutes": chosen.minutes, "checkpoint": kept, "resume": chosen.resume}

@@ -60,7 +60,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(place: Path, tmp_path_factory: pytest.TempPathFactory) -> corpus.Corpus:
-    return corpus.corpus(tmp_path_factory.mktemp("data"), [place], WORDS)
+    corpus.write(folder := tmp_path_factory.mktemp("data"), [place], WORDS)
+    return corpus.corpus(folder)
 
 
 def losses(run: pretrain.Run) -> tuple[list[float], list[float]]:
@@ -77,7 +78,7 @@ def test_a_file_counts_once_in_an_order_of_its_content(place: Path) -> None:
 def test_what_is_held_out_is_never_trained_on(place: Path, found: corpus.Corpus) -> None:
     """Of all windows of all epochs; every file is in one of both parts, as its tokens say."""
     documents = corpus.documents([place])
-    tokenizer = corpus.trained(corpus.sample((each.text for each in documents if not each.held_out), corpus.SAMPLE), WORDS)
+    tokenizer = corpus.trained(corpus.first((each.text for each in documents if not each.held_out), corpus.SAMPLE), WORDS)
     between, parts = WORDS - 1, (found.train, found.held_out)
     texts = [
         {tokenizer.decode(each[each != between].tolist()) for each in np.split(part, np.flatnonzero(part == between))}
@@ -93,17 +94,27 @@ def test_what_is_held_out_is_never_trained_on(place: Path, found: corpus.Corpus)
     assert not {*map(tuple, seen.tolist())} & {*map(tuple, data.held_out().tolist())}
 
 
-def test_tokens_are_made_once_and_say_what_they_are_of(place: Path, tmp_path: Path) -> None:
-    first = corpus.corpus(tmp_path / "data", [place], WORDS)
-    again = corpus.corpus(tmp_path / "data", [tmp_path], WORDS)
-    assert again.about == first.about
+def test_tokens_are_made_once_and_say_what_they_are_of(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "places", lambda: [place])
+    first = corpus.corpus(tmp_path / "data")
+    monkeypatch.setattr(corpus, "places", lambda: [tmp_path])
+    assert corpus.corpus(tmp_path / "data").about == first.about
+    assert first.about["words"] == corpus.WORDS
     parts = [first.about[part] for part in corpus.PARTS]
     assert sum(part["files"] for part in parts) == 300
     for tokens, part in zip((first.train, first.held_out), parts):
         assert len(tokens) == part["tokens"]
         assert first.lengths[tokens].sum() == part["bytes"]
     with pytest.raises(ConfigError, match="name folders with more files"):
-        corpus.corpus(tmp_path / "none", [place / "nothing"], WORDS)
+        corpus.write(tmp_path / "none", [place / "nothing"])
+
+
+def test_a_part_of_the_text_is_the_first_of_it(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = sum(len(each.text) for each in corpus.documents([place]))
+    corpus.main(["--data", str(tmp_path), "--roots", str(place), "--megabytes", str(whole / 2e6)])
+    parts = [corpus.corpus(tmp_path).about[part] for part in corpus.PARTS]
+    assert 0 <= sum(part["bytes"] for part in parts) - whole / 2 < 1000
+    assert "train: " in capsys.readouterr().out
 
 
 def test_windows_come_again_in_another_order() -> None:
@@ -128,9 +139,18 @@ def test_a_run_that_stopped_goes_on_with_the_same_bits(recipe: str, found: corpu
     assert losses(second) == losses(whole)
     assert all(map(torch.equal, second.masters.values(), whole.masters.values()))
     assert losses(whole)[0][-1] < losses(whole)[0][0]
-    assert pretrain.pretrain(settings, data, tmp_path / "parts", **kept).curve == second.curve
+    assert pretrain.ended(settings, tmp_path / "parts")
+    assert not [*(tmp_path / "kept").iterdir()]
+
+
+def test_a_checkpoint_of_another_run_is_refused(found: corpus.Corpus, tmp_path: Path) -> None:
+    data = Data(found, TINY)
+    pretrain.Run(TINY, data, "cpu").save(tmp_path / "kept.pt")
     with pytest.raises(OutputError, match="settings"):
-        pretrain.Run(replace(settings, rate=1.0), data, "cpu").load(tmp_path / "kept" / f"{settings.name}.pt")
+        pretrain.Run(replace(TINY, rate=1.0), data, "cpu").load(tmp_path / "kept.pt")
+    other = Data(replace(found, about={**found.about, "train": {**found.about["train"], "sha256": ""}}), TINY)
+    with pytest.raises(OutputError, match="corpus"):
+        pretrain.Run(TINY, other, "cpu").load(tmp_path / "kept.pt")
 
 
 def test_runs_of_two_recipes_begin_with_the_same_weights_and_windows(found: corpus.Corpus) -> None:
@@ -231,11 +251,15 @@ def test_the_command_trains(
     sizes |= {"layers": 1, "hidden": 32, "inner": 64, "heads": 2, "groups": 1, "vocabulary": WORDS}
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     places = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "kept")]
-    pretrain.main([*flags, *places, "--device", "cpu", "--no-compile", "--resume", "--minutes", "5"])
+    own = [*flags, *places, "--device", "cpu", "--no-compile", "--resume"]
+    pretrain.main([*own, "--minutes", "0"])
+    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".pt"]
+    pretrain.main(own)
     (file,) = (tmp_path / "out").glob("*.json")
     assert json.loads(file.read_text())["finished"]
-    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".pt"]
     assert "M tokens, sha256" in capsys.readouterr().out
+    pretrain.main(own)
+    assert capsys.readouterr().out.endswith("has ended\n")
     with pytest.raises(SystemExit):
         pretrain.arguments(["--resume"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from opfuse.recipes.counting import count_backward, count_forward, quantizer_of_
 from opfuse.recipes.delayed import DelayedScalingState, LastUse
 from opfuse.recipes.passes import current_pass, is_trained
 from opfuse.recipes.pending import UsesByState
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -133,26 +133,8 @@ class Cast:
         return cast(Float8Quantizer, self._delayed(state, state.scale.device)).scale.clone()
 
     def under(self, scale: torch.Tensor) -> Cast:
-        """A copy of the cast with the scale of another call, fp32 (1,), or under current scaling its amax; it counts none."""
-        if isinstance(self.quantizer, Float8CurrentScalingQuantizer):
-            return replace(self, quantizer=replace(self.quantizer, amax=scale))
+        """A copy of the cast with a given scale, fp32 (1,); it counts no amax."""
         return replace(self, quantizer=fixed(cast(Float8Quantizer, self.quantizer), scale), state=None)
-
-    def measured(self, x: Value) -> tuple[Cast, torch.Tensor | None]:
-        """The cast of ``x`` alone by its amax, and the amax, fp32 (1,), for :meth:`under` of a cast that repeats it.
-
-        (the cast itself, None) where no amax of ``x`` as it is decides the scale.
-        """
-        if not self._is_by_amax_of(x):
-            return self, None
-        self._check(self.whole or self.quantizer, x.shape, x.dtype)
-        by_amax = cast(Float8CurrentScalingQuantizer, self.quantizer).by_amax_of(x)
-        return replace(self, quantizer=by_amax), by_amax.amax
-
-    def _is_by_amax_of(self, x: Value) -> TypeGuard[torch.Tensor]:
-        """Whether the cast of ``x`` is one of its own values, without rounding before, by their amax."""
-        plain = isinstance(x, torch.Tensor) and not isinstance(x, QuantizedTensor)
-        return type(self.quantizer) is Float8CurrentScalingQuantizer and plain and self.op.compute_dtype(self.env, x) == x.dtype
 
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
         """ShapeError or DtypeError unless ``quantizer`` takes such a tensor; the error says where the dtype comes from."""

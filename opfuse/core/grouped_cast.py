@@ -23,7 +23,7 @@ from opfuse.formats import ROWWISE
 from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.tensors.expert_rows import in_parts, mirrored_parts
 from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, read_sizes, sizes_of
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, GroupedQuantizer, Quantizer
+from opfuse.tensors.quantizers import Float8Quantizer, GroupedQuantizer, Quantizer
 from opfuse.tensors.ragged import RaggedPlane, RaggedProducts, cast_in_groups, encoding_in_groups, groups_in
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
@@ -130,23 +130,9 @@ class GroupedCast(Cast):
         return torch.cat(scales)
 
     def under(self, scale: torch.Tensor) -> GroupedCast:
-        """A copy of the cast with given scales of groups, fp32 (G,), or under current scaling their amaxes; it counts none."""
-        one_by_one = scale.split(1)
-        if isinstance(self.quantizer, Float8CurrentScalingQuantizer):
-            return replace(self, each=tuple([replace(self.quantizer, amax=one) for one in one_by_one]))
-        each = tuple(fixed(cast(Float8Quantizer, self.quantizer), one) for one in one_by_one)
+        """A copy of the cast with given scales, fp32 (G,); it counts no amax."""
+        each = tuple(fixed(cast(Float8Quantizer, self.quantizer), one) for one in scale.split(1))
         return replace(self, each=each, states=())
-
-    def measured(self, x: Value) -> tuple[Cast, torch.Tensor | None]:
-        """As :meth:`Cast.measured`, of equal groups, each by its amax: fp32 (G,)."""
-        if self.splits is not None or not self._is_by_amax_of(x) or not x.numel():
-            return self, None
-        rows, columns = matrix_shape(x.shape)
-        sizes = check_sizes((rows // self.groups,) * self.groups, rows, where=self.where)
-        self._check(self._grouped(sizes, (self.whole or self.quantizer,) * self.groups), x.shape, x.dtype)
-        quantizer = cast(Float8CurrentScalingQuantizer, self.quantizer)
-        each = tuple([quantizer.by_amax_of(part) for part in x.reshape(rows, columns).split(sizes[0])])
-        return replace(self, each=each), torch.cat([cast(torch.Tensor, one.amax) for one in each])
 
     def _quantizers_of_groups(self, device: torch.device) -> tuple[Quantizer, ...]:
         """The quantizer of each group."""

@@ -75,7 +75,6 @@ class Interpreter:
         self.blocks = [*{id(block): block for cast in precomputed for block in cast.blocks}.values()] if precomputed else []
         self.places: tuple[PlaceInBlock, ...] = ()
         self.contexts: dict[int, Context] = {}
-        self.amaxes: dict[int, torch.Tensor] = {}
         self.dirty: list[tuple[int, torch.Tensor]] = []
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -145,10 +144,6 @@ class Interpreter:
             return
         cast = self._cast_of(node)
         source = self.ops[node.op].parameter(cast.role) if node.side else values[node.inputs[0]]
-        if node.side and node.index in self.plan.cast_once and not self.in_parts:
-            cast, amax = cast.measured(source)
-            if amax is not None:
-                self.amaxes[node.index] = amax
         values[node.outputs[0]] = self._caster(node.index, cast)(source, *map(values.__getitem__, node.inputs[1:]))
 
     def _caster(self, node: int, cast: Cast) -> Callable[..., Value]:
@@ -172,17 +167,12 @@ class Interpreter:
         return [operand for operand in operands if operand.source not in there]
 
     def _save_scales(self) -> None:
-        """Save what casts that the backward pass makes anew need of this call: a delayed scale, which may have been updated by
-        then, or the amax, of which a weight's costs a reading of all of it.
-        """
+        """Save the scales of casts that the backward pass makes anew: by then they may have been updated."""
         for reader in self.segment.nodes:
             for operand in self._rematerialized(reader):
-                if operand.anew is None:
-                    continue
-                scale = operand.anew.scale_of_call() if operand.anew.is_delayed else self.amaxes.get(operand.source)
-                if scale is not None:
+                if operand.anew is not None and operand.anew.is_delayed:
                     context = self.contexts.setdefault(operand.source, Context(operand.forward, self.plan.key.env, frozenset()))
-                    context._store({"scale": scale})
+                    context._store({"scale": operand.anew.scale_of_call()})
 
     def _make_anew(self, group: Group, contexts: Mapping[int, Context]) -> None:
         """Put into the contexts of products what the forward pass has not saved."""
@@ -190,9 +180,9 @@ class Interpreter:
             context = contexts.get(operand.reader)
             if context is None or operand.role not in context.rematerialized:
                 continue
-            anew, source = operand.anew, contexts.get(operand.source)
-            if anew is not None and source is not None and "scale" in source._saved:
-                anew = anew.under(source.saved.scale)
+            anew = operand.anew
+            if anew is not None and anew.is_delayed:
+                anew = anew.under(contexts[operand.source].saved.scale)
             if isinstance(anew, GroupedCast) and operand.chain:
                 anew = replace(anew, splits=vars(context).get("sizes") or context.saved.splits)
             chain, parameter = [contexts[i] for i in operand.chain], cast(torch.Tensor, context._saved[operand.name])
@@ -301,7 +291,7 @@ class Interpreter:
             saved += context.release()
         if self.blocks:
             saved, self.places = to_blocks(saved, self.blocks)
-        self.dirty, self.kwargs, self.precomputed, self.blocks, self.amaxes = [], (), {}, [], {}
+        self.dirty, self.kwargs, self.precomputed, self.blocks = [], (), {}, []
         return saved
 
     # -- backward ----------------------------------------------------------------------------------------------------

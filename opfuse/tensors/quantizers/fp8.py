@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -68,7 +68,6 @@ class Float8CurrentScalingQuantizer(Float8RuledQuantizer):
         force_pow_2_scales: round the scale down to a power of two.
         amax_epsilon: the least amax to scale for.
         scale_rule: "te" or "torchao_pow2", how the scale follows from the amax (numerics/rules.py).
-        amax: fp32 (1,), that of every tensor which is cast, where it is known, over all ranks; None: it is found at each cast.
     """
 
     fp8_dtype: torch.dtype
@@ -78,34 +77,23 @@ class Float8CurrentScalingQuantizer(Float8RuledQuantizer):
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
     scale_rule: str = field(default="te", kw_only=True)
-    amax: torch.Tensor | None = field(default=None, kw_only=True, compare=False)
 
     @property
     def planes_agree(self) -> bool:
         return True
 
-    def by_amax_of(self, x: torch.Tensor) -> Float8CurrentScalingQuantizer:
-        """The quantizer of ``x`` alone, whose amax is found now."""
-        return replace(self, amax=self._of_all_ranks(tensor_amax(x)))
-
     def _format(self, element: Element) -> NumberFormat:
         return fp8_tensor(element)
 
-    def _encoding(self, layouts: Sequence[Layout]) -> Measured | Current:
-        if self.amax is not None:
-            return self._by(self.amax, layouts)
+    def _encoding(self, layouts: Sequence[Layout]) -> Measured:
         return Measured(layouts, partial(self._cast, layouts), partial(self._under, layouts))
 
     def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[EncodedArrays]:
         return self._under(layouts, tensor_amax(x) if amax is None else amax)(x)
 
     def _under(self, layouts: Sequence[Layout], amax: torch.Tensor) -> Current:
-        return self._by(self._of_all_ranks(amax), layouts)
-
-    def _of_all_ranks(self, amax: torch.Tensor) -> torch.Tensor:
-        return reduce_amax(amax, self.amax_reduction_group) if self.with_amax_reduction else amax
-
-    def _by(self, amax: torch.Tensor, layouts: Sequence[Layout]) -> Current:
+        if self.with_amax_reduction:
+            amax = reduce_amax(amax, self.amax_reduction_group)
         return Current(amax, layouts, **(self._options(self.amax_epsilon) or {}))
 
 

@@ -13,8 +13,9 @@ then compiled: {llama_compiled} and {llama_compiled_over_compiled} times. On an 
 FSDP2 on {ranks} H200, with weights stored in FP8, a step has {fsdp_speed} times the speed of torch's in bf16, and gathers
 {fsdp_bytes} of the bytes. Give it tokens: compiled, under current and block scaling, a step has {tokens_512} times the speed of
 bf16 with 512 tokens, {tokens_4096} with 4096 and {tokens_16384} with 16384, and {torchao_16384} times that of torchao. Not
-measured: all layers of the model, a whole training run, more than {ranks} GPUs. [Llama](#llama-converted-with-fuse_), [beside
-torchao](#llama-beside-torchao), [CPU time](#cpu-time), [several GPUs](#several-gpus).
+measured: all layers of an 8B model, more than {ranks} GPUs. A 1.1 B Llama was [trained for 8 M tokens](#a-11-b-llama).
+[Llama](#llama-converted-with-fuse_), [beside torchao](#llama-beside-torchao), [CPU time](#cpu-time), [several
+GPUs](#several-gpus).
 
 **I fine-tune on an RTX 4090.** Nothing was measured: no GPU of compute capability 8.9 was at hand. FP8 with one scale per
 tensor or row is native there, and compared with exact products on first use; blocks, MXFP8 and NVFP4 are emulated.
@@ -202,6 +203,10 @@ For small models the CPU decides. *infer* is a forward pass under `torch.no_grad
 has nvmath, by which products cost the host half of what torch's op does. On an H100 on 2026-11-27, without it and then with
 it, A 256 x 256 took 3.2, 3.7 and 3.4, then 1.9, 2.2 and 2.0 times eager for inference under delayed, current and block scaling,
 and 2.2, 2.4 and 2.3, then 1.3, 1.4 and 1.3 for training (`benchmarks/results/h100.json`).
+
+Hosts differ more than versions do: on another H200, on 2026-11-29, a training step of A 256 x 256 took 2.1, 1.6 and 1.5 times
+eager. On a third one it took, in microseconds, in two turns with the sources before kernels were loaded by CuPy, 1128 and 1093
+under delayed scaling (1171 and 1033 before), 961 and 916 under current (1143, 1042), 867 and 800 under block (1036, 1009).
 
 """
 

@@ -28,7 +28,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 def test_a_cast_through_an_index_is_that_of_the_rows(kind, sizes):
     """Of every kind; of a group alone as well."""
     x, splits = randn(50, 144).to(BF16), torch.tensor(sizes)
-    index = torch.randint(50, (129,), generator=torch.Generator().manual_seed(1))
+    index = torch.randint(50, (129,), generator=torch.Generator().manual_seed(1), device="cpu").to(x.device)
     each, other = ([QUANTIZERS[kind](i) for i in range(len(sizes))] for _ in range(2))
     found, wanted = cast_in_groups(each[0], x, splits, index, each=each), cast_in_groups(other[0], x[index], splits, each=other)
     assert found.shape == wanted.shape == (129, 144)

@@ -235,6 +235,8 @@ def from_tiles(tiles: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def _pad(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """``x`` in the top left corner of a new zeroed array of ``shape``."""
+    if x.shape == shape:
+        return x.clone(memory_format=torch.contiguous_format)
     out = x.new_zeros(shape)
     out[: x.shape[0], : x.shape[1]] = x
     return out

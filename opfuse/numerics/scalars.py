@@ -19,7 +19,6 @@ from opfuse.formats import E2M1, E4M3, Element
 MAGNITUDE = 0x7FFFFFFF
 MANTISSA = 0x007FFFFF
 INF_BITS = 0x7F800000
-NAN_BITS = 0x7FC00000
 FLT_MAX = float(np.finfo(np.float32).max)
 
 E8M0_NAN = 255
@@ -139,17 +138,12 @@ def encode_e8m0(v: torch.Tensor) -> torch.Tensor:
 
 def decode_e8m0(codes: torch.Tensor) -> torch.Tensor:
     """fp32 2^(code - 127); code 0 is the subnormal 2^-127 and 255 is NaN."""
-    return _power_of_biased_exponent(codes.to(torch.int32), codes == E8M0_NAN)
+    return codes.view(torch.float8_e8m0fnu).to(torch.float32)
 
 
 def e8m0_multiplier(codes: torch.Tensor) -> torch.Tensor:
     """fp32 2^(127 - code), what a quantize multiplies by; code 254 is the subnormal 2^-127 and 255 is NaN."""
-    return _power_of_biased_exponent(254 - codes.to(torch.int32), codes == E8M0_NAN)
-
-
-def _power_of_biased_exponent(exponent: torch.Tensor, nan: torch.Tensor) -> torch.Tensor:
-    """fp32 2^(exponent - 127) of int32 0…254, and NaN where ``nan``; by bits, as arithmetic could flush a subnormal."""
-    return (exponent << 23).clamp_(min=_SUBNORMAL_HALF).masked_fill_(nan, NAN_BITS).view(torch.float32)
+    return decode_e8m0(254 - codes)  # in bytes, where 254 - 255 is 255 again
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:

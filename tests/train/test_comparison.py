@@ -139,7 +139,7 @@ def test_the_quickstart_learns_as_well_as_in_high_precision() -> None:
     found = to_dict(result)
     assert abs(found["loss_difference"]) < 0.02
     assert abs(found["validation_difference"]) < 0.02
-    assert found["validation_loss"] < 1.7
+    assert found["validation_loss"] < 1.9  # after 150 steps
     assert found["plan_cache"]["misses"] == 2
 
 

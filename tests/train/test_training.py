@@ -63,6 +63,20 @@ def test_high_precision_is_what_plain_torch_trains() -> None:
     assert [value for _, value in curve.validation] == pytest.approx(validation, rel=2e-5)
 
 
+@pytest.mark.parametrize(("batch_size", "threads"), [(32, 1), (4096, 2)])
+def test_small_steps_take_one_thread(batch_size: int, threads: int) -> None:
+    """So their losses do not depend on the cores of a machine; torch has its own threads again afterwards."""
+    batches, held_out = samples(steps=1)
+    torch.set_num_threads(2)
+    try:
+        seen: list[int] = []
+        settings = SETTINGS.model_copy(update={"steps": 1, "batch_size": batch_size})
+        fit(model(), batches, held_out, settings, recipe=None, on_step=lambda step: seen.append(torch.get_num_threads()))
+        assert (seen, torch.get_num_threads()) == ([threads], 2)
+    finally:
+        torch.set_num_threads(1)
+
+
 def rates(**settings: object) -> list[float]:
     """The learning rate of every step, as a part of the highest."""
     made = Train(**{"steps": 100, **settings})  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from opfuse.core.signature import Env
 from opfuse.errors import MissingPlaneError, RecipeError, describe
 from opfuse.formats import COLUMNWISE, DEQUANTIZED, IDENTITY, USAGES, NumberFormat
 from opfuse.kernels.products.backends import Machine, reads_tiled_scales
+from opfuse.kernels.products.certificate import wrong_product
 from opfuse.kernels.products.native import (
     OWN,
     invariant_refusal,
@@ -169,7 +170,8 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
     asked = left, right, env.autocast or torch.bfloat16, on
     ours, refused = not layout_refusal(*asked, own=True), native_refusal(*asked)
     if env.product(product.name).get("invariant", False):
-        return _invariant(product.left.family, invariant_refusal(*asked), env, on, ours=ours)
+        family = product.left.family
+        return _invariant(family, invariant_refusal(*asked) or wrong_product(family, on), env, on, ours=ours)
     if refused and not ours:
         return How("emulated", refused)
     alone = hasattr(spec, "num_groups") or bool(refused)

@@ -20,7 +20,7 @@ from opfuse import recipes
 from opfuse.cli import certify, doctor, main
 from opfuse.cli.certify import certified_kernels
 from opfuse.compiler.plain import sizes_read
-from opfuse.errors import OpfuseWarning, PlanMissError
+from opfuse.errors import OpfuseWarning, PlanMissError, UnsupportedError
 from opfuse.kernels.casts.tensor import cast_mx
 from opfuse.kernels.casts.trials import DRAWS
 from opfuse.kernels.engine import certificates, registry
@@ -262,6 +262,53 @@ def test_a_kernel_that_failed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     forget()
     assert doctor.wrong() == {}
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_what_was_wrong_has_the_name_of_the_product_of_this_device() -> None:
+    """FP8 blocks are multiplied by one product on Hopper, and by another one here."""
+    found_wrong("block", "scaled_mm, FP8 blocks as MXFP8")
+    assert doctor.wrong() == {"scaled_mm, FP8 blocks as MXFP8": "element (3, 5) is 7, wants 2"}
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_a_batch_invariant_product_that_failed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made in tiles by the same product of the library."""
+    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((10, 0), (13, 0)))
+
+    def fprop() -> tuple[str, str]:
+        with opfuse.autocast(recipe=recipes.MXFP8BlockScaling(batch_invariant=True)):
+            told = opfuse.explain(opfuse.ops.Sequential(opfuse.ops.Linear(64, 96)), torch.randn(32, 64))
+        made, *_ = told.to_dict()["pipelines"][0]["products"]
+        return made["status"], made["reason"]
+
+    assert fprop()[0] == "native"
+    found_wrong("mx", "scaled_mm, MXFP8")
+    status, reason = fprop()
+    assert status == "emulated"
+    assert reason.startswith("wrong here: element (3, 5) is 7, wants 2; batch-invariant")
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_without_cupy_nothing_is_known_and_whoever_asks_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under OPFUSE_REFERENCE=1, which works without it; doctor says what is missing."""
+
+    def missing() -> None:
+        raise UnsupportedError("CUDA kernels: wants CuPy, got none")
+
+    monkeypatch.setattr(certificates, "runtime", missing)
+    assert "certified on first use" in recipes.support("mxfp8").reason
+    assert doctor.wrong() == {}
+    assert main(["doctor"]) == 0
+    with pytest.raises(UnsupportedError, match="wants CuPy"):
+        cast_mx.is_right(0)
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_who_asks_about_the_cpu_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a process that was forked cannot do."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: pytest.fail("it starts CUDA"))
+    assert recipes.support("mxfp8", (0, 0)) == Support("emulated", "the CPU has no product of this format")
 
 
 def test_certifying_without_a_gpu_says_where_to_do_it(

@@ -365,10 +365,14 @@ def wrong_here(machine: Machine) -> dict[str, str]:
     """By name, the products and kernels that were found to be wrong on the current CUDA device, if that is such a machine."""
     if not _is_here(machine):
         return {}
-    known = {rows[0].name: known_certificate(family, machine) for family, rows in BACKENDS.items()}
-    products = {name: found.fault for name, found in known.items() if found is not None and not found.passed}
+    products = {}
+    for family, rows in BACKENDS.items():
+        backend, known = backend_of(rows, machine), known_certificate(family, machine)
+        if isinstance(backend, Backend) and known is not None and not known.passed:
+            products[backend.name] = known.fault
     return products | wrong_kernels(torch.cuda.current_device())
 
 
 def _is_here(machine: Machine) -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == machine.arch
+    """Asked of the CPU, it does not start CUDA."""
+    return machine.arch != (0, 0) and torch.cuda.is_available() and torch.cuda.get_device_capability() == machine.arch

@@ -80,7 +80,7 @@ class Policies:
             return Choice(True, _recipe(said, where))
         parents = [path.rsplit(".", n)[0] for n in range(path.count(".") + 1)] if self.reasons else []
         if (why := next((self.reasons[each] for each in parents if each in self.reasons), "")) and not where:
-            cure = f"to convert it, pass a mapping, such as opfuse.advise(model).policy, in the place of {AUTO!r}"
+            cure = f"to convert it, pass policy={{{path!r}: 'default'}} in the place of {AUTO!r}"
             return Choice(False, got=f"policy={AUTO!r} leaves it in high precision: {why}", cure=cure)
         kind = self.heads.get(id(module)) or (None if in_chain else self._named(path))
         if kind is not None and not where:

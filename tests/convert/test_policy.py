@@ -203,6 +203,14 @@ def test_auto_takes_no_experts_for_layers(layers, kept):
     assert plain == {f"layers.{layer}.experts.{expert}" for layer in kept for expert in range(8)}
 
 
+def test_what_auto_leaves_is_converted_by_the_policy_that_its_cure_names():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    with pytest.raises(ConversionError) as refused:
+        opfuse.fuse_(model, FP8, policy="auto")
+    policy = re.search(r"pass policy=({.*}) in the place of 'auto'", str(refused.value))[1]
+    assert opfuse.fuse_(model, FP8, policy=ast.literal_eval(policy)).fused
+
+
 def test_auto_holds_for_a_model_that_is_one_layer():
     with pytest.raises(ConversionError, match="policy='auto' leaves it in high precision: casts take what products gain"):
         opfuse.fuse_(nn.Linear(64, 64), FP8, policy="auto")

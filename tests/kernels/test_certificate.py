@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch.nn.functional import ScalingType, SwizzleType
 
+from opfuse.formats import E4M3, ROWWISE, dtype_name, fp8_tensor
 from opfuse.kernels.products import native
 from opfuse.kernels.products.backends import BACKENDS, MX_GROUPS, Backend
-from opfuse.kernels.products.certificate import examine, trials
+from opfuse.kernels.products.certificate import Exact, examine, random_plane, trials
 
 ROWS = [(family, row) for family, rows in BACKENDS.items() for row in rows]
 CPU = torch.device("cpu")
@@ -169,6 +170,92 @@ def test_a_right_product_passes(family: str, row: Backend, library: Callable[...
     assert any("columnwise" in name for name in tried)
 
 
+ONE_E5M2 = {("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")}
+RIGHT_E4M3, ALL_E4M3, E2M1_TWICE = ONE_E5M2 - {("e4m3", "e5m2")}, {("e4m3", "e4m3")}, {("e2m1", "e2m1")}
+ELEMENTS = {
+    "tensor": (ONE_E5M2, ONE_E5M2, ONE_E5M2),
+    "row": (RIGHT_E4M3, ONE_E5M2, RIGHT_E4M3),
+    "block": (ALL_E4M3, ONE_E5M2),
+    "mx": (ONE_E5M2,),
+    "nv": (E2M1_TWICE,),
+    MX_GROUPS: (ALL_E4M3,),
+}
+"""Those of the left and of the right that each row takes."""
+
+
+@pytest.mark.parametrize(("family", "row"), ROWS, ids=names(ROWS))
+def test_all_that_a_row_takes_is_tried(family: str, row: Backend) -> None:
+    """The planes of each pass, every pair of elements, and what is hard for sums and scales."""
+    tried = [*trials(family, row)]
+    usages = {tuple(layout.usage for layout in trial.layouts) for trial in tried}
+    assert usages == {("rowwise", "rowwise"), ("rowwise", "columnwise"), ("columnwise", "columnwise")}
+    elements = {tuple(layout.element.name for layout in trial.layouts) for trial in tried}
+    assert elements == ELEMENTS[family][BACKENDS[family].index(row)]
+    assert family != "nv" or {trial.layouts[0].format.encode_max for trial in tried} == {448, 256}  # 4over6 may have the latter
+    hard = {trial.name.removeprefix("groups: ") for trial in tried}
+    assert {"zeros", "outliers"} <= hard
+    assert family == "nv" or "NaN" in hard
+    assert family == MX_GROUPS or "largest codes" in hard
+    assert family not in ("block", "mx") or {f"smallest scales on the {side}" for side in ("left", "right")} <= hard
+
+
+@pytest.mark.parametrize("row", BACKENDS["row"], ids=lambda row: str(row.since))
+def test_each_dtype_and_each_way_to_sum_is_tried(row: Backend, library: Callable[..., None]) -> None:
+    library(row)
+    for dtype, fast in itertools.product(row.outputs, (False, True)[: 1 + row.fast]):
+
+        def wrong(row: Backend, operands: Any, *how: Any, fault: tuple[Any, ...] = (dtype, fast)) -> torch.Tensor:
+            right = native.library_product(row, operands, *how)
+            return torch.zeros_like(right) if how == fault else right
+
+        found = examine("row", row, wrong, CPU).fault
+        assert f", {dtype_name(dtype)}{', fast sums' * fast}: element (" in found
+
+
+# -- what is right ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounded", "off"),
+    [
+        (torch.bfloat16, 1 + 2.0**-8, 1 + 2.0**-7),
+        (torch.float16, 1 + 2.0**-11, 1 + 2.0**-10),
+        (torch.float32, 1 + 2.0**-20, 1 + 2.0**-19),
+    ],
+    ids=str,
+)
+def test_one_rounding_is_right_and_two_are_not(dtype: torch.dtype, rounded: float, off: float) -> None:
+    none = torch.zeros(1, 1, dtype=torch.float64)
+    assert Exact(none + rounded, none).fault(torch.ones(1, 1, dtype=dtype)) == ""
+    assert "element (0, 0) is 1, wants 1" in Exact(none + off, none).fault(torch.ones(1, 1, dtype=dtype))
+
+
+def test_only_what_overflows_is_infinite_and_only_nan_is_nan() -> None:
+    exact = Exact(torch.tensor([[1.0, 1e5, torch.nan]], dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64))
+
+    def fault(*values: float) -> str:
+        return exact.fault(torch.tensor([values], dtype=torch.float16))
+
+    assert fault(1, torch.inf, torch.nan) == ""
+    assert "element (0, 0) is inf" in fault(torch.inf, torch.inf, torch.nan)
+    assert "element (0, 0) is nan" in fault(torch.nan, torch.inf, torch.nan)
+    assert "element (0, 2) is 1" in fault(1, torch.inf, 1)
+    assert "wants the shape (1, 3), got (1, 2)" in fault(1, torch.inf)
+
+
+def test_sums_may_be_off_by_what_a_unit_of_13_bits_cuts_off() -> None:
+    """Of 64 products of ones: each by 2^-13 of the largest, and the sum, of 64, in three steps as many."""
+    random = torch.Generator().manual_seed(0)
+    ones = random_plane(fp8_tensor(E4M3), ROWWISE, 16, 64, random)
+    ones = ones._replace(data=torch.full_like(ones.data, 0x38), scale=torch.ones(1))
+    exact = Exact.of_planes(ones, ones)
+    assert exact.product.unique().tolist() == [64]
+    assert exact.bound.unique().tolist() == [2.0**-13 * (64 + 3 * 64)]
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------------------------
+
+
 def unswizzled(given: dict[str, Any]) -> None:
     """Scales read as if they lay line by line."""
     for scales, codes in zip(given["scales"], (given["a"], given["b"]), strict=True):
@@ -205,6 +292,26 @@ def no_tail(given: dict[str, Any]) -> None:
     given["a"] = codes.view(given["a"].dtype)
 
 
+def no_short_tail(given: dict[str, Any]) -> None:
+    """What is beyond the last whole step of 32 is left out, where the length is no multiple of it."""
+    codes = given["a"].view(torch.uint8).clone()
+    codes[:, codes.shape[1] // 32 * 32 :] = 0
+    given["a"] = codes.view(given["a"].dtype)
+
+
+def no_long_sum(given: dict[str, Any]) -> None:
+    """What is beyond the first 512 is left out of the sum."""
+    codes = given["a"].view(torch.uint8).clone()
+    codes[:, 512 if given["a"].dtype != torch.float4_e2m1fn_x2 else 256 :] = 0
+    given["a"] = codes.view(given["a"].dtype)
+
+
+def no_single_line(given: dict[str, Any]) -> None:
+    """A left of one line is left out."""
+    if len(given["a"]) == 1:
+        given["a"] = torch.zeros_like(given["a"].view(torch.uint8)).view(given["a"].dtype)
+
+
 def one_level(given: dict[str, Any]) -> None:
     """The global scales are left out."""
     given["levels"] = 1
@@ -230,6 +337,11 @@ def next_right(given: dict[str, Any]) -> None:
     given["right"] = lambda group: group // 2
 
 
+def no_single_row(given: dict[str, Any]) -> None:
+    """A group of one row is left out."""
+    given["rows"] = lambda rows: torch.zeros_like(rows) if len(rows) == 1 else rows
+
+
 def no_last_line(given: dict[str, Any]) -> None:
     """The last line of the left of each group is left out."""
     given["rows"] = lambda rows: torch.cat([rows[:-1], torch.zeros_like(rows[-1:])])
@@ -242,11 +354,16 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], None], Sequence[str]]] = [
     (transposed, ("",)),
     (swapped, ("",)),
     (no_tail, ("",)),
+    (no_short_tail, ("per tensor", "per row", "blocks of E4M3")),
+    (no_long_sum, ("",)),
+    (no_single_line, ("",)),
     (one_level, ("NVFP4",)),
     (refusing, ("",)),
 ]
 PLANTED = [(fault, *each) for fault, ends in FAULTS for each in ALL if each[1].name.endswith(tuple(ends))]
-PLANTED += [(fault, MX_GROUPS, BACKENDS[MX_GROUPS][0]) for fault in (packed, shifted, next_right, no_last_line, refusing)]
+PLANTED += [
+    (fault, MX_GROUPS, BACKENDS[MX_GROUPS][0]) for fault in (packed, shifted, next_right, no_single_row, no_last_line, refusing)
+]
 
 
 @pytest.mark.parametrize(("fault", "family", "row"), PLANTED, ids=[f"{fault.__name__} {row.name}" for fault, _, row in PLANTED])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from opfuse.formats import NumberFormat, fp8_tensor
+from opfuse.formats import E4M3, NumberFormat, fp8_tensor, mxfp8
 from opfuse.kernels.products.backends import BACKENDS, MX_GROUPS, Backend, Machine, backend_of
 from opfuse.kernels.products.certificate import Exact, PairOperands, Trial, random_plane, trials
 from opfuse.kernels.products.native import OWN, layout_refusal, library_product, runs_refusal
@@ -161,6 +161,33 @@ def test_r10_what_each_device_calls_for_groups(recipe: str, arch: tuple[int, int
     layouts = [layout_of(fmt, usage, (256, 256)) for fmt, usage in ((one, product.left_plane), (other, product.right_plane))]
     rows = BACKENDS[MX_GROUPS] if one.family == "mx" else OWN.get(one.family, ())
     assert name_in(rows, machine, runs_refusal(*layouts, BF16, machine)) == cell(IN_GROUPS, recipe, arch, name)
+
+
+CUDAS = {
+    "tensor": ((12, 1), (0, 0), (12, 8)),
+    "row": ((12, 1), (12, 9), (12, 8)),
+    "block": ((12, 9), (12, 8)),
+    "mx": ((12, 8),),
+    "nv": ((12, 8),),
+    MX_GROUPS: ((12, 8),),
+}
+"""The first CUDA that has each row's product, as torch says."""
+
+
+@pytest.mark.parametrize("family", BACKENDS)
+def test_the_cuda_that_each_product_wants(family: str) -> None:
+    for row, (major, minor) in zip(BACKENDS[family], CUDAS[family], strict=True):
+        assert backend_of(BACKENDS[family], Machine(row.since, (major, minor))) is row
+        if major:
+            refused = backend_of(BACKENDS[family], Machine(row.since, (major, minor - 1)))
+            assert refused == f"CUDA: wants >= {major}.{minor}, got {major}.{minor - 1}"
+
+
+def test_sums_of_groups_have_whole_tiles_of_scales() -> None:
+    """Torch does not say where the scales of the next group begin after others."""
+    wanted = "length of the sum: wants a positive multiple of 128, got 160"
+    layouts = [layout_of(mxfp8(E4M3), "rowwise", (256, 160))] * 2
+    assert runs_refusal(*layouts, BF16, Machine((10, 0), (13, 0))) == wanted
 
 
 @pytest.mark.row("R10")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 import opfuse.inspect.casts
@@ -21,14 +22,18 @@ from opfuse.cli import certify, doctor, main
 from opfuse.cli.certify import certified_kernels
 from opfuse.compiler.plain import sizes_read
 from opfuse.errors import OpfuseWarning, PlanMissError, UnsupportedError
+from opfuse.events import PlanUsed, listeners, subscribed
+from opfuse.formats import E4M3, ROWWISE, fp8_tensor, mxfp8
 from opfuse.kernels.casts.tensor import cast_mx
 from opfuse.kernels.casts.trials import DRAWS
 from opfuse.kernels.engine import certificates, registry
-from opfuse.kernels.engine.certificates import Certificate, Tried, certified
+from opfuse.kernels.engine.certificates import Certificate, Tried, certificate_of, certified
 from opfuse.kernels.engine.cubins import CubinCache
 from opfuse.kernels.engine.launch import dry_run
-from opfuse.kernels.engine.registry import Kernel, examine, kernels, leading, tensors_in
-from opfuse.kernels.products.backends import MX_GROUPS, Machine
+from opfuse.kernels.engine.registry import Arguments, Kernel, Tolerance, examine, kernels, leading, tensors_in
+from opfuse.kernels.products import native
+from opfuse.kernels.products.backends import BACKENDS, MX_GROUPS, Machine
+from opfuse.kernels.products.certificate import certified_product, random_plane, trials
 from opfuse.recipes.availability import Support
 from tests.turns import in_turn
 
@@ -97,6 +102,23 @@ def test_a_definition_passes_and_what_raises_is_a_fault() -> None:
         examine(cast_mx, CPU, full)
 
 
+def test_a_trial_that_is_called_exact_has_equal_bits_whatever_the_tolerance_is() -> None:
+    def off(x: torch.Tensor) -> torch.Tensor:
+        return torch.nextafter(x, x + 1)
+
+    def made(name: str) -> Kernel:
+        cases = {name: lambda device: Arguments((torch.ones(4, device=device),))}
+        return Kernel("made", "made.cu", off, lambda x: x, Tolerance(1), lambda: cases)
+
+    assert examine(made("near one"), CPU, off).passed
+    assert examine(made("exact one"), CPU, off).fault.startswith("exact one: element (0,): wants 1.0")
+
+
+def test_values_of_trials_are_drawn_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert examine(cast_mx, CPU, cast_mx.reference).passed
+
+
 # -- on a device that is none ----------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +184,9 @@ OTHER = {
     "driver": lambda patch: patch.setattr(certificates, "runtime", lambda: SimpleNamespace(driverGetVersion=lambda: 13010)),
     "library": lambda patch: patch.setattr(certificates, "version", lambda name: "13.9.9"),
     "torch": lambda patch: patch.setattr(torch, "__version__", "2.99"),
+    "library of CUDA 12": lambda patch: patch.setattr(certificates, "_is_installed", lambda name: True),
+    "CUDA": lambda patch: patch.setattr(torch.version, "cuda", "13.1"),
+    "capability": lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 3)),
     "code": lambda patch: patch.setattr(certificates, "_code", lambda: "0123456789abcdef" * 4),
     "device": lambda patch: patch.setattr(torch.cuda, "get_device_name", lambda *_: "B300"),
 }
@@ -205,6 +230,28 @@ def found_wrong(key: str, name: str) -> None:
     forget()
 
 
+@pytest.mark.usefixtures("blackwell")
+def test_one_process_warns_once_of_what_it_uses_often() -> None:
+    wrong = Tried("mx", "scaled_mm, MXFP8", "the exact product", ""), 0, lambda: Certificate("element (3, 5) is 7, wants 2")
+    with pytest.warns(OpfuseWarning, match="wants the exact product") as told:
+        found = [certified(*wrong).passed for _ in range(2)]
+    assert (found, len(told)) == ([False, False], 1)
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_each_device_of_a_machine_has_certificates_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its trials run on it."""
+    entered: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: ("B200", "RTX 5090")[index])
+    product = Tried("mx", "scaled_mm, MXFP8", "the exact product", "")
+    assert certified(product, 0, lambda: Certificate("")).passed
+    with pytest.warns(OpfuseWarning, match="scaled_mm, MXFP8 on RTX 5090: wants"):
+        assert not certified(product, 1, lambda: Certificate("wrong")).passed
+    assert entered == [0, 1]
+    assert (certificate_of("mx", 0), certificate_of("mx", 1)) == (Certificate(""), Certificate("wrong"))
+
+
 @pytest.mark.row("R10")
 @pytest.mark.usefixtures("blackwell")
 def test_a_product_of_the_library_that_failed_is_told_of(
@@ -213,6 +260,8 @@ def test_a_product_of_the_library_that_failed_is_told_of(
     """By what a recipe does here, by a model's explanation, and by doctor. It is native elsewhere, as are others here."""
     recipe, wrong = recipes.MXFP8BlockScaling(), "wrong here: element (3, 5) is 7, wants 2"
     assert recipes.support(recipe).status == "native"
+    assert main(["doctor"]) == 0
+    assert "wrong on this device" not in capsys.readouterr().out
     found_wrong("mx", "scaled_mm, MXFP8")
     assert recipes.support(recipe) == Support("emulated", wrong)
     assert recipes.support(recipe, (12, 0)).status == recipes.support(recipes.NVFP4BlockScaling()).status == "native"
@@ -226,8 +275,10 @@ def test_a_product_of_the_library_that_failed_is_told_of(
     found = json.loads(capsys.readouterr().out)
     assert found["wrong"] == {"scaled_mm, MXFP8": "element (3, 5) is 7, wants 2"}
     assert found["recipes"]["mxfp8"] == {"status": "emulated", "reason": wrong}
-    assert main(["doctor"]) == 0
-    assert "wrong on this device" in capsys.readouterr().out
+    assert main(["doctor", "--only", "wrong"]) == 0
+    shown = capsys.readouterr().out
+    assert "wrong on this device" in shown
+    assert "element (3, 5) is 7, wants 2" in shown
 
 
 @pytest.mark.row("R10")
@@ -246,10 +297,72 @@ def test_products_of_groups_that_failed_are_told_of(monkeypatch: pytest.MonkeyPa
     assert doctor.wrong() == {"scaled_grouped_mm, MXFP8 in groups": "element (3, 5) is 7, wants 2"}
 
 
+HOPPER, BLACKWELL = Machine((9, 0), (13, 0)), Machine((10, 0), (13, 0))
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_products_that_are_recorded_are_not_tried_and_those_that_a_device_lacks_are_no_products() -> None:
+    def unasked(*_: Any) -> torch.Tensor:
+        pytest.fail("nothing is multiplied here")
+
+    assert certified_product("tensor", 0, HOPPER, unasked).passed
+    assert not certified_product("mx", 0, HOPPER, unasked).passed
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_a_product_that_passed_is_told_of() -> None:
+    assert "certified on first use" in recipes.support("mxfp8").reason
+    assert certified(Tried("mx", "scaled_mm, MXFP8", "", ""), 0, lambda: Certificate("")).passed
+    assert "certified here" in recipes.support("mxfp8").reason
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is of a GPU."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def emulates(blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of the library is not called where it is wrong; the names of emulated ones are enough."""
+    monkeypatch.setattr(native, "machine_of", lambda device: BLACKWELL)
+    monkeypatch.setattr(native, "runs_kernels", lambda x: True)
+    for name in ("scaled_mm", "scaled_grouped_mm"):
+        monkeypatch.setattr(native.F, name, lambda *_, **__: pytest.fail("it is wrong here"))
+    for name in ("multiply", "multiply_tiles", "product_of_rows"):
+        monkeypatch.setattr(native.emulation, name, lambda *_, **__: "emulated")
+
+
+@pytest.mark.usefixtures("emulates")
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_product_that_failed_is_emulated(invariant: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    planes = [random_plane(mxfp8(E4M3), ROWWISE, 128, 256, random) for _ in range(2)]
+    found_wrong("mx", "scaled_mm, MXFP8")
+    there = [plane._replace(data=plane.data.as_subclass(OnDevice)) for plane in planes]
+    with pytest.warns(OpfuseWarning, match="scaled_mm, MXFP8 on B200"):
+        assert native.multiply(*there, out_dtype=torch.bfloat16, invariant=invariant) == "emulated"
+
+
+@pytest.mark.usefixtures("emulates")
+def test_products_of_groups_that_failed_are_emulated() -> None:
+    left, rights, groups = next(trials(MX_GROUPS, BACKENDS[MX_GROUPS][0])).operands
+    found_wrong(MX_GROUPS, "scaled_grouped_mm, MXFP8 in groups")
+    there = left._replace(data=left.data.as_subclass(OnDevice))
+    with pytest.warns(OpfuseWarning, match="MXFP8 in groups on B200"):
+        assert native.multiply_rows(there, rights, groups, out_dtype=torch.bfloat16) == "emulated"
+    assert not native.runs_are_right(mxfp8(E4M3), 0)
+    assert native.runs_are_right(fp8_tensor(E4M3), 0)
+
+
 @pytest.mark.usefixtures("blackwell")
 def test_a_kernel_that_failed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "wrong here, so torch computes them: kernel cast_mx"
     assert wrong not in recipes.support("mxfp8").reason
+    assert certified(Tried("kernel cast_row", "kernel cast_row", "", ""), 0, lambda: Certificate("")).passed
     found_wrong("kernel cast_mx", "kernel cast_mx")
     assert recipes.support("mxfp8").reason.endswith(wrong)
     assert recipes.support("mxfp8").status == "native"
@@ -261,6 +374,7 @@ def test_a_kernel_that_failed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> Non
     assert doctor.wrong() == {"kernel cast_mx": "element (3, 5) is 7, wants 2"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     forget()
+    monkeypatch.setattr(certificates, "runtime", lambda: pytest.fail("nothing is looked for on a device that is recorded"))
     assert doctor.wrong() == {}
 
 
@@ -336,8 +450,24 @@ def test_certifying_prints_a_block_for_a_report(
     assert "kernel cast_mx, bitwise" in shown
     assert (fault or "scaled_mm, MXFP8") in shown
     assert main(["doctor", "--certify", "--json"]) == (1 if fault else 0)
+    rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["scaled_mm, MXFP8"]["result"] == (fault or "right")
+    assert rows["scaled_mm, MXFP8"].get("x bf16") == (None if fault else "1.50")  # what is wrong is not timed
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("fault", ["", "bf16: element (3, 5): wants 1, got 2"])
+def test_certifying_fails_of_a_wrong_kernel_and_not_of_what_is_emulated(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 0))
+    monkeypatch.setattr(certify, "examine", lambda *_: Certificate(""))
+    monkeypatch.setattr(certify, "examine_kernel", lambda kernel, device: Certificate(fault if kernel is cast_mx else ""))
+    monkeypatch.setattr(certify, "_speed", lambda family, backend: "1.50")
+    assert main(["doctor", "--certify", "--json"]) == (1 if fault else 0)
     rows = {row["what"]: row["result"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert rows["scaled_mm, MXFP8"] == (fault or "right")
+    assert rows["kernel cast_mx, bitwise"] == (fault or "right")
+    assert rows["scaled_grouped_mm, MXFP8 in groups"].startswith("emulated: compute capability: wants >= 10.0 and < 11.0")
 
 
 @pytest.mark.usefixtures("blackwell")
@@ -368,16 +498,24 @@ def test_a_trial_that_calls_its_own_kernel_ends(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("blackwell")
-def test_trials_see_no_autograd_and_no_inference_mode() -> None:
-    seen = []
+def test_trials_see_no_autograd_no_mode_and_no_recorder() -> None:
+    seen, noted = [], []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            noted.append(func)
+            return func(*args, **(kwargs or {}))
 
     def look() -> Certificate:
-        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dict(listeners())))
+        noted.clear()
+        torch.ones(1).exp()
+        seen.append(len(noted))
         return Certificate("")
 
-    with torch.inference_mode():
+    with torch.inference_mode(), Noted(), subscribed(lambda event: None, PlanUsed):
         assert certified(Tried("a key", "a name", "", ""), 0, look).passed
-    assert seen == [(False, False)]
+    assert seen == [(False, False, {}), 0]
 
 
 def test_the_arguments_of_trials_lie_on_the_device_that_is_asked() -> None:

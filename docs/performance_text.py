@@ -204,9 +204,10 @@ has nvmath, by which products cost the host half of what torch's op does. On an 
 it, A 256 x 256 took 3.2, 3.7 and 3.4, then 1.9, 2.2 and 2.0 times eager for inference under delayed, current and block scaling,
 and 2.2, 2.4 and 2.3, then 1.3, 1.4 and 1.3 for training (`benchmarks/results/h100.json`).
 
-Hosts differ more than versions do: on another H200, on 2026-11-29, a training step of A 256 x 256 took 2.1, 1.6 and 1.5 times
-eager. On a third one it took, in microseconds, in two turns with the sources before kernels were loaded by CuPy, 1128 and 1093
-under delayed scaling (1171 and 1033 before), 961 and 916 under current (1143, 1042), 867 and 800 under block (1036, 1009).
+Hosts differ more than versions do: in a later run, on 2026-11-29, on an H200 of another host or a busier one, a training step of
+A 256 x 256 took 2.1, 1.6 and 1.5 times eager, past the first limit. In turns with the sources before kernels were loaded by CuPy
+it took in microseconds, on that day, 1128 and 1093 under delayed scaling (1171 and 1033 before), 961 and 916 under current (1143,
+1042), 867 and 800 under block (1036, 1009).
 
 """
 

@@ -192,3 +192,11 @@ def test_master_weights_converge_where_an_optimizer_of_stored_weights_stalls(nam
             losses.setdefault(model, []).append(loss.item())
     assert losses[plain][-1] > 0.8 * losses[plain][0]
     assert losses[layer][-1] < 0.3 * losses[layer][0]
+
+
+def test_two_commands_of_the_readme_set_a_checkout_up() -> None:
+    """One runs the quickstart, one the tests, as continuous integration does; make knows both."""
+    commands = re.findall(r"^make (\w+)", "\n".join(re.findall(r"```\n(.*?)```", TEXT, re.DOTALL)), re.MULTILINE)
+    assert commands == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{command}:", makefile, re.MULTILINE) for command in commands)

@@ -11,7 +11,7 @@ from opfuse.errors import PipelineError
 from opfuse.inspect.observe import CallInputs, observe
 from opfuse.inspect.render import Explanation
 from opfuse.inspect.saved import RefusedSetting, recipes_of, totals_under
-from opfuse.recipes.availability import support, wrong_kernels_here
+from opfuse.recipes.availability import kernels_in_torch, support
 from opfuse.recipes.delayed import DelayedScalingStates
 
 ENVIRONMENT = "environment "
@@ -37,7 +37,7 @@ def explain(model: nn.Module, *inputs: Any, overrides: bool = False, **named: An
             states.warn_of_left_out(name or type(module).__name__)
     recipes = recipes_of(found)
     if not recipes:
-        reason = "; ".join(filter(None, ("no recipe is active", wrong_kernels_here())))
+        reason = "; ".join(filter(None, ("no recipe is active", kernels_in_torch())))
         made = "none", "high precision", reason, found.plans, found.values, found.totals
         return Explanation(*made, kept=found.kept)
     statuses = [support(each) for each in recipes]

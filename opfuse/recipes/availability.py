@@ -17,7 +17,7 @@ from opfuse.domains import checked_arguments
 from opfuse.errors import OpfuseWarning, RecipeError, describe, nearest
 from opfuse.formats import DEQUANTIZED, FP8_ELEMENTS, IDENTITY, USAGES, NumberFormat, fp8_tensor
 from opfuse.kernels.products.backends import ON_CPU, Machine
-from opfuse.kernels.products.certificate import wrong_here
+from opfuse.kernels.products.certificate import wrong_kernels_here
 from opfuse.kernels.products.native import native_name, native_refusal
 from opfuse.numerics.layouts import Layout, layout_of
 from opfuse.recipes.builtin import DelayedScaling
@@ -89,7 +89,7 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
         return Support("refused", str(error))
     arch = device_arch() if arch is None else arch
     summary = _summary(recipe, [*_products(recipe, casts, arch)])
-    return Support(summary.status, "; ".join(filter(None, (summary.reason, _slow_casts(casts), wrong_kernels_here(arch)))))
+    return Support(summary.status, "; ".join(filter(None, (summary.reason, _slow_casts(casts), kernels_in_torch(arch)))))
 
 
 OperandCast: TypeAlias = Quantizer | DelayedScaling | None
@@ -115,9 +115,9 @@ def _slow_casts(casts: Mapping[str, OperandCast]) -> str | None:
     return f"no kernel casts by scale_rule={' or '.join(map(repr, rules))}: torch casts {roles}" if rules else None
 
 
-def wrong_kernels_here(arch: Arch | None = None) -> str:
+def kernels_in_torch(arch: Arch | None = None) -> str:
     """Which kernels torch computes on the current device, if it is of ``arch``, since they are wrong there; else empty."""
-    wrong = [name for name in wrong_here(_machine(device_arch() if arch is None else arch)) if name.startswith("kernel ")]
+    wrong = wrong_kernels_here(_machine(device_arch() if arch is None else arch))
     return f"wrong here, so torch computes them: {', '.join(wrong)}" if wrong else ""
 
 

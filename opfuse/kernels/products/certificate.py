@@ -370,7 +370,12 @@ def wrong_here(machine: Machine) -> dict[str, str]:
         backend, known = backend_of(rows, machine), known_certificate(family, machine)
         if isinstance(backend, Backend) and known is not None and not known.passed:
             products[backend.name] = known.fault
-    return products | wrong_kernels(torch.cuda.current_device())
+    return products | wrong_kernels_here(machine)
+
+
+def wrong_kernels_here(machine: Machine) -> dict[str, str]:
+    """The same of kernels alone."""
+    return wrong_kernels(torch.cuda.current_device()) if _is_here(machine) else {}
 
 
 def _is_here(machine: Machine) -> bool:

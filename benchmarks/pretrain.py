@@ -10,7 +10,7 @@ The gradients of micro-batches are summed in fp32. No parameter has a hook, whic
 
 A run stops after ``--minutes``, writes its checkpoint under ``--checkpoint``, and goes on from there with ``--resume``: on a CPU
 with the bits of a run that did not stop, on a GPU as far as torch's own kernels repeat theirs. ``--out`` gets a JSON file of
-each run. ``--table FILE …`` merges such files into ``--file``, of which docs/performance.md tells.
+each run. ``--table FILE …`` merges such files into ``--file``, beside the runs that it has, of which docs/performance.md tells.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ WARM = 3
 
 LAST = 0.05
 """The part of the steps whose mean is the training loss at the end."""
+
+SHARED = ("versions", "corpus")
+"""What a file of results says once for all of its runs."""
 
 POINTS = 100
 """Of a curve in the file of results, at most."""
@@ -461,18 +464,24 @@ def rounded(value: float) -> float:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def merged(runs: Sequence[Record]) -> Record:
-    """The file of results. ConfigError if two runs have one name, or were not on one machine with the same packages and text."""
+def merged(runs: Sequence[Record], earlier: Mapping[str, Any] | None = None) -> Record:
+    """The file of results, with the runs of an ``earlier`` one that were not run again.
+
+    ConfigError if two runs have one name, or were not on one machine with the same packages and text.
+    """
     names = [run["name"] for run in runs]
     if len({*names}) < len(names):
         raise ConfigError(describe("runs", wanted="different names", got=", ".join(names), cure="name each file once"))
+    if earlier is not None:
+        shared = {name: value for name, value in earlier.items() if name in SHARED}
+        runs = [*runs, *({**run, **shared} for run in earlier["runs"] if run["name"] not in names)]
     digests = ([run["corpus"][part]["sha256"] for part in PARTS] for run in runs)
     if len({json.dumps([run["versions"], each]) for run, each in zip(runs, digests)}) != 1:
         got, cure = f"{len(runs)} runs that differ in one of these", "run all on one machine, with one folder of data"
         raise ConfigError(describe("runs", wanted="one machine, text and set of packages", got=got, cure=cure))
-    shared = {name: runs[0][name] for name in ("versions", "corpus")}
+    shared = {name: runs[0][name] for name in SHARED}
     thin = ({**run, "curve": thinned(run["curve"]), "validation": thinned(run["validation"])} for run in runs)
-    own = [{name: value for name, value in run.items() if name not in ("versions", "corpus")} for run in thin]
+    own = [{name: value for name, value in run.items() if name not in SHARED} for run in thin]
     own.sort(key=lambda run: (run["settings"]["vocabulary"], KINDS.index(run["settings"]["recipe"]), run["name"]))
     return {"script": "python -m benchmarks.pretrain", **shared, "runs": own}
 
@@ -495,7 +504,9 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="a folder for what the run goes on from, 13 GB of the 1.1 B model")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--table", type=Path, nargs="+", help="merge these files of runs into --file, and train nothing")
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="merge these files of runs into --file, beside those it has, and train nothing"
+    )
     parser.add_argument("--file", type=Path, default=FILE)
     found = parser.parse_args(given)
     if found.resume and found.checkpoint is None:
@@ -507,7 +518,8 @@ def main(given: Sequence[str] | None = None) -> None:
     chosen = arguments(sys.argv[1:] if given is None else given)
     if chosen.table:
         runs = [json.loads(path.read_text(encoding="utf-8")) for path in chosen.table]
-        chosen.file.write_text(json.dumps(merged(runs), indent=1) + "\n", encoding="utf-8")
+        earlier = json.loads(chosen.file.read_text(encoding="utf-8")) if chosen.file.exists() else {"runs": []}
+        chosen.file.write_text(json.dumps(merged(runs, earlier), indent=1) + "\n", encoding="utf-8")
         return
     settings = Settings(**{field.name: getattr(chosen, field.name) for field in dataclasses.fields(Settings)})
     if chosen.resume and ended(settings, chosen.out):

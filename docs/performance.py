@@ -327,7 +327,8 @@ def ranks(record: Mapping[str, Any], today: str) -> str:
 
 def trained(record: Mapping[str, Any], today: str) -> str:
     """Pre-training, whose runs may be of several days."""
-    return f"{'; '.join(dict.fromkeys(code(run, today) for run in record['runs']))}.\n\n{pretraining.section(record)}"
+    origins = ".\n".join(dict.fromkeys(code(run, today) for run in record["runs"]))
+    return f"{origins}.\n\n{pretraining.section(record)}"
 
 
 def document(

@@ -14,6 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -345,6 +346,13 @@ class Cache(Generic[K, V]):
         self.hits += 1
         entry.used = self.hits + self.misses
         return entry.value
+
+    def use_of(self, value: V) -> Callable[[], object] | None:
+        """What counts a hit of ``value``, for a caller that kept it from an earlier one; None if it was dropped since."""
+        for key, entry in list(self._entries.items()):
+            if entry.value is value:
+                return partial(self.get, key)
+        return None
 
     def put(self, key: K, value: V) -> Miss:
         """Insert after a miss; returns and records why it was one."""

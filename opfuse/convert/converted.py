@@ -33,6 +33,7 @@ from opfuse.errors import ConversionError, Described, OpfuseWarning, describe, n
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe
 from opfuse.recipes.autocast import in_region
+from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance, parameters_of
 from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.checkpoint_replay import repeated
@@ -351,7 +352,7 @@ class InGraph:
     def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """A single pipeline records its backward pass on a tape; anything else is recorded by autograd."""
         pipeline = self.run
-        if current_recipe() is None or pipeline.spare_of(call.given[0]):
+        if current_recipe() is None or pipeline.spare_of(call.given[0], call.trains):
             return call.recorded_by_autograd(lambda given, instead: run_with(instead, partial(self._run, given)))
         self._check()
         if self.traced_apart:
@@ -359,7 +360,11 @@ class InGraph:
             cure = "trace it under the recipe: torch.compiler.reset(), then call it inside opfuse.autocast"
             self.owner.warn(notice(self.label, got=got, cure=cure), level=2)
 
-        return call.recorded_on_tape(lambda given, tape: run_with(tape, partial(pipeline, given[0], given[1:])))
+        def run(given: Sequence[torch.Tensor], tape: BackwardTape) -> Any:
+            return run_with(tape, partial(pipeline, given[0], given[1:]))
+
+        fuser = pipeline.pipeline()
+        return call.recorded_on_tape(run, fuser.calls, fuser.surroundings())
 
     def _check(self) -> None:
         """ConversionError in a graph that was made for what the modules were when they were converted."""

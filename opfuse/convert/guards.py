@@ -19,7 +19,7 @@ from torch import nn
 from opfuse.convert.code import CONSTANTS, FUNCTIONS, names_read, reach_of
 from opfuse.convert.pipeline import is_matrix
 from opfuse.errors import Described, notice
-from opfuse.runtime.compile.custom_op import autocast_dtype
+from opfuse.runtime.compile.saved_call import autocast_dtype
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.tensors import no_torch_function
 

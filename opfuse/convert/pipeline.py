@@ -88,10 +88,14 @@ class PipelineRun:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, lock=RLock())
 
+    def pipeline(self) -> OperationFuser:
+        """The pipeline, from the first call on."""
+        if self.fuser is None:
+            self.fuser = OperationFuser(self.ops, name=self.path or "model", names=self.names)
+        return self.fuser
+
     def __call__(self, x: torch.Tensor, arguments: Sequence[torch.Tensor]) -> torch.Tensor:
-        fuser = self.fuser
-        if fuser is None:
-            fuser = self.fuser = OperationFuser(self.ops, name=self.path or "model", names=self.names)
+        fuser = self.pipeline()
         given = *arguments, x
         extras = [given[i] for i in self.extras]
         if not self.made:
@@ -116,18 +120,21 @@ class PipelineRun:
             return whole
         if type(x) is torch.Tensor and not is_matrix(x) and isinstance(self.ops[0], BasicLinear):
             x = x.contiguous()  # of which torch's ``linear`` keeps a copy, too: the original may be written to from now on
-        if not (spare := self.spare_of(x)):
+        if not (spare := self.spare_of(x, torch.is_grad_enabled())):
             whole = fuser(x, *extras, instead=instead)
             return whole
         result: torch.Tensor = fuser(padded(x, spare), *[padded(extra, spare) for extra in extras], instead=instead)
         return result[: _rows(x)].view(*x.shape[:-1], -1)
 
-    def spare_of(self, x: torch.Tensor) -> int:
-        """How many copies of the last row the recipe needs after those of ``x``; 0 also if no number helps."""
+    def spare_of(self, x: torch.Tensor, trains: bool) -> int:
+        """How many copies of the last row the recipe needs after those of ``x``; 0 also if no number helps.
+
+        trains: whether gradients are recorded.
+        """
         rows, recipe = _rows(x), current_recipe()
         if not rows % BLOCKS[-1] or recipe is None:
             return 0
-        key = recipe, rows % BLOCKS[-1], torch.is_grad_enabled()
+        key = recipe, rows % BLOCKS[-1], trains
         if key not in self.spare:
             products = [op for op in self.ops if isinstance(op, BasicLinear)]
             counts = [-(-rows // block) * block for block in BLOCKS]

@@ -28,7 +28,8 @@ from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.inspect.alike import short
 from opfuse.recipes.autocast import mark_region_used
-from opfuse.runtime.compile.custom_op import autocast_like, hindrance, moment
+from opfuse.runtime.compile.custom_op import hindrance, moment
+from opfuse.runtime.compile.saved_call import autocast_like
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import is_followed_in, place_of_call
 from opfuse.torch_private.tensors import hooks_of, version_of

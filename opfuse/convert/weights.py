@@ -26,8 +26,9 @@ from opfuse.errors import ConversionError, SavedTensorError, describe
 from opfuse.formats import ROWWISE
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
-from opfuse.runtime.compile.backward_tape import BackwardTape
-from opfuse.runtime.compile.custom_op import autocast_like
+from opfuse.runtime.compile.backward_tape import BackwardTape, StepBackward
+from opfuse.runtime.compile.saved_call import autocast_like
+from opfuse.runtime.replay.replayable import layout_key
 from opfuse.tensors.rows import may_join, over_rows, packed_rows
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.tensors import share_memory
@@ -210,23 +211,51 @@ class LocalParameters(MadeParameters):
         return part.mT if transposed else part
 
 
+class _Join:
+    """Makes one tensor of parameters, one after another in its rows; a step of a tape. turned: whether each is transposed."""
+
+    sized = False
+
+    def __init__(self, values: Sequence[Any], turned: Sequence[bool]) -> None:
+        self.turned = turned
+        self.sizes = [len(part) for part in self._parts(values)]
+        self.layout: tuple[Any, ...] | None = None
+
+    def _parts(self, values: Sequence[Any]) -> list[torch.Tensor]:
+        return [value.mT if turn else value for value, turn in zip(values, self.turned)]
+
+    def whole(self, values: Sequence[Any], tape: BackwardTape, *, trains: bool) -> torch.Tensor:
+        """Without autograd. A backward pass is refused after a write to what lies in the memory of the whole."""
+        whole = _whole(self._parts(values))
+        whole = whole.detach() if len(values) == 1 else whole  # of several it is a new tensor, beside the parameters
+        if trains and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
+            tape.watch(values)  # whose counters the whole does not have
+        return whole
+
+    def backward(self, received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
+        """The gradient of each parameter."""
+        whole, sizes = received[0], self.sizes
+        grads = [None] * len(sizes) if whole is None else torch.unsafe_split_with_sizes(whole, sizes)
+        return [grad.mT if turn and grad is not None else grad for grad, turn in zip(grads, self.turned)]
+
+    def stands(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """It is found out by making it, which has no effect."""
+        return True
+
+    def __call__(self, tensors: Sequence[torch.Tensor], tape: BackwardTape) -> tuple[Sequence[torch.Tensor], StepBackward] | None:
+        whole = self.whole(tensors, tape, trains=True)
+        return ([whole], self.backward) if layout_key([whole]) == self.layout else None
+
+
 def _noted(tape: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:
     """What is made of parameters; ``tape`` notes how their gradients follow from its gradient."""
     values: list[Any] = [module._parameters[name] for module, name, _ in sources]
-    turned = [transposed for _, _, transposed in sources]
+    join, trains = _Join(values, [transposed for _, _, transposed in sources]), torch.is_grad_enabled()
     with torch.no_grad():
-        parts = [value.mT if turn else value for value, turn in zip(values, turned)]
-        whole = _whole(parts).detach()
-    sizes = [part.shape[0] for part in parts]
-    if torch.is_grad_enabled() and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
-        tape.watch(values)  # whose counters the whole does not have
-
-    def backward(received: list[torch.Tensor | None], keep: bool) -> list[torch.Tensor | None]:
-        grads = [None] * len(sizes) if received[0] is None else received[0].split(sizes)
-        return [grad.mT if turn and grad is not None else grad for grad, turn in zip(grads, turned)]
-
-    tape.record(values, [whole], backward)
-    return whole.requires_grad_(torch.is_grad_enabled() and any(value.requires_grad for value in values))
+        whole = join.whole(values, tape, trains=trains)
+    join.layout = layout_key([whole])
+    tape.record(values, [whole], join.backward, lambda: join)
+    return whole.requires_grad_(trains and any(value.requires_grad for value in values))
 
 
 class _Joined(torch.autograd.Function):

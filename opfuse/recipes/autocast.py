@@ -10,8 +10,8 @@ import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeVar
 
 import torch.distributed as dist
 
@@ -30,22 +30,20 @@ if TYPE_CHECKING:
 Hook = TypeVar("Hook", bound=Callable[[bool], None])
 
 
-@dataclass(frozen=True, eq=False)
-class _Region:
+class _Region(NamedTuple):
     """One ``with`` block: its recipe and group, and the block around it.
 
-    hooks: what runs when the outermost block ends. scales: those that casts in it used, where a checkpoint will need them again.
-    site: where its ``autocast`` was written.
+    site: where its ``autocast`` was written. Of the outermost block: hooks: what runs when it ends. scales: those that casts in
+    it used, where a checkpoint will need them again. used: filled by the first op that runs under a recipe.
     """
 
     recipe: Recipe | None
     group: ProcessGroup | None
     outer: _Region | None
     site: Site
-    hooks: dict[Hashable, Any] = field(default_factory=dict)
-    scales: dict[Hashable, Any] = field(default_factory=dict)
-    used: list[bool] = field(default_factory=list)
-    """Filled by the first op that runs under a recipe in the outermost block."""
+    hooks: dict[Hashable, Any]
+    scales: dict[Hashable, Any]
+    used: list[bool]
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class autocast(contextlib.ContextDecorator):
 
     def __enter__(self) -> Self:
         outer = _REGION.get()
-        shared: Any = () if outer is None else (outer.hooks, outer.scales, outer.used)
+        shared: Any = ({}, {}, []) if outer is None else (outer.hooks, outer.scales, outer.used)
         recipe = None if self.recipe is None else self.recipe.current()
         _REGION.set(_Region(recipe, self.amax_reduction_group, outer, self.site, *shared))
         return self

@@ -40,16 +40,17 @@ from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import Recipe, current_recipe
 from opfuse.recipes.autocast import current_amax_group, default_group, mark_region_used, region_source
-from opfuse.recipes.passes import is_recomputing, is_trained
+from opfuse.recipes.passes import current_pass, is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
 from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance
-from opfuse.runtime.compile.saved_call import CallInside
+from opfuse.runtime.compile.saved_call import CallInside, RepeatedCalls
 from opfuse.runtime.interpret.call_checks import check_call, check_count, check_tensors, resolved
 from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.runtime.plans.cache_info import CacheInfo, info_of
 from opfuse.runtime.plans.misses import ThrashingDetector, check_miss, plan_policy, warn_of_machine
 from opfuse.runtime.plans.trace import PlanRecord, since_start
+from opfuse.runtime.replay.dispatch import repeats_here
 from opfuse.runtime.segment import outlined, run_plan
 from opfuse.sources import caller
 from opfuse.tensors.quantizers.ranks import in_distributed_run
@@ -143,6 +144,7 @@ class OperationFuser:
         self.exports = frozenset(exports)
         self.cache: Cache[PlanKey, Plan] = Cache(PLANS, before)
         self._alone: dict[tuple[Any, ...], Plan] = {}  # the latest that somebody looked at op by op
+        self.calls = RepeatedCalls()
         self.last_missed = 0
         self.history: deque[PlanRecord] = deque(maxlen=MADE)
         self._thrashing = ThrashingDetector(PLANS)
@@ -369,6 +371,8 @@ class OperationFuser:
         plan = self._trial(x, extras, alone=policy.alone) if policy.trial else self.plan(x, *extras)
         if PlanUsed in listeners():
             emit(PlanUsed(plan))
+        if isinstance(instead, BackwardTape):
+            instead.use = partial(self.cache.use_of, plan)
         for i, op in self._called_before:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         tensors = x, *extras
@@ -397,9 +401,28 @@ class OperationFuser:
 
     get_ready = _refresh
 
+    def surroundings(self) -> tuple[Any, ...] | None:
+        """What a call inside of an op depends on beside its tensors and modes; None if it is to be made step by step.
+
+        It is made so if somebody looks at calls, in a checkpoint, and by ops that want to know of each call.
+        """
+        if self._called_before or self._reset_by_recipes or plan_policy().trial or current_pass() or not repeats_here():
+            return None
+        if self._epoch != WatchedModule.epoch or self._trees:
+            self._refresh()
+        rules = self.rules or active_rules()
+        if rules.functions or self._modal:
+            return None
+        mark_region_used()
+        group = current_amax_group() or default_group()
+        return self.structure, current_recipe(), None if group is None else token(group), rules.level, rules.digest
+
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """The call inside of an op of torch.compile: its segments are all that it runs."""
-        run = partial(call.recorded_on_tape, lambda given, tape: self(*given, instead=tape))
+
+        def run() -> tuple[torch.Tensor, ...]:
+            return call.recorded_on_tape(lambda given, tape: self(*given, instead=tape), self.calls, self.surroundings())
+
         repeat = repeated(self)
         found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(run)
         return found

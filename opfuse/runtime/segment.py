@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -18,10 +18,19 @@ from opfuse.core.watched import ParameterPlaces
 from opfuse.errors import UnsupportedError, describe
 from opfuse.recipes.counting import count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass
-from opfuse.runtime.compile.backward_tape import BackwardTape, SavedTensors, check_unwritten, written_since
+from opfuse.runtime.compile.backward_tape import (
+    BackwardTape,
+    SavedTensors,
+    StepAgain,
+    StepBackward,
+    check_unwritten,
+    never,
+    written_since,
+)
 from opfuse.runtime.interpret.checkpoint_replay import check_once
 from opfuse.runtime.interpret.interpreter import Interpreter, Kwargs
 from opfuse.runtime.replay.dispatch import ReplayedSegment, runner_of
+from opfuse.runtime.replay.replayable import Recorded, tensors_and_planes
 from opfuse.runtime.weights.packed import from_blocks, to_blocks_again
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
@@ -182,8 +191,41 @@ def _recorded_on_tape(
         outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in runner.forward(inputs)]
         if not {*map(id, read)}.isdisjoint(map(id, outputs)) or len(outputs) > 1:
             outputs = [*_distinct(outputs, read)]
-    tape.record(read, outputs, partial(_gradients, runner, tape.save(runner.released())))
+    tape.record(read, outputs, partial(_gradients, runner, tape.save(runner.released())), _again(runner, len(outputs)))
     return outputs
+
+
+def _again(runner: AnyRunner, count: int) -> Callable[[], StepAgain | None]:
+    """Finds what runs the segment of ``runner``, of so many outputs, again."""
+    return partial(_SegmentAgain.of, runner, count) if isinstance(runner, ReplayedSegment) else never
+
+
+class _SegmentAgain:
+    """Runs a segment by the program that a call of it had. runner: of that call. count: of the outputs."""
+
+    def __init__(self, runner: ReplayedSegment, count: int, found: Recorded) -> None:
+        self.runner, self.count, self.found = runner, count, found
+        self.sized, self.changes = runner.sized, runner.replayable.changes
+
+    @classmethod
+    def of(cls, runner: ReplayedSegment, count: int) -> _SegmentAgain | None:
+        """None if the call has no program now."""
+        found = runner.found()
+        return None if found is None else cls(runner, count, found)
+
+    def stands(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the program is still that of the call's key."""
+        runner = self.runner
+        return runner.replayable.changes == self.changes and (not self.sized or runner.has_sizes_of(tensors))
+
+    def __call__(self, tensors: Sequence[torch.Tensor], tape: BackwardTape) -> tuple[Sequence[torch.Tensor], StepBackward | None]:
+        """The outputs for inputs and parameters, and their backward pass."""
+        runner, count = self.runner, self.count
+        given = tensors[: runner.reads]
+        results: Any = self.found.repeat(runner.replayable.device, tensors_and_planes(given))
+        if not runner.segment.requires_grad:
+            return _published(results, given), None
+        return results[:count], partial(_gradients, runner, tape.save(results[count:]))
 
 
 def _gradients(
@@ -266,6 +308,8 @@ def _run_segments(
                 raise
         else:
             outputs = _published(runner.forward(inputs), inputs)
+            if isinstance(instead, BackwardTape):
+                instead.record([*inputs, *params], outputs, None, _again(runner, len(outputs)))
         values.update(zip(segment.outputs, outputs))
     return [*map(values.__getitem__, graph.outputs)]
 

@@ -23,7 +23,7 @@ from opfuse.errors import UnsupportedError, describe
 from opfuse.torch_private.autograd import backward_pass
 from opfuse.torch_private.compiler import COMPILED_MODULES, runs_compiled_backward
 from opfuse.torch_private.names import TRIED, convention
-from opfuse.torch_private.stack import frame_of_caller, frames, frames_of_threads
+from opfuse.torch_private.stack import frame_at, frame_of_caller, frames, frames_of_threads
 
 _ENGINE = "_engine_run_backward"
 """The function of torch that runs a backward pass on the calling thread."""
@@ -149,10 +149,10 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
 
     beyond: also those outside of a backward pass that they started.
     """
-    task, names, outermost = backward_pass(), _names(), None
+    task, names, outermost, depth = backward_pass(), _names(), None, -1
     around: FrameType | None = frame or frame_of_caller()
     while around is not None:
-        code = around.f_code
+        code, depth = around.f_code, depth + 1
         if (name := code.co_name) not in names:  # as most of a hundred functions on the stack
             around = around.f_back
             continue
@@ -160,11 +160,13 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
             break  # what lies beyond is about a backward pass around this one
         found = _own_checkpoint(around) if _is_of_checkpoints(around) else None
         if found is None and name in _METHODS and code.co_argcount:
-            ctx = around.f_locals.get(code.co_varnames[0])
+            ctx = around.f_locals.get(_context_name(around))
             if isinstance(ctx, FunctionCtx):
                 if not _is_part(around):
                     found = _of_function(ctx, None if name == "forward" else task)
                 elif name == "forward" and not beyond:
+                    if outermost is None:
+                        _DEPTH[0] = depth
                     if ctx is _SEARCHED[0]():
                         return
                     outermost = ctx
@@ -174,6 +176,24 @@ def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iter
         around = around.f_back
     if outermost is not None:
         _SEARCHED[0] = weakref.ref(outermost)
+
+
+def in_searched_run() -> bool:
+    """Whether the caller is in the run of compiled code around which no checkpoint was found last.
+
+    Called where a search would be, it looks at one function, as far away as in the last one: all ops of a run have as many
+    around, and to go through them takes the host a tenth of the call.
+    """
+    ran = _SEARCHED[0]()
+    around = None if ran is None else frame_at(_DEPTH[0])
+    if around is None or around.f_code.co_name != "forward":
+        return False
+    return around.f_locals.get(_context_name(around)) is ran
+
+
+def _context_name(frame: FrameType) -> str:
+    """The first argument of a method, which is the ``ctx`` of an ``autograd.Function``."""
+    return frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
 
 
 def _own_checkpoint(frame: FrameType) -> FoundCheckpoint | None:
@@ -210,6 +230,9 @@ def _names() -> frozenset[str]:
     module = _GLOBALS["__loader__"].get_code(torch.utils.checkpoint.__name__)
     return frozenset((_ENGINE, *_METHODS, *_names_in(module)))
 
+
+_DEPTH = [-1]
+"""How many functions away from a search the innermost run of compiled code was."""
 
 _SEARCHED: list[Callable[[], FunctionCtx | None]] = [lambda: None]
 """The run of compiled code around which no checkpoint was found last: each of its ops asks."""

@@ -20,6 +20,14 @@ def frame_of_caller() -> FrameType:
     return sys._getframe(2)
 
 
+def frame_at(depth: int) -> FrameType | None:
+    """The frame ``depth`` functions away from the one that calls this; None if there are fewer, or ``depth`` is negative."""
+    try:
+        return sys._getframe(depth + 1) if depth >= 0 else None
+    except ValueError:
+        return None
+
+
 def frames(frame: FrameType | None = None) -> Iterator[FrameType]:
     """The frames from ``frame`` on, innermost first; by default from the caller's."""
     frame = frame or sys._getframe(1)

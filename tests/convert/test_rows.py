@@ -58,7 +58,7 @@ def test_as_many_rows_as_a_recipe_wants_where_gradients_are(run, name, trains):
     """Asked twice, since what was found is kept."""
     for _ in range(2):
         with torch.set_grad_enabled(trains), opfuse.autocast(recipe=RECIPES[name]):
-            found = {shape: run.spare_of(torch.empty(*shape, 32)) for shape in SPARE[name, trains]}
+            found = {shape: run.spare_of(torch.empty(*shape, 32), torch.is_grad_enabled()) for shape in SPARE[name, trains]}
         assert found == SPARE[name, trains]
 
 

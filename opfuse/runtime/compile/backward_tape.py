@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,12 +25,76 @@ StepBackward = Callable[[list[torch.Tensor | None], bool], MaybeGradients]
 """From the gradients of what a step made, a list that it may empty, to those of what it read; True if it will be asked again."""
 
 
+PlanUse = Callable[[], Callable[[], object] | None]
+
+
+class StepAgain(Protocol):
+    """Does a step for other tensors. sized: whether it depends on values of them that the host knows, as sizes of groups."""
+
+    sized: bool
+
+    def stands(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it can. tensors: what the step reads, if it is sized."""
+        ...
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], tape: BackwardTape
+    ) -> tuple[Sequence[torch.Tensor], StepBackward | None] | None:
+        """The results, and their backward pass over what is saved on ``tape``. None if these tensors cannot be taken, from a step
+        without effects.
+        """
+        ...
+
+
 class _TapeStep(NamedTuple):
-    """One step. reads: numbers of the tensors that it read, None for those without a gradient. makes: numbers of its results."""
+    """One step. reads: numbers of the tensors that it read, None for those without a gradient. makes: numbers of its results.
+
+    backward: None where no gradient passes. again: finds what does the step again, once the call is over.
+    """
 
     reads: Sequence[int | None]
     makes: range
-    backward: StepBackward
+    backward: StepBackward | None
+    again: Callable[[], StepAgain | None]
+
+
+class Repetition(NamedTuple):
+    """How a call is made again as a whole, for tensors with the layouts of its own.
+
+    use: finds what counts a use of the call's plan; None if the plan was dropped. steps: numbers of what each reads and makes,
+    and what does it again. looks: of all tensors. ends: numbers of the results. arguments: how many there are.
+    """
+
+    use: PlanUse
+    steps: Sequence[tuple[Sequence[int], range, StepAgain]]
+    looks: list[tuple[torch.dtype, torch.Size]]
+    ends: Sequence[int]
+    arguments: int
+
+    def __call__(
+        self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> tuple[BackwardTape, list[torch.Tensor]] | None:
+        """The tape of the call and its results; None, without an effect, if it has to be made step by step."""
+        used, tensors, done = self.use(), [*arguments], []
+        if used is None:
+            return None
+        for reads, _, again in self.steps:
+            if not again.stands([tensors[number] for number in reads] if again.sized else ()):
+                return None
+        tape = BackwardTape((), given)
+        for reads, makes, again in self.steps:
+            made = again([tensors[number] for number in reads], tape)
+            if made is None:
+                return None
+            tensors += made[0]
+            done.append(_TapeStep(reads, makes, made[1], never))
+        used()
+        tape.repeat(self, done)
+        return tape, [tensors[number] for number in self.ends]
+
+
+def never() -> None:
+    """Finds that a step is not done again."""
 
 
 def shares_memory(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
@@ -63,8 +127,10 @@ class BackwardTape:
     """The steps of one call.
 
     arguments: the tensors that get gradients; if one of them occurs twice, its first place gets the sum. given: arguments whose
-    memory a compiler may overwrite, so of these copies are saved. saved: all saved tensors.
+    memory a compiler may overwrite, so of these copies are saved. saved: all saved tensors. use: of the plan of its pipeline.
     """
+
+    use: PlanUse | None = None
 
     def __init__(self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         self.saved: list[torch.Tensor] = []
@@ -83,11 +149,20 @@ class BackwardTape:
         self._alive += tensors
         self._looks += map(_LOOKS, tensors)
 
-    def record(self, reads: Sequence[torch.Tensor | None], makes: Sequence[torch.Tensor], backward: StepBackward) -> None:
-        """Write a step down: what it read and made, and its backward pass. ``makes`` are new tensors, known by identity."""
+    def record(
+        self,
+        reads: Sequence[torch.Tensor | None],
+        makes: Sequence[torch.Tensor],
+        backward: StepBackward | None,
+        again: Callable[[], StepAgain | None] = never,
+    ) -> None:
+        """Write a step down: what it read and made, its backward pass, and what finds how it is done again.
+
+        ``makes`` are new tensors, known by identity. backward: None for a step that no gradient passes.
+        """
         start = len(self._alive)
         steps = [] if self._steps is None else self._steps
-        steps.append(_TapeStep(self._numbers_of(reads), range(start, start + len(makes)), backward))
+        steps.append(_TapeStep(self._numbers_of(reads), range(start, start + len(makes)), backward, again))
         self._enter(makes)
 
     def _numbers_of(self, tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
@@ -107,7 +182,8 @@ class BackwardTape:
         """UnsupportedError unless each of ``entries`` is a result or a step has read it. Else its gradient would end, in silence,
         at what some code made of it beside the tape.
         """
-        read = {*chain.from_iterable(step.reads for step in self._steps or ()), *self._numbers_of(results)}
+        steps = [step.reads for step in self._steps or () if step.backward is not None]
+        read = {*chain.from_iterable(steps), *self._numbers_of(results)}
         if not read.issuperset(self._numbers_of(entries)):
             wanted, got = "steps that gradients pass", "a copy of an input that no step made"
             cure = "call it outside of the graph, under torch.compiler.disable, and report this model"
@@ -117,6 +193,23 @@ class BackwardTape:
         """The call is over; ``results`` are its outputs."""
         self._ends = self._numbers_of(results)
         self._numbers, self._alive, self._copies, self.saved = {}, [], Copies(()), []
+
+    def repetition(self) -> Repetition | None:
+        """How the call, which is over, is made again; None if a step is not repeated, or reads what no step made."""
+        steps = list[tuple[Any, range, StepAgain]]()
+        for reads, makes, _, find in self._steps or ():
+            again = None if None in reads else find()
+            if again is None or (again.sized and max(map(int, filter(None, reads)), default=0) >= self._count):
+                return None  # sizes that are not known before the call has effects
+            steps.append((reads, makes, again))
+        ends: list[Any] = self._ends
+        if None in ends or self.use is None:
+            return None
+        return Repetition(self.use, steps, self._looks, ends, self._count)
+
+    def repeat(self, call: Repetition, steps: list[_TapeStep]) -> None:
+        """The steps of ``call`` were done again."""
+        self._steps, self._looks, self._count, self._ends = steps, call.looks, call.arguments, [*call.ends]
 
     def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:
         """From the gradients of the results to those of the arguments. keep: whether another pass may follow.
@@ -134,10 +227,10 @@ class BackwardTape:
         found: list[torch.Tensor | None] = [None] * len(self._looks)
         for end, grad in zip(self._ends, given):
             self._add(found, end, grad)
-        for reads, makes, backward in reversed(steps):
+        for reads, makes, backward, _ in reversed(steps):
             received = [found[number] for number in makes]
             found[makes.start : makes.stop] = [None] * len(makes)
-            if any(each is not None for each in received):
+            if backward is not None and any(each is not None for each in received):
                 for number, grad in zip(reads, backward(received, keep)):
                     self._add(found, number, grad)
         return found[: self._count]
@@ -146,11 +239,9 @@ class BackwardTape:
         """Add a gradient in the dtype and shape of its tensor, as autograd does."""
         if number is None or grad is None:
             return
-        dtype, shape = self._looks[number]
-        if grad.shape != shape:
-            grad = grad.sum_to_size(shape)
-        if grad.dtype != dtype:
-            grad = grad.to(dtype)
+        if _LOOKS(grad) != self._looks[number]:
+            dtype, shape = self._looks[number]
+            grad = grad.sum_to_size(shape).to(dtype)
         earlier = found[number]
         found[number] = grad if earlier is None else earlier + grad
 

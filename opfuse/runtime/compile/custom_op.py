@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from operator import is_
 from typing import Any, NoReturn, Protocol
@@ -26,7 +26,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
 from opfuse.core.tracers import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
-from opfuse.runtime.compile.saved_call import CallInside, apart, saved_call_of, token_of
+from opfuse.runtime.compile.saved_call import CallInside, apart, autocast_dtype, autocast_like, saved_call_of, token_of
 from opfuse.runtime.compile.write_version import write_version
 from opfuse.runtime.interpret.checkpoint_replay import check_recomputed_in_graph
 from opfuse.tensors.dispatch import HANDLERS
@@ -83,12 +83,6 @@ def parameters_of(pipeline: CompiledPipeline) -> list[torch.Tensor]:
     return [parameter for parameter in found if parameter is not None]
 
 
-def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that torch.autocast has for the device of ``x``; None where it is off."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-
-
 def moment(pipeline: CompiledPipeline, *tensors: torch.Tensor) -> tuple[Any, ...]:
     """What a call depends on in the graph that is being traced: ``tensors``, its parameters, writes to both, and modes."""
     return write_version([*tensors, *parameters_of(pipeline)]), torch.is_grad_enabled(), autocast_dtype(tensors[0])
@@ -142,12 +136,10 @@ def pipeline_op(
     given = tensors[:count]
     parameters = _checked_parameters(pipeline, tensors[count:])
     writes = versions(*given)
-    inner = CallInside(given, parameters, wanted)
-    with torch.set_grad_enabled(inner.trains), autocast_like(given[0], autocast):
-        outputs = pipeline.run_inside(inner)
+    inner = CallInside(given, parameters, wanted, autocast)
+    outputs = pipeline.run_inside(inner)
     _check_result(pipeline, versions(*given) != writes, outputs)
-    results = apart(outputs, [*given, *parameters, *inner.saved])
-    inner.close(outputs)
+    results = inner.close(outputs)
     return [*results, token_of(inner.saved_call)] if inner.trains else results
 
 
@@ -281,17 +273,6 @@ def _check_result(pipeline: CompiledPipeline, written: bool, outputs: Sequence[t
 
 def _refusal(pipeline: CompiledPipeline, wanted: str, got: str, cure: str) -> UnsupportedError:
     return UnsupportedError(describe(f"{pipeline.label} in a graph of torch.compile", wanted=wanted, got=got, cure=cure))
-
-
-def autocast_like(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """torch.autocast as it is around the call in the code that was compiled."""
-    kind = x.device.type
-    if dtype == autocast_dtype(x) or not torch.amp.autocast_mode.is_autocast_available(kind):
-        return _AS_IT_IS
-    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
-
-
-_AS_IT_IS = nullcontext()
 
 
 # -- what a compiler asks --------------------------------------------------------------------------------------------------------

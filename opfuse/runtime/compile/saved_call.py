@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,10 +16,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from opfuse.core.context import versions
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.counting import count_in, running_pass
-from opfuse.runtime.compile.backward_tape import BackwardTape, Copies, MaybeGradients, check_unwritten, shares_memory
+from opfuse.runtime.compile.backward_tape import (
+    BackwardTape,
+    Copies,
+    MaybeGradients,
+    Repetition,
+    check_unwritten,
+)
+from opfuse.runtime.replay.replayable import layout_key
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.dispatch import below_autograd, seen_by_autograd
-from opfuse.torch_private.tensors import base_of, share_memory
+from opfuse.torch_private.tensors import base_of
 
 
 class SavedCall(ctypes.c_int64 * 1):  # type: ignore[misc]
@@ -49,6 +57,23 @@ def token_of(call: SavedCall) -> torch.Tensor:
 def saved_call_of(token: torch.Tensor) -> SavedCall | None:
     """The call of a token; None for a copy of a token that is gone."""
     return _calls.get(int(token))
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that torch.autocast has for the device of ``x``; None where it is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+
+
+def autocast_like(x: torch.Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """torch.autocast as it is around the call in the code that was compiled."""
+    kind = x.device.type
+    if dtype == autocast_dtype(x) or not torch.amp.autocast_mode.is_autocast_available(kind):
+        return _AS_IT_IS
+    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
+
+
+_AS_IT_IS = nullcontext()
 
 
 class SavedTensor(NamedTuple):
@@ -82,18 +107,11 @@ class SavedTensorPacker:
         return SavedTensor(copy, versions(copy))
 
 
-def _overlaps(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Whether ``tensor`` shares a byte with one of ``others``."""
-    if not shares_memory(tensor, others):
-        return False
-    start, end = _extent(tensor)
-    extents = [_extent(other) for other in others if share_memory(tensor, other)]
-    return any(start < other_end and other_start < end for other_start, other_end in extents)
-
-
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The address of the first byte of a tensor, and the one behind its last byte."""
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
 
@@ -103,18 +121,59 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
 
     Several may be parts of one block of memory, if each begins at an address from which kernels of a compiler can load vectors.
     """
-    occupied, separate = [*others], list[torch.Tensor]()
-    for result in results:
-        whole = result
-        if base_of(whole) is not None or whole.requires_grad or not whole.is_contiguous():
-            with below_autograd():
+    occupied, separate = [*map(_extent, others)], []
+    with below_autograd():
+        for result in results:
+            whole = result
+            if base_of(whole) is not None or whole.requires_grad or not whole.is_contiguous():
                 whole = whole.detach().contiguous()
-        if whole.data_ptr() % VECTOR or _overlaps(whole, occupied):
-            with below_autograd():
+            start, end = _extent(whole)
+            if start % VECTOR or any(start < other_end and other < end for other, other_end in occupied):
                 whole = whole.clone()
-        occupied.append(whole)
-        separate.append(whole)
+                start, end = _extent(whole)
+            occupied.append((start, end))
+            separate.append(whole)
     return separate
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if base_of(tensor) is None else tensor.detach()
+
+
+# -- calls that are repeated as a whole ----------------------------------------------------------------------------------------
+
+CALLS = 8
+"""Calls of a pipeline that are kept to be repeated; the oldest goes first."""
+
+CallKey = tuple[Any, ...]
+
+def _UNUSUAL(tensor: torch.Tensor) -> bool:
+    """Whether kernels cannot read the values of an input as they lie, or autograd counts no writes to it."""
+    return tensor.is_neg() or tensor.is_inference()
+
+
+class RepeatedCalls(list[tuple[CallKey, Repetition]]):
+    """Calls of a pipeline that can be made again as a whole, and all that each depends on; the latest is the last.
+
+    A call whose steps are all repeated still looks each of them up: its plan, its program, where its weights lie and what its
+    tape writes down, some forty functions, which take the host longer than to launch the kernels. A list, since to compare keys
+    of the same objects takes less than to hash one.
+    """
+
+    def make(
+        self, key: CallKey, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> tuple[BackwardTape, list[torch.Tensor]] | None:
+        """The tape and the results of a call with this key; None if it is to be made step by step."""
+        for known, call in reversed(self):
+            if known == key:
+                with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
+                    return call(arguments, given)
+        return None
+
+    def enter(self, key: CallKey, call: Repetition | None) -> None:
+        """Keep a call, or forget what was kept for its key."""
+        others = [(known, other) for known, other in self if known != key]
+        self[:] = [*others, (key, call)][-CALLS:] if call is not None else others
 
 
 # -- a call inside of the op ---------------------------------------------------------------------------------------------------
@@ -123,12 +182,21 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
 class CallInside:
     """One call inside of the op. Its pipeline chooses what records it for the backward pass: a tape, or autograd.
 
-    given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. trains: whether
-    any is. saved_call: what the call keeps.
+    given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. autocast: the
+    dtype of torch.autocast in the code. trains: whether any gradient is wanted. saved_call: what the call keeps. repeated:
+    whether it was made again as a whole.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], wanted: Sequence[bool]) -> None:
-        self.given, self.parameters, self.wanted = given, parameters, wanted
+    repeated = False
+
+    def __init__(
+        self,
+        given: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.given, self.parameters, self.wanted, self.autocast = given, parameters, wanted, autocast
         self.trains = any(wanted)
         self.saved_call = SavedCall()
         self._tape: BackwardTape | None = None
@@ -139,35 +207,70 @@ class CallInside:
         """The tensors that are saved for the backward pass."""
         return self._packer.saved if self._tape is None else self._tape.saved
 
-    def close(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The call is over; ``outputs`` are its results."""
+    def close(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The call is over; ``outputs`` are its own results. Returns those of the op, :func:`apart` from all that it has."""
+        if self.repeated:  # as its first call, whose results were apart
+            return [*map(_no_view, outputs)]
+        results = apart(outputs, [*self.given, *self.parameters, *self.saved])
         if self._tape is not None:
             self._tape.close(outputs)
+            calls, key = self._calls
+            if key is not None and list(map(torch.Tensor.data_ptr, outputs)) == list(map(torch.Tensor.data_ptr, results)):
+                calls.enter(key, self._tape.repetition())
+        return results
 
-    def recorded_on_tape(self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any]) -> tuple[torch.Tensor, ...]:
-        """The outputs of ``run(inputs, tape)``, which records on the tape every step that gradients pass."""
-        entries = [tensor.detach().resolve_neg() for tensor in self.given]
-        for entry, want in zip(entries, self.wanted):
-            if want:
-                entry.requires_grad_()
-        tape = self._tape = BackwardTape([*entries, *self.parameters], self.given)
+    def recorded_on_tape(
+        self, run: Callable[[Sequence[torch.Tensor], BackwardTape], Any], calls: RepeatedCalls, around: CallKey | None
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs of ``run(inputs, tape)``, which records on the tape every step that gradients pass.
+
+        calls: of the pipeline. around: what this one depends on beside its tensors; None if it must not be repeated as a whole.
+        """
+        key = self._key(around)
+        if key is not None and (made := calls.make(key, [*self.given, *self.parameters], self.given)) is not None:
+            self.repeated, (tape, results) = True, made
+            self.saved_call.backward = self._backward_of(tape)
+            return tuple(results)
+        self._calls = calls, key
+        with self._modes():
+            entries = [tensor.detach().resolve_neg() for tensor in self.given]
+            for entry, want in zip(entries, self.wanted):
+                if want:
+                    entry.requires_grad_()
+            tape = self._tape = BackwardTape([*entries, *self.parameters], self.given)
+            self.saved_call.backward = self._backward_of(tape)
+            outputs = _listed(run(entries, tape))
+        tape.check_read([entry for entry, want in zip(entries, self.wanted) if want], outputs)
+        return outputs
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        """As in the code that was compiled: whether gradients are recorded, and torch.autocast."""
+        with torch.set_grad_enabled(self.trains), autocast_like(self.given[0], self.autocast):
+            yield
+
+    def _key(self, around: CallKey | None) -> CallKey | None:
+        """What a call depends on that is repeated as a whole; None if this one cannot be."""
+        if around is None or not self.trains or True in map(_UNUSUAL, self.given):
+            return None
+        layout = layout_key([*self.given, *self.parameters])
+        return None if layout is None else (around, self.autocast, *self.wanted, *layout)
+
+    def _backward_of(self, tape: BackwardTape) -> Callable[[MaybeGradients, bool], MaybeGradients]:
         places = [i for i, want in enumerate(self.wanted) if want]
 
         def backward(grads: MaybeGradients, keep: bool) -> MaybeGradients:
             found = tape.gradients(grads, keep=keep)
             return [found[i] for i in places]
 
-        self.saved_call.backward = backward
-        outputs = _listed(run(entries, tape))
-        tape.check_read([entry for entry, want in zip(entries, self.wanted) if want], outputs)
-        return outputs
+        return backward
 
     def recorded_by_autograd(
         self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]
     ) -> tuple[torch.Tensor, ...]:
         """The outputs of ``run(inputs, instead)``, recorded by autograd. instead: stand-ins for parameters, by their ``id()``."""
         pack, count = self._packer.pack, len(self.given)
-        with seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
+        with self._modes(), seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
             root = torch.empty((), requires_grad=self.trains)
             arguments = [*self.given, *self.parameters]
             entries = [_enter(root, argument) if want else argument.detach() for argument, want in zip(arguments, self.wanted)]

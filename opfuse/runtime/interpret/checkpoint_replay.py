@@ -25,7 +25,7 @@ from opfuse.recipes.autocast import mark_region_used
 from opfuse.recipes.counting import PassAround, count_in, running_pass
 from opfuse.recipes.passes import Pass, current_pass, in_compiled_autograd, running
 from opfuse.torch_private.autograd import backward_pass, outside_function, saving_hooks
-from opfuse.torch_private.checkpoints import FoundCheckpoint, checkpoints, in_compiled_backward, waiting_stacks
+from opfuse.torch_private.checkpoints import FoundCheckpoint, checkpoints, in_compiled_backward, in_searched_run, waiting_stacks
 
 
 class CalledPipeline(Protocol):
@@ -76,6 +76,8 @@ def repeated(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
     if backward_pass() < 0 and saving_hooks(False) is None and (outside_function() or torch.is_inference_mode_enabled()):
         return None
     if current_pass() is not None:  # called by an op of a call that was found
+        return None
+    if backward_pass() < 0 and saving_hooks(False) is None and in_searched_run():
         return None
     return _search(pipeline)
 

@@ -42,9 +42,9 @@ from opfuse.runtime.replay.replayable import (
 )
 from opfuse.runtime.replay.user_code import user_code
 from opfuse.runtime.replay.warmup import rehearsed
-from opfuse.runtime.weights.cast_cache import CachedCasts, PrecomputedCast, cached_casts
+from opfuse.runtime.weights.cast_cache import CachedCasts, PrecomputedCast, cached_casts, keeps_casts
 from opfuse.runtime.weights.packed import PlaceInBlock
-from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes
+from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes, sizes_read_once
 from opfuse.tensors.storage import matrix_shape
 from opfuse.torch_private.autograd import COMPARED, HOOKED, hooked
 from opfuse.torch_private.dispatch import active_modes
@@ -83,11 +83,23 @@ def runner_of(
     key = None if FORWARD in code.why or any(kwargs) else _key(plan, segment, ops, tensors, before=before, cached=cached)
     if key is None:
         return Interpreter(plan, segment, ops, kwargs, precomputed, in_parts=bool(code.why))
-    if segment.requires_grad and (hooks := hooked()):
+    hooks = hooked() if segment.requires_grad else ""
+    if hooks:
         key = *key, hooks
+    runner = ReplayedSegment(plan, segment, ops, precomputed, key=key)
+    if not (code.why or precomputed or hooks):
+        runner.reads, runner.sized = len(tensors), plan.reads_sizes and any(map(_ON_HOST, tensors))
     if precomputed:
         tensors = [*tensors, *[tensor for cast in before for tensor in cast.tensors], *cached.tensors]
-    return ReplayedSegment(plan, segment, ops, precomputed, key=key, tensors=tensors_and_planes(tensors))
+    runner.tensors = tensors_and_planes(tensors)
+    return runner
+
+
+def repeats_here() -> bool:
+    """Whether a call that was repeated in this context depends on its key alone: nobody looks at calls or keeps casts, nothing
+    but the call saves tensors, and no CUDA graph is captured.
+    """
+    return _enabled.get() and not (listeners() or active_modes() or keeps_casts() or hooked() or is_capturing())
 
 
 def _key(
@@ -155,6 +167,10 @@ def _with_rows_of(plan: Plan, value: int, given: Collection[int]) -> int:
     return value
 
 
+def _ON_HOST(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_cpu
+
+
 _KEEP_ROWS = frozenset(("elementwise", GROUPED))
 """Traits of ops whose result has a row for each row of their input."""
 
@@ -202,7 +218,11 @@ class BackwardPass:
             key = self._key(grads, saved)
             found = self.packed.get(key)
             if isinstance(found, Recorded):
-                return self._run(self.packed, key, grads, saved)
+                given = tensors_and_planes([*grads.values(), *saved])
+                saved.clear()
+                grads.clear()
+                gradients: Any = found.repeat(self.packed.device, given)
+                return gradients  # type: ignore[no-any-return]
             saved[:], unknown = [*self.packing.unpacked(saved)], key if found is None else None
         key = self._key(grads, saved)
         if (self.packs or unknown is not None) and isinstance(found := self.replayable.get(key), Recorded):
@@ -267,7 +287,14 @@ def _one_by_one(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class ReplayedSegment:
-    """One segment in one call, with the methods of the interpreter: interpreted, recorded or repeated, as its key is known."""
+    """One segment in one call, with the methods of the interpreter: interpreted, recorded or repeated, as its key is known.
+
+    tensors: all that come in. reads: how many of these are its inputs and parameters; 0 if its key says more than that of a call
+    in which :func:`repeats_here`. sized: whether the host may know sizes of its groups.
+    """
+
+    reads = 0
+    sized = False
 
     outer: PassAround = None
 
@@ -279,13 +306,12 @@ class ReplayedSegment:
         precomputed: Sequence[PrecomputedCast],
         *,
         key: tuple[Any, ...],
-        tensors: list[torch.Tensor],
     ) -> None:
-        """tensors: all that come in."""
         self.plan, self.segment = plan, segment
         self._ops, self._precomputed = ops, precomputed
-        self._key, self._tensors = key, tensors
-        self._replayable = Replayable.of(plan, segment.nodes.start, segment.nodes)
+        self._key = key
+        self.tensors: list[torch.Tensor] = []
+        self.replayable = Replayable.of(plan, segment.nodes.start, segment.nodes)
         self._backward: Any = None
         self._saved: list[Any] = []
         self.places: tuple[PlaceInBlock, ...] = ()
@@ -293,9 +319,7 @@ class ReplayedSegment:
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """The segment's outputs for its inputs."""
-        found: tuple[list[Any], BackwardPass | None] = self._replayable(
-            self._key, self._tensors, partial(self._interpret, inputs)
-        )
+        found: tuple[list[Any], BackwardPass | None] = self.replayable(self._key, self.tensors, partial(self._interpret, inputs))
         values, self._backward = found
         if self._backward is None:
             return values
@@ -321,9 +345,20 @@ class ReplayedSegment:
         self.dirty, saved = interpreter.dirty, interpreter.released()
         interpreter.in_parts = stepped
         limit = 0 if stepped else BACKWARD_LOOKS
-        replayable = Replayable(self._replayable.device, self._replayable.where, limit)
+        replayable = Replayable(self.replayable.device, self.replayable.where, limit)
         backward = BackwardPass(interpreter, replayable, packs=not stepped and self._key[-1] not in (HOOKED, COMPARED))
         return Ran([*values, *saved], backward, backward.replayables, backward.packs)
+
+    def found(self) -> Recorded | None:
+        """What repeats the call as long as ``replayable.changes`` stays; None if nothing does, or more than the key decides."""
+        found = self.replayable.get(self._key) if self.reads else None
+        return found if isinstance(found, Recorded) and found.structures is None and not self.dirty else None
+
+    def has_sizes_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether grouped ops have as many rows in each group as in this call, for other inputs and parameters."""
+        with sizes_read_once():
+            sizes = tuple(_sizes(self.plan, self.segment, self._ops, tensors[: self.reads]))
+        return sizes == self._key[len(self._key) - len(sizes) :]
 
     def released(self) -> list[torch.Tensor]:
         """The tensors that are saved for the backward pass; whatever else is precomputed of this call is let go."""
@@ -333,5 +368,5 @@ class ReplayedSegment:
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
         """As of the interpreter."""
-        found: Result = self._backward(grad_outputs, list(tensors), (self._replayable, self._key))
+        found: Result = self._backward(grad_outputs, list(tensors), (self.replayable, self._key))
         return found

@@ -145,6 +145,7 @@ class Replayable(dict[Any, Any]):
 
     The programs of a process take at most ``OPFUSE_PROGRAM_BYTES`` of the host's memory. To make room, those that were used least
     recently go, but for the one that needs the room; a key whose program is gone is a new one. dropped: how many went so.
+    changes: how often a key was entered or went, for callers who keep what they found.
 
     Threads may share one. No OrderedDict: parts of a key are hashed and compared by Python, in the midst of which another thread
     may run, and an OrderedDict that is written meanwhile loses its order.
@@ -155,7 +156,7 @@ class Replayable(dict[Any, Any]):
     def __init__(self, device: str = "", where: str = "", limit: int = LOOKS) -> None:
         super().__init__()
         self.device, self.where, self.limit = device, where, limit
-        self.dropped = 0
+        self.dropped = self.changes = 0
         _ALL[id(self)] = self
 
     @classmethod
@@ -220,6 +221,7 @@ class Replayable(dict[Any, Any]):
 
     def add(self, key: Any, what: Any) -> None:
         """Enter ``what`` for a key, and forget the oldest entry if there are too many."""
+        self.changes += 1
         self.pop(key, None)  # so that it is entered as the latest
         self[key] = what
         for oldest in [*self][: max(len(self) - self.limit, 0)]:
@@ -322,4 +324,5 @@ def _make_room(new: Recorded) -> None:
         replayable, key, _ = min(old, key=lambda recording: max(program.used for program in recording[2].programs()))
         if replayable.pop(key, None) is not None:
             replayable.dropped += 1
+            replayable.changes += 1
             _log.info("dropped a program, the least recently used: all may take %d bytes (OPFUSE_PROGRAM_BYTES)", most)

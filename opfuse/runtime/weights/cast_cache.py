@@ -316,6 +316,11 @@ class _Keepable:
         return found
 
 
+def keeps_casts() -> bool:
+    """Whether a scope around keeps casts."""
+    return bool(_owners.get())
+
+
 def cached_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> CachedCasts:
     """The kept casts of weights for a call of ``segment``; missing ones are made now."""
     owners = _owners.get()

@@ -194,7 +194,7 @@ def _of_run(run: Path) -> tuple[dict[str, Any], list[TrainedRun], list[dict[str,
 
 
 def _runs(found: Mapping[str, Any], looked_at: Sequence[int]) -> Iterator[TrainedRun]:
-    """The steps of both runs, the first of which may have been looked at. A resumed run has measured its later steps alone."""
+    """The steps of both runs, the first of which may have been looked at."""
     settings = Train.model_validate(found["settings"])
     every = looked_at[1] - looked_at[0] if len(looked_at) > 1 else settings.steps if looked_at else 0
     for curve, measured in zip(found["curves"], found.get("measured", ((), ()))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class RunState:
     """A run after ``step`` steps.
 
     model, optimizer, schedule: their state dicts. generators: of torch's default generators, by device type. losses,
-    validation, seconds, fusions, cache: as far as the curve has come.
+    validation, seconds, plans, cache, fusions, measured: as far as the curve has come. watched: what casts did until then.
     """
 
     step: int
@@ -34,8 +34,11 @@ class RunState:
     losses: list[float]
     validation: list[tuple[int, float]]
     seconds: float
-    fusions: list[tuple[str, str, int]]
+    plans: list[dict[str, Any]]
     cache: dict[str, Any]
+    fusions: list[tuple[str, str, int]]
+    measured: list[tuple[int, float, int, int]]
+    watched: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def read(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, on the CPU. OutputError if it is none, or damaged."""
     try:
         found: Any = unarchived(path)
-        if isinstance(found, dict) and found.keys() == {"run", *(field.name for field in fields(RunState))}:
+        if isinstance(found, dict) and found.keys() == {"run", *(each.name for each in fields(RunState))}:
             return found
         got = "a file of something else"
     except OSError as error:

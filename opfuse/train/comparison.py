@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from pydantic import ValidationError
@@ -14,7 +13,7 @@ from opfuse.config import Config, Text, Train, Watching
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.formats import dtype_name
 from opfuse.recipes import Recipe, Support, support
-from opfuse.train.checkpoints import Checkpoints
+from opfuse.train.checkpoints import Checkpoints, RunState
 from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
 from opfuse.train.loop import Curve, TrainStep, fit
 from opfuse.train.model import ByteModel
@@ -100,7 +99,13 @@ def compare(
         resumed = None if checkpoints is None else checkpoints.load(label)
         sizes = {"context": data.context, "batch_size": settings.batch_size, "skip": 0 if resumed is None else resumed.step}
         model = copy.deepcopy(initial)
-        with watched(model, watching, step=sizes["skip"]) as records:
+        before = () if resumed is None else tuple(resumed.watched)
+        with watched(model, watching, step=sizes["skip"], before=before) as records:
+
+            def keep(state: RunState) -> None:
+                if checkpoints is not None:
+                    checkpoints.save(label, replace(state, watched=[*records()]))
+
             made = fit(
                 model,
                 random_batches(text.train, **sizes, seed=settings.seed),
@@ -109,7 +114,7 @@ def compare(
                 recipe=recipe,
                 on_step=lambda step: on_step(label, step),
                 resumed=resumed,
-                keep=None if checkpoints is None else partial(checkpoints.save, label),
+                keep=None if checkpoints is None else keep,
                 stop=stop,
             )
         return made, records()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +20,11 @@ from opfuse.config import Train
 from opfuse.errors import TrainingError, describe
 from opfuse.events import PlanUsed, collected
 from opfuse.inspect.watch import memory_of
+from opfuse.keys import leaves, plain
 from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import under
 from opfuse.runtime.plans.cache_info import CacheInfo
+from opfuse.runtime.plans.trace import key_id
 from opfuse.train.checkpoints import RunState
 from opfuse.train.data import Batch
 from opfuse.train.model import ByteModel
@@ -44,15 +47,15 @@ class Curve:
     """One training run. Losses are cross entropies in nats per byte.
 
     losses: of every step, before its update. validation: (step, loss) of every evaluation. seconds: evaluations included.
-    plans: what ran first for training and for evaluation, in this process. cache: the pipeline's plan cache after the run.
-    fusions: (rule, direction, places) of every rule that fused in a training step, in the order of their claims. measured: of
-    every step of this process its number, milliseconds, and bytes of memory, as :func:`opfuse.inspect.watch.memory_of` has them.
+    plans: those that ran, in the order in which they first did, as :func:`_plain_plan` has them. cache: the pipeline's plan cache
+    after the run. fusions: (rule, direction, places) of every rule that fused in a training step, in the order of their claims.
+    measured: of every step its number, milliseconds, and bytes of memory, as :func:`opfuse.inspect.watch.memory_of` has them.
     """
 
     losses: tuple[float, ...]
     validation: tuple[tuple[int, float], ...]
     seconds: float
-    plans: tuple[Plan, ...]
+    plans: tuple[dict[str, Any], ...]
     cache: CacheInfo
     fusions: tuple[tuple[str, str, int], ...] = ()
     measured: tuple[tuple[int, float, int, int], ...] = ()
@@ -167,6 +170,7 @@ class _Run:
             self.optimizer.load_state_dict(resumed.optimizer)
             self.schedule.load_state_dict(resumed.schedule)
             self.losses, self.validation = list(resumed.losses), list(map(tuple, resumed.validation))  # type: ignore[arg-type]
+            self.measured = list(map(tuple, resumed.measured))  # type: ignore[arg-type]
             self.first, self.start = resumed.step, self.start - resumed.seconds
 
     def seed(self, device: torch.device) -> None:
@@ -185,22 +189,31 @@ class _Run:
             generators["cuda"] = torch.cuda.get_rng_state(device)
         states = self.model.state_dict(), self.optimizer.state_dict(), self.schedule.state_dict()
         curve = self.curve(used)
-        return RunState(
-            step, *states, generators, self.losses, self.validation, curve.seconds, list(curve.fusions), curve.cache._asdict()
-        )
+        figures = self.losses, self.validation, curve.seconds
+        ran = list(curve.plans), curve.cache._asdict(), list(curve.fusions)
+        return RunState(step, *states, generators, *figures, *ran, self.measured)
 
     def curve(self, used: Sequence[PlanUsed]) -> Curve:
         """The curve so far. What a run did before it was resumed counts, too."""
         distinct = tuple({id(event.plan): event.plan for event in used}.values())
         fusions, cache = fused_in(distinct), self.model.pipeline.cache_info()
+        plans = {plan["key"]: plan for plan in map(_plain_plan, distinct)}
         if self.resumed is not None:
             before = CacheInfo(**self.resumed.cache)
+            plans = {plan["key"]: plan for plan in self.resumed.plans} | plans
             fusions = fusions or tuple(map(tuple, self.resumed.fusions))  # type: ignore[arg-type]
             alive = cache if cache.plans else before
             last_miss = cache.last_miss or before.last_miss
             cache = alive._replace(hits=before.hits + cache.hits, misses=before.misses + cache.misses, last_miss=last_miss)
         seconds = time.perf_counter() - self.start
-        return Curve(tuple(self.losses), tuple(self.validation), seconds, distinct, cache, fusions, tuple(self.measured))
+        figures = tuple(self.losses), tuple(self.validation), seconds
+        return Curve(*figures, tuple(plans.values()), cache, fusions, tuple(self.measured))
+
+
+def _plain_plan(plan: Plan) -> dict[str, Any]:
+    """A plan by its key, value by value with sources, and what fused: as JSON has it, the same in every process."""
+    own = [{"path": leaf.path, "value": plain(leaf.value), "source": leaf.source} for leaf in leaves(plan.key)]
+    return {"key": key_id(leaves(plan.key)), "leaves": own, "fusions": list(plan.fusions)}
 
 
 def fused_in(plans: Iterable[Plan]) -> tuple[tuple[str, str, int], ...]:

@@ -8,9 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from opfuse.compiler.plan import Plan
-from opfuse.keys import leaves, plain
-from opfuse.runtime.plans.trace import key_id, process, versions
+from opfuse.runtime.plans.trace import process, versions
 from opfuse.runtime.plans.written import sealed
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
@@ -57,14 +55,8 @@ def to_dict(result: Comparison) -> dict[str, Any]:
         "data": _data(result.corpus),
         "versions": versions(),
         "process": {name: value for name, value in process().items() if name in ("environment", "settings")},
-        "plans": [_plan(plan) for plan in run.plans],
+        "plans": list(run.plans),
     }
-
-
-def _plan(plan: Plan) -> dict[str, Any]:
-    """A plan by its key, value by value with sources, and what fused."""
-    own = [{"path": leaf.path, "value": plain(leaf.value), "source": leaf.source} for leaf in leaves(plan.key)]
-    return {"key": key_id(leaves(plan.key)), "leaves": own, "fusions": list(plan.fusions)}
 
 
 FIGURES: dict[str, Callable[[Curve], float]] = {

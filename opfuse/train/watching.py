@@ -10,22 +10,22 @@ from torch import nn
 
 from opfuse.config import Watching
 from opfuse.errors import ConfigError, describe
-from opfuse.inspect.watch import watch
+from opfuse.inspect.watch import RECORDS, watch
 
 Found = tuple[Mapping[str, Any], ...]
 """What was found of each cast, in order."""
 
 
 @contextmanager
-def watched(model: nn.Module, watching: Watching | None, *, step: int = 0) -> Iterator[Callable[[], Found]]:
-    """Look at ``model``, which has made ``step`` steps. ConfigError without the package of the writer."""
+def watched(model: nn.Module, watching: Watching | None, *, step: int = 0, before: Found = ()) -> Iterator[Callable[[], Found]]:
+    """Look at ``model``, after ``step`` steps in which ``before`` was found. ConfigError without the writer's package."""
     if watching is None:
         yield tuple
         return
     alarms = watching.alarms.model_dump()
     with _writer(watching.to) as writer, watch(model, every=watching.every, to=writer, alarms=alarms) as looking:
         looking.step = step
-        yield lambda: tuple(looking.records)
+        yield lambda: (*before, *looking.records)[-RECORDS:]
 
 
 @contextmanager

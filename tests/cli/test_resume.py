@@ -195,6 +195,28 @@ def test_ctrl_c_keeps_what_there_is(
     assert losses(out) == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("at", [2, 4, 6, 7, 8])
+def test_the_record_of_a_resumed_run_is_that_of_one_that_never_stopped(
+    at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the first evaluation, at the end of the run, and in the baseline, when the run itself has ended."""
+    run, out = configured(tmp_path, "fp8_current"), tmp_path / "out"
+    own = tmp_path / "own.yaml"
+    own.write_text(own.read_text() + "watch: {every: 2, alarms: {}}\n")
+    assert main([*run, str(tmp_path / "whole")]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "reporter", lambda: interrupting(at))
+        assert main([*run, str(out)]) == 130
+    assert main([*run, str(out), "--resume"]) == 0
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path / "whole"), str(out)]) == 0, capsys.readouterr().out
+    report, whole = (json.loads((each / "report.json").read_text()) for each in (out, tmp_path / "whole"))
+    assert report["plans"] == whole["plans"]
+    steps = [[step for step, *_ in curve] for curve in report["measured"]]
+    assert steps == [[1, 2, 3, 4, 5, 6]] * 2
+    assert (out / "values.jsonl").read_text() == (tmp_path / "whole" / "values.jsonl").read_text()
+
+
 def test_a_file_without_data_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = configured(tmp_path, "none")
     own = tmp_path / "own.yaml"

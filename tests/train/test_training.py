@@ -13,6 +13,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.config import PydocTopics, Train
 from opfuse.errors import PipelineError, TrainingError
+from opfuse.keys import plain
 from opfuse.train import ByteModel, evaluate, fit
 from opfuse.train.data import Batch, corpus, random_batches, spread_batches
 from opfuse.train.loop import rate
@@ -117,8 +118,9 @@ def test_validation_alternates_without_a_new_plan(kind: str | None) -> None:
     batches, held_out = samples()
     curve = fit(model(dtype=torch.bfloat16), batches, held_out, SETTINGS, recipe=recipe)
     assert curve.cache[:3] == (2, 4 + 4 * 3 - 2, 2)
-    assert [plan.key.env.grad for plan in curve.plans] == [True, False]
-    assert {plan.key.env.recipe for plan in curve.plans} == {recipe}
+    values = [{leaf["path"]: leaf["value"] for leaf in plan["leaves"]} for plan in curve.plans]
+    assert [each["env.grad"] for each in values] == [True, False]
+    assert {each["env.recipe"] for each in values} == {plain(None if recipe is None else type(recipe))}
 
 
 def test_delayed_scales_move_with_each_step_and_not_with_evaluations() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from opfuse.torch_private.stack import place_around
 
-DEFAULT, ARGUMENT, COMMAND_LINE = "default", "argument", "command line"
+DEFAULT, ARGUMENT, COMMAND = "default", "argument", "a call by opfuse itself"
 """What is said of values that no line of the user's code gave, or none that can be found."""
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
@@ -55,12 +55,12 @@ site: Callable[[], Site] = functools.partial(place_around, _passes.__getitem__)
 def site_text(place: Site) -> str:
     """``train.py:88``, from the working directory if it is below.
 
-    ``default`` for what opfuse makes when it is imported, ``command line`` for what a command of it makes, ``argument`` where no
-    line of the user's is around, as in a thread of torch's.
+    ``default`` for what opfuse makes when it is imported, ``a call by opfuse itself`` for what a command of it makes or calls,
+    ``argument`` where no line of the user's is around, as in a thread of torch's.
     """
     file, line = place
     if file.startswith(_COMMANDS):
-        return COMMAND_LINE
+        return COMMAND
     if file.startswith(_PASSED):
         return ARGUMENT
     return DEFAULT if file.startswith("<frozen importlib") else f"{file.removeprefix(os.getcwd() + os.sep)}:{line}"

@@ -92,6 +92,20 @@ def test_what_changed_is_told_and_localized(runs: Path, capsys: pytest.CaptureFi
     assert "losses differ from step 2 on" in text
 
 
+def test_what_a_command_called_is_not_told_as_given_on_its_command_line(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody gave `env.grad`: it is of the environment in which the command called the pipeline."""
+    assert main(["run", str(runs / "one.yaml"), "--out", str(tmp_path / "whole"), "--device", "cpu"]) == 0
+    told = unsealed((tmp_path / "whole" / REPORT).read_text())
+    (tmp_path / REPORT).write_text(json.dumps({**told, "plans": told["plans"][:1]}))
+    capsys.readouterr()
+    assert main(["diff", str(tmp_path / "whole"), str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "plan 2.env.grad: False -> 'nothing' (a call by opfuse itself)" in text
+    assert "command line" not in text
+
+
 @pytest.mark.parametrize(
     ("old", "new", "largest"),
     [

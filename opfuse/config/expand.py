@@ -12,12 +12,12 @@ findings and sources speak of the line that a person wrote. There is no template
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from opfuse.config.document import Document, YamlNode
-from opfuse.config.findings import Span, shown, similar
+from opfuse.config.findings import Span, guesses, shown, similar
 from opfuse.config.operations import CHANNELS, MAX_OPS
 
 PARAMETERS, FRAGMENTS, PIPELINE = "parameters", "fragments", "pipeline"
@@ -88,6 +88,7 @@ class _Expansion:
         for key, span in entry.keys.items():
             if key not in (kind, *BLOCKS[kind]):
                 self.report(span, "unknown-key", f"unknown key {shown(key)} beside {shown(kind)}", similar(key, BLOCKS[kind]))
+        entry = _as_meant(entry, guesses(entry.value.keys() - {kind}, BLOCKS[kind]))
         yield from {USE: self.used_fragment, REPEAT: self.repeated, RESIDUAL: self.residual}[kind](entry, given, around)
 
     def used_fragment(self, entry: YamlNode, given: Mapping[str, YamlNode], around: tuple[str, ...]) -> Iterator[YamlNode]:
@@ -147,6 +148,12 @@ class _Expansion:
         self.document.report(span, code, message, help)
 
 
+def _as_meant(node: YamlNode, guessed: Mapping[str, str]) -> YamlNode:
+    """The mapping under known keys in place of misspelt ones, where it has not both, so that nothing follows from the slip."""
+    taken = {key: known for key, known in guessed.items() if known not in node.value}
+    return replace(node, value={taken.get(key, key): each for key, each in node.value.items()})
+
+
 def _op(span: Span, op: str, **channels: str) -> YamlNode:
     return YamlNode({key: YamlNode(value, span) for key, value in {"op": op, **channels}.items()}, span)
 
@@ -171,25 +178,31 @@ def _renamed(op: YamlNode, names: Mapping[str, str]) -> YamlNode:
 Expanded = Literal["all", "in part", "not"]
 
 
-def expand(document: Document) -> Expanded:
+def expand(document: Document, sections: Iterable[str]) -> Expanded:
     """Write out what the document says once and means several times; what is wrong with it is among its findings.
 
-    How much of it is written out: without an op that stands for nothing known, in part.
+    How much of it is written out: without an op that stands for nothing known, in part. sections: the names of others.
     """
     root = document.root
     if not isinstance(root.value, dict):
         return "all"
-    sections = {name: _section(document, name) for name in (PARAMETERS, FRAGMENTS)}
-    made = _Expansion(document, sections[PARAMETERS], sections[FRAGMENTS])
+    known = (*sections, PARAMETERS, FRAGMENTS)
+    guessed = {key: name for key, name in guesses(root.value, known).items() if name in (PARAMETERS, FRAGMENTS)}
+    for key in guessed:
+        document.report(root.keys[key], "unknown-key", f"unknown key {shown(key)}", similar(key, known))
+    root = document.root = _as_meant(root, guessed)
+    own = {name: _section(document, name) for name in (PARAMETERS, FRAGMENTS)}
+    made = _Expansion(document, own[PARAMETERS], own[FRAGMENTS])
     try:
-        value = {key: _expanded(made, key, node) for key, node in root.value.items() if key not in sections}
+        value = {key: _expanded(made, key, node) for key, node in root.value.items() if key not in own}
     except _TooMuch:
         message = f"ops wants at most {MAX_OPS} ops, with all that it repeats, and {_MOST} entries and values on the way"
         made.report(_place_of_ops(root), "bad-value", message, "repeat less")
         return "not"
     written: Expanded = "in part" if document.findings else "all"
-    for name, known in sections.items():
-        for each in known if not document.findings else ():  # what was left out for one may use it
+    told = not document.findings and _all_ops(value.get(PIPELINE))  # what was left out, or is no op, may use it
+    for name, written_once in own.items():
+        for each in written_once if told else ():
             if (name, each) not in made.used:
                 span = root.value[name].keys.get(each, root.value[name].span)
                 made.report(span, f"unused-{name[:-1]}", f"nothing uses {name[:-1]} {shown(each)}", "take it out, or use it")
@@ -205,6 +218,12 @@ def _expanded(made: _Expansion, key: str, node: YamlNode) -> YamlNode:
     found = made.ops(ops, made.parameters)
     others = {name: made.value(each, made.parameters) for name, each in node.value.items() if name != OPS}
     return replace(node, value={**others, OPS: replace(ops, value=found)})
+
+
+def _all_ops(pipeline: YamlNode | None) -> bool:
+    """Whether all that a pipeline holds are ops."""
+    ops = None if pipeline is None else pipeline.child(OPS)
+    return ops is not None and isinstance(ops.value, list) and all(entry.child("op") is not None for entry in ops.value)
 
 
 def _place_of_ops(root: YamlNode) -> Span:

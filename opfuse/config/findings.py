@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from opfuse.errors import ConfigError, nearest
+from opfuse.errors import ConfigError, closest, nearest
 
 PathStep = str | int
 Loc = tuple[PathStep, ...]
@@ -96,6 +96,11 @@ def sentence(error: str) -> tuple[str, str]:
 def similar(name: str, known: Iterable[str]) -> str:
     """``did you mean 'gelu'?`` for the known name closest to ``name``, or an empty string."""
     return nearest(name[:100], known).removeprefix("; ")
+
+
+def guesses(given: Iterable[str], known: Collection[str]) -> dict[str, str]:
+    """By unknown name among ``given``, the known one that :func:`similar` proposes. What follows from a guess is no finding."""
+    return {name: near for name in given if name not in known and (near := closest(name[:100], known)) is not None}
 
 
 def refuse(findings: Sequence[Finding]) -> None:

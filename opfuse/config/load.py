@@ -17,7 +17,7 @@ from opfuse.config.document import MAX_BYTES, Document, read
 from opfuse.config.examples import examples
 from opfuse.config.expand import expand
 from opfuse.config.expect import PlannedCall, unmet
-from opfuse.config.findings import Finding, Loc, Span, refuse, shown, similar
+from opfuse.config.findings import Finding, Loc, Span, guesses, refuse, shown, similar
 from opfuse.config.models import DATA, Text, Train, UserFile, Watching
 from opfuse.config.operations import PipelineEntry
 from opfuse.config.policies import Choices, is_policy, loads_policy
@@ -138,7 +138,8 @@ def _report_outside(document: Document) -> None:
         if isinstance(file, str) and file and not (Path(document.path).parent / file).is_file():
             help = "write the path from the folder of this file, or an absolute one"
             document.report(document.find(("data", "path")), "no-file", f"there is no file {shown(file)}", help)
-    for name in () if data is not None else _waiting(document):
+    misspelt = isinstance(plain, dict) and "data" in guesses(plain, Root.model_fields).values()
+    for name in () if data is not None or misspelt else _waiting(document):
         help = "add `data: {kind: pydoc_topics}`, or `data: {kind: text, path: FILE}` with a text of yours"
         document.report(document.find((name,), on="key"), "missing-key", f"{name!r} needs a key 'data' in the file", help)
 
@@ -159,7 +160,7 @@ def _validated(
     content = data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass")
     document = read(content, path)
     refuse(document.findings)
-    written, before = expand(document), len(document.findings)
+    written, before = expand(document, Root.model_fields), len(document.findings)
     if written == "not":
         refuse(document.findings)
     try:

@@ -10,7 +10,7 @@ import torch
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model
 
 from opfuse.config.fields import field_type
-from opfuse.config.findings import Problem, Refused, sentence, shown, similar
+from opfuse.config.findings import Problem, Refused, guesses, sentence, shown, similar
 from opfuse.config.models import FileSection
 from opfuse.config.plugins import plugin_ops
 from opfuse.core.operation import FusibleOperation
@@ -163,6 +163,7 @@ def check_channels(entries: Sequence[PipelineEntry]) -> Sequence[PipelineEntry]:
     problems: list[Problem] = []
     producers: dict[str, int] = {}
     consumed = {name for entry in entries for name in entry.extra_input}
+    consumed |= {*guesses(consumed, {name for entry in entries for name in entry.extra_output}).values()}
     for i, entry in enumerate(entries):
         for name in entry.extra_input:
             if name not in producers:

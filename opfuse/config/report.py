@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from opfuse.config.document import Document
-from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
+from opfuse.config.findings import Loc, Problem, Refused, guesses, sentence, shown, similar
 from opfuse.errors import closest
 
 Sections = Mapping[tuple[str, ...], type[BaseModel]]
@@ -57,21 +57,33 @@ def report(document: Document, error: ValidationError, sections: Sections, skip:
 
 
 def _hidden(line: Any, sections: Sections) -> Iterator[Any]:
-    """What an unknown word that chooses a model hides: what else is wrong there, as far as the nearest model can tell."""
+    """What an unknown word that chooses a model hides: keys that no model has, and values that no model takes which has the key.
+
+    Nothing is said that follows from the guess which model was meant, and nothing at all where there is none.
+    """
     if line["type"] != "union_tag_invalid":
         return
     key, tag, known = _choice(line, sections)
     guess = closest(tag[:100], known)
-    models = {name: sections[*_names(line["loc"]), name] for name in known}
     if guess is None:
         return
+    models = {name: sections[*_names(line["loc"]), name] for name in known}
+    errors = {name: [*_refusals(model, {**line["input"], key: name})] for name, model in models.items()}
+    refused = {name: {each["loc"][0] for each in found} for name, found in errors.items()}
+    for each in errors[guess]:
+        step = each["loc"][0]
+        if all(step in refused[name] for name, model in models.items() if step in model.model_fields):
+            unknown = {"type": "no_model_has_it"} if each["type"] == "extra_forbidden" else {}
+            yield {**each, **unknown, "loc": (*line["loc"], guess, *each["loc"])}
+
+
+def _refusals(model: type[BaseModel], given: Mapping[str, Any]) -> list[Any]:
+    """What a model refuses of what is given; not what it misses."""
     try:
-        models[guess].model_validate({**line["input"], key: guess})
+        model.model_validate(given)
     except ValidationError as error:
-        for each in error.errors(include_url=False):
-            elsewhere = any(each["loc"][-1] in model.model_fields for model in models.values())
-            if each["type"] != "missing" and not (each["type"] == "extra_forbidden" and elsewhere):
-                yield {**each, "loc": (*line["loc"], guess, *each["loc"])}
+        return [each for each in error.errors(include_url=False) if each["type"] != "missing"]
+    return []
 
 
 def _choice(line: ReportLine, sections: Sections) -> tuple[str, str, list[str]]:
@@ -135,8 +147,18 @@ def _unknown_key(line: ReportLine, sections: Sections) -> list[Problem]:
     return [Problem("unknown-key", f"unknown key {shown(key)}", help, on="key")]
 
 
+def _key_of_no_model(line: ReportLine, sections: Sections) -> list[Problem]:
+    *above, _, key = line["loc"]
+    known = {field for names, model in sections.items() if names[:-1] == _names(tuple(above)) for field in model.model_fields}
+    return [Problem("unknown-key", f"unknown key {shown(key)}", similar(str(key), sorted(known)), on="key")]
+
+
 def _missing_key(line: ReportLine, sections: Sections) -> list[Problem]:
     *above, key = line["loc"]
+    section = sections.get(_names(tuple(above)))
+    known, not_here = getattr(section, "model_fields", {}), getattr(section, "not_here", {})
+    if key in guesses(line["input"].keys() - not_here.keys(), known).values():
+        return []  # the misspelt one is told
     return [
         Problem(
             "missing-key", f"{_inside(_names(tuple(above)), sections)} needs a key {shown(key)}", f"add `{key}: ...`", on="key"
@@ -173,6 +195,7 @@ def _refused(line: ReportLine, sections: Sections) -> list[Problem]:
 
 PROBLEMS: Mapping[str, Callable[[ReportLine, Sections], list[Problem]]] = {
     "extra_forbidden": _unknown_key,
+    "no_model_has_it": _key_of_no_model,
     "missing": _missing_key,
     "union_tag_invalid": _unknown_choice,
     "union_tag_not_found": _no_choice,

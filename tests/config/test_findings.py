@@ -178,6 +178,53 @@ def test_an_unknown_op_hides_nothing():
     assert [finding.code for finding in found] == ["unknown-op", "bad-value", "unknown-key"]
 
 
+def test_an_unknown_word_hides_no_key_that_is_of_no_model_and_the_guess_lends_none_of_its_own():
+    """gellu is taken for gelu, whose keys are none of the file's business."""
+    found = findings(f"{TOP}    - {{op: gellu, in_features: 3, foo: 1, out_featres: 4}}\n")
+    assert [(finding.code, finding.span.column, finding.help) for finding in found] == [
+        ("unknown-op", 12, "did you mean 'gelu'?"),
+        ("unknown-key", 35, ""),
+        ("unknown-key", 43, "did you mean 'out_features'?"),
+    ]
+
+
+WHOLE = """version: 1
+parameters: {hidden: 64}
+fragments: {mlp: [{op: rms_norm, size: "${columns}"}]}
+recipe: {kind: none}
+pipeline:
+  ops:
+    - {op: linear, in_features: 32, out_features: "${hidden}"}
+    - {op: make_extra_output, extra_output: skip}
+    - {repeat: 2, ops: [{use: mlp, with: {columns: 64}}]}
+    - {op: add_extra_input, extra_input: skip}
+    - {op: linear, in_features: 64, out_features: 256}
+fusions: {rules: [{name: mine, pattern: [basic_linear, gelu]}]}
+data: {kind: text, path: text.txt, context: 4, embedding: 8}
+train: {steps: 3}
+watch: {every: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "slip"),
+    [
+        *(("version", "verson"), ("recipe", "recpe"), ("pipeline", "pipelin"), ("fusions", "fusion"), ("data", "dat")),
+        *(("parameters", "parametrs"), ("fragments", "fragmnts"), ("  ops", "  op"), ("in_features", "in_featurs")),
+        *((", ops: [", ", opps: ["), (", with", ", wth"), ("extra_output: skip", "extra_output: skp")),
+        *(("extra_input: skip", "extra_input: skp"), ("pattern", "patern"), ("path", "pth"), ("every", "evry")),
+    ],
+)
+def test_a_slip_of_the_pen_is_one_finding(word, slip, tmp_path):
+    """Not also what is missing, unused or unknown if the slip is not taken for what was meant."""
+    (tmp_path / "text.txt").write_text("a text " * 100)
+    assert checked(WHOLE, str(tmp_path / "f.yaml")) == ()
+    with pytest.raises(ConfigError) as raised:
+        checked(WHOLE.replace(word, slip, 1), str(tmp_path / "f.yaml"))
+    (finding,) = raised.value.findings
+    assert finding.help.startswith("did you mean '")
+
+
 # -- what fits together ------------------------------------------------------------------------------------------------
 
 

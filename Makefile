@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 .PHONY: demo test docs check lint types suite slow fuzz mutants gpu gpu-distributed gpu-suite sanitize install clean
 
 demo: install
-	$(BIN)/opfuse run configs/quickstart.yaml
+	$(BIN)/opfuse run configs/quickstart.yaml --force
 
 # mypy takes one core, so it runs beside the tests and not before them.
 test: install lint

@@ -60,12 +60,15 @@ def run(
         Path | None, typer.Option(help="Directory for report, plot and checkpoints.", show_default="runs/NAME")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoints in the directory.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Begin anew, and replace another run in the directory.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a configuration's pipeline with and without its recipe, and report losses and what fused."""
+    if resume and force:
+        raise typer.BadParameter("--resume goes on with the run in the directory, --force replaces it; choose one")
     from opfuse.cli.run import run
 
-    run(config, steps=steps, seed=seed, device=device, out=out, resume=resume, as_json=as_json)
+    run(config, steps=steps, seed=seed, device=device, out=out, resume=resume, force=force, as_json=as_json)
 
 
 def study(

@@ -20,8 +20,9 @@ from opfuse.cli.results import device_for, directory_for, print_files, show, wri
 from opfuse.config import load
 from opfuse.train import Checkpoints, Comparison, Interrupted, compare, to_dict, write_plot, write_report, write_values
 from opfuse.train.comparison import data_of, labels, overridden
-from opfuse.train.files import REPORT, sole_writer
+from opfuse.train.files import PLOT, REPORT, VALUES, sole_writer
 from opfuse.train.report import report_text
+from opfuse.train.runs import repeats
 
 WIDTH = 100
 """Characters of a plan miss's reason that are printed; the report has all of it."""
@@ -30,8 +31,21 @@ INTERRUPTED = 130
 """What the command ends with after Ctrl-C, as shells have it."""
 
 
-def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: Path | None, resume: bool, as_json: bool) -> None:
-    """Train, and write the report; None: what the configuration says, or ``runs/NAME``."""
+def run(
+    config: Path,
+    *,
+    steps: int | None,
+    seed: int | None,
+    device: str,
+    out: Path | None,
+    resume: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Train, and write the report; None: what the configuration says, or ``runs/NAME``.
+
+    OutputError if another run is there, which neither goes on (``resume``) nor may be replaced (``force``).
+    """
     chosen = load(config)
     data_of(chosen)  # refuses a file without data before anything is written
     place, directory = device_for(device), directory_for(chosen, out)
@@ -40,9 +54,11 @@ def run(config: Path, *, steps: int | None, seed: int | None, device: str, out: 
     same = {"configuration": text, "steps": str(settings.steps), "seed": str(settings.seed), "device": place.type}
     checkpoints = Checkpoints(directory, same, resume, report=error)
     with sole_writer(directory / REPORT):
-        if not resume and any(checkpoints.path(label).exists() for label in labels(chosen)):
-            error(f"{checkpoints.path('*').parent} is of an earlier run and will be replaced; --resume would go on with it")
-        checkpoints.begin(text.encode())
+        if not (resume or force) and repeats(directory, chosen, settings, place):
+            error(f"{directory} holds this run already; it is repeated, and replaced")
+        for name in (REPORT, VALUES, PLOT) if force else ():
+            (directory / name).unlink(missing_ok=True)
+        checkpoints.begin(text.encode(), labels(chosen))
         try:
             with reporter() as on_step, asked_to_stop() as stop:
                 result = compare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,14 @@ class Checkpoints:
         """The checkpoint before it."""
         return self.directory / FOLDER / f"{label}.before.pt"
 
-    def begin(self, configuration: bytes) -> None:
-        """Put the configuration beside the checkpoints. OutputError if it cannot be written."""
+    def begin(self, configuration: bytes, labels: Iterable[str]) -> None:
+        """Put the configuration beside the checkpoints. Of a run that begins anew, none of an earlier one is left to go on from.
+
+        OutputError if it cannot be written.
+        """
+        for label in () if self.resume else labels:
+            for path in (self.path(label), self.before(label)):
+                path.unlink(missing_ok=True)
         _put(self.directory / CONFIGURATION, configuration)
 
     def save(self, label: str, saved: RunState) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from opfuse.errors import OpfuseWarning, OutputError, describe, os_error_text
 from opfuse.runtime.plans.written import OWNER_ONLY, owner_only
 
-REPORT, VALUES = "report.json", "values.jsonl"
-"""Files of a run: what it found, and what its casts did to values."""
+REPORT, VALUES, PLOT = "report.json", "values.jsonl", "loss.png"
+"""Files of a run that has ended: what it found, what its casts did to values, and its losses as a picture."""
 
 
 def writable(directory: Path) -> Path:

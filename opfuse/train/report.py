@@ -8,11 +8,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from opfuse.recipes import Recipe
 from opfuse.runtime.plans.trace import process, versions
 from opfuse.runtime.plans.written import sealed
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
-from opfuse.train.files import REPORT, VALUES, write
+from opfuse.train.files import PLOT, REPORT, VALUES, write
 from opfuse.train.loop import Curve
 from opfuse.train.plots import can_plot, png
 
@@ -36,7 +37,7 @@ def to_dict(result: Comparison) -> dict[str, Any]:
         "config": result.config.path,
         "config_sha256": result.config.sha256,
         "recipe": "none" if recipe is None else recipe.kind,
-        "recipe_fields": {} if recipe is None else {name: _plain(value) for name, value in recipe.values().items()},
+        "recipe_fields": recipe_fields(recipe),
         "dtype": result.labels[1],
         "device": str(result.device),
         "backend": backend.status,
@@ -70,6 +71,11 @@ FIGURES: dict[str, Callable[[Curve], float]] = {
     "run_seconds": lambda curve: curve.seconds,
 }
 """What the report says of each run."""
+
+
+def recipe_fields(recipe: Recipe | None) -> dict[str, Any]:
+    """The fields of a recipe as values that JSON has; none without one."""
+    return {} if recipe is None else {name: _plain(value) for name, value in recipe.values().items()}
 
 
 def _plain(value: Any) -> int | float | str | None:
@@ -110,7 +116,7 @@ def write_plot(result: Comparison, directory: Path) -> Path | None:
     """Draw the losses into ``directory`` as ``loss.png``; None without matplotlib, which is an extra of the package."""
     if not can_plot():
         return None
-    return write(directory / "loss.png", _plot(result))
+    return write(directory / PLOT, _plot(result))
 
 
 def _named(result: Comparison) -> dict[str, Curve]:

@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opfuse.config import Config, load
+import torch
+
+from opfuse.config import Config, Train, load
 from opfuse.config.values import values_of
-from opfuse.errors import TraceError, describe
+from opfuse.errors import OutputError, TraceError, describe
 from opfuse.inspect.trace import SUFFIX, Trace, read
 from opfuse.keys import plain
 from opfuse.runtime.plans.written import unsealed
-from opfuse.train.checkpoints import CONFIGURATION
+from opfuse.train.checkpoints import CONFIGURATION, FOLDER
+from opfuse.train.comparison import data_of
+from opfuse.train.data import corpus
 from opfuse.train.files import REPORT
+from opfuse.train.report import recipe_fields
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,42 @@ def configuration_of(directory: Path) -> Config:
 def _no_report(path: Path, error: Exception) -> TraceError:
     got, cure = f"{type(error).__name__}: {error}", "write it anew: opfuse run CONFIG"
     return TraceError(describe(str(path), wanted="a report of opfuse run", got=got, cure=cure))
+
+
+def repeats(directory: Path, config: Config, settings: Train, device: torch.device) -> bool:
+    """Whether a run of ``config`` would repeat the one in ``directory``: it has ended, and each of its values is had again.
+
+    False where there is none. OutputError if there is another one, whose results would be lost.
+    """
+    text, fields = corpus(data_of(config), config.folder), recipe_fields(config.recipe)
+    asked = {"config_sha256": config.sha256, "data": {"sha256": text.sha256}, "recipe_fields": fields, "device": device.type}
+    decided = _decisive({**asked, "steps": settings.steps, "seed": settings.seed})
+    try:
+        report = unsealed((directory / REPORT).read_text(encoding="utf-8"))
+        found = next((f"another {name}" for name, value in _decisive(report).items() if decided[name] != value), None)
+        if found is None:
+            return True
+    except FileNotFoundError:
+        if not any((directory / FOLDER).glob("*.pt")):
+            return False
+        found = "one that has not ended"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = f"a {REPORT} that is none"
+    wanted, got = "a directory without an earlier run, or with the same", found
+    cure = "name another with --out, go on with the run there with --resume, or replace it with --force"
+    raise OutputError(describe(str(directory), wanted=wanted, got=got, cure=cure))
+
+
+def _decisive(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a report what decides the values of its run. The fields of a recipe may come from variables."""
+    return {
+        "configuration": report["config_sha256"],
+        "text": report["data"]["sha256"],
+        "recipe": report["recipe_fields"],
+        "number of steps": report["steps"],
+        "seed": report["seed"],
+        "device": report["device"].partition(":")[0],
+    }
 
 
 def _of_report(path: Path) -> KnownRun:

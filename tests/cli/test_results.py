@@ -76,14 +76,15 @@ def fill(monkeypatch: pytest.MonkeyPatch, full: Path) -> None:
 def test_a_full_disk_leaves_the_last_report_and_the_new_one_goes_elsewhere(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "report.json").write_text("the last one")
+    assert main(["run", tiny, "--out", str(tmp_path / "out")]) == 0
+    last = (tmp_path / "out" / "report.json").read_text()
+    capsys.readouterr()
     fill(monkeypatch, tmp_path / "out")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["run", tiny, "--json", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr()
     assert not list((tmp_path / "out").rglob("*.tmp"))
-    assert (tmp_path / "out" / "report.json").read_text() == "the last one"
+    assert (tmp_path / "out" / "report.json").read_text() == last
     (elsewhere,) = tmp_path.glob("opfuse-*")
     assert f"No space left on device. Cure: make room; what was computed is in {elsewhere}." in printed.err
     report = json.loads((elsewhere / "report.json").read_text())

@@ -229,8 +229,6 @@ def test_a_file_without_data_is_refused_before_anything_is_written(tmp_path: Pat
 def test_a_checkpoint_of_another_run_is_refused_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = configured(tmp_path, "none"), tmp_path / "out"
     assert main([*run, str(out)]) == 0
-    assert main([*run, str(out)]) == 0  # begins anew
-    assert "is of an earlier run and will be replaced" in capsys.readouterr().err
     path = out / "checkpoints" / "bfloat16.pt"
     for changed, wanted in (
         (["--seed", "3"], "bfloat16.pt seed: wants 0, got 3"),
@@ -250,6 +248,49 @@ def test_a_checkpoint_of_another_run_is_refused_and_named(tmp_path: Path, capsys
     path.with_name("bfloat16.before.pt").unlink()
     assert main([*run, str(out), "--resume"]) == 1
     assert "wants a checkpoint of opfuse run" in capsys.readouterr().err
+
+
+def test_another_run_is_replaced_by_force_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run is repeated, so that a command of a page can be; nothing of another one is lost."""
+    run, out = configured(tmp_path, "fp8_current"), tmp_path / "out"
+
+    def held() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def refused(got: str, *options: str) -> None:
+        before = held()
+        assert main([*run, str(out), *options]) == 1
+        told = capsys.readouterr().err
+        assert f"{out}: wants a directory without an earlier run, or with the same, got {got}. Cure: name another" in told
+        assert held() == before
+
+    assert main([*run, str(out)]) == 0
+    capsys.readouterr()
+    assert main([*run, str(out)]) == 0
+    assert f"{out} holds this run already; it is repeated, and replaced" in capsys.readouterr().err
+    refused("another seed", "--seed", "3")
+    refused("another number of steps", "--steps", "3")
+    own, text = tmp_path / "own.yaml", tmp_path / "own.txt"
+    for path, changed, got in ((own, b"# a comment\n", "another configuration"), (text, b"that is the question", "another text")):
+        content = path.read_bytes()
+        path.write_bytes(content + changed)
+        refused(got)
+        path.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setenv("OPFUSE_BACKWARD_OVERRIDE", "dequantized")
+        refused("another recipe")
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "reporter", lambda: interrupting(3))
+        assert main([*run, str(out), "--force", "--seed", "3"]) == 130
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["fp8_current.pt", "fp8_current.before.pt"]
+    refused("one that has not ended", "--seed", "3")
+    refused("one that has not ended")
+    assert main([*run, str(out), "--seed", "3", "--resume"]) == 0
+    (out / "report.json").write_text("{}")
+    refused("a report.json that is none")
+    assert main([*run, str(out), "--resume", "--force"]) == 2
 
 
 @pytest.mark.parametrize("found", [[1], {"step": 3}, {"run": {}, "other": 1}], ids=["a list", "a part", "another"])

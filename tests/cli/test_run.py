@@ -76,7 +76,7 @@ def test_text_has_both_losses_fusions_and_cache_figures(tiny: Path, tmp_path: Pa
 
 def test_seed_steps_and_out(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def report(*options: str) -> dict[str, object]:
-        assert main(["run", str(tiny), "--json", "--out", str(tmp_path / "x"), *options]) == 0
+        assert main(["run", str(tiny), "--json", "--out", str(tmp_path / "x"), "--force", *options]) == 0
         return json.loads(capsys.readouterr().out)
 
     assert report()["loss_last"] == report("--seed", "1")["loss_last"] != report("--seed", "2")["loss_last"]

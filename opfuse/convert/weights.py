@@ -391,6 +391,8 @@ def product_of(weights: Sequence[Weight]) -> tuple[list[BasicOperation], MadePar
         made = MadeParameters({name: [(w.module, name, w.transposed and name == "weight") for w in weights] for name in names})
     owner: nn.Module = first.module if made is None else made
     ops: list[BasicOperation] = [borrowing(BasicLinear, (first.in_features, columns), owner, "weight")]
+    if all(isinstance(weight.module._parameters["weight"], QuantizedTensor) for weight in weights):
+        ops[0].__dict__["stored"] = ("weight",)
     if first.has_bias:
         ops.append(borrowing(Bias, (columns,), owner, "bias"))
     return ops, made

@@ -91,6 +91,35 @@ def check_cut_tiles(recipe: str, rank: int, ranks: int, device: str) -> list[str
     return wrong + (["quantized"] if isinstance(stored_in(model[0].weight), QuantizedTensor) else [])
 
 
+def check_cut_tiles_of_converted(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
+    """The same of weights that a converted model took from a file, alone and as parts of one product; others stay quantized."""
+    torch.manual_seed(0)
+    layers = {name: nn.Linear(128, rows, bias=False) for name, rows in (("up", 128), ("gate", 128), ("down", 128 * ranks))}
+    model = Gated(layers).to(device, torch.bfloat16)
+    tensors, _ = opfuse.export_weights(model, "fp8_block", recipe=RECIPES[recipe](), ignore=[])
+    model.load_state_dict(opfuse.import_weights(tensors), assign=True)
+    opfuse.fuse_(model, RECIPES[recipe]())
+    fully_shard(model, mesh=init_device_mesh(device, (ranks,)))
+    told = [text for _ in range(2) for text in called(model, recipe, device)[1]]
+    wanted = [] if ranks == 1 else ["lives quantized, as it was made"]
+    wrong = [] if len(told) == len(wanted) and all(map(str.__contains__, told, wanted)) else [f"told {told}"]
+    kept = [name for name, weight in model.named_parameters() if isinstance(stored_in(weight), QuantizedTensor)]
+    return wrong + ([] if kept == [f"{name}.weight" for name in layers][-1 if ranks > 1 else 0 :] else [f"quantized: {kept}"])
+
+
+class Gated(nn.Module):
+    """Gate and up are one product."""
+
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
 def check_mirrored(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
     """A columnwise plane that is the rowwise one transposed is made for the backward pass alone, and for who reads it."""
     model, made = sharded(recipe, 128 * ranks, ranks, device, reshard_after_forward=True), []
@@ -225,5 +254,6 @@ TASKS: list[Task] = [
     (check_written_apart, "nvfp4"),
     (check_materialised, "current"),
     (check_cut_tiles, "block"),
+    (check_cut_tiles_of_converted, "block"),
     *((check_mirrored, kind) for kind in ("current", "block", "nvfp4")),
 ]

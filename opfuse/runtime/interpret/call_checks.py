@@ -185,7 +185,7 @@ def _warn_of_plain(op: BasicOperation) -> None:
             _warned_plain.add(op)
             got = "a plain one: another was assigned, or its rows were sharded where its format cannot be cut, or shares scales"
             cure = "none needed: it trains in high precision; or have each rank hold whole blocks of rows"
-            where, wanted = f"{op.label} {name}", "a weight that lives quantized, as it was made"
+            where, wanted = f"{op.name or op.label} {name}", "a weight that lives quantized, as it was made"
             warnings.warn(describe(where, wanted=wanted, got=got, cure=cure), OpfuseWarning, stacklevel=2)
 
 

@@ -49,6 +49,7 @@ PLAIN = (
     (re.compile(r"\b\d+\.\d MiB"), "N MiB"),
     (re.compile(r"(?<=  )\d+\.\d +0\.0\b"), "N     N"),
     (re.compile(r" +\d+\.\d  (?=first plan|env\.)"), "  N  "),
+    (re.compile(r"^ *(\S.*?) +\d+\.\d\d% +[\d.]+[mu]?s .*", re.MULTILINE), r"\1  N"),
 )
 """What differs from run to run, and how it is written."""
 

@@ -15,7 +15,7 @@ import opfuse.inspect.casts
 import opfuse.ops  # these two register all kernels
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import show_rows
-from opfuse.environment import VARIABLES, faults
+from opfuse.environment import SWITCHES, VARIABLES, faults
 from opfuse.kernels.engine.cubins import location, private
 from opfuse.kernels.products.certificate import wrong_here
 from opfuse.kernels.products.native import machine as machine_with
@@ -45,8 +45,17 @@ def _print_machine(found: Any) -> None:
 
 def _print_environment(found: Any) -> None:
     for name, meaning in found.items():
-        echo(f"{name}={os.environ[name]}: {meaning}")
+        value = os.environ[name].strip()
+        echo(f"{name}={value}: {_effect(name, value, meaning)}")
     echo("")
+
+
+def _effect(name: str, value: str, meaning: str) -> str:
+    """What this value does. meaning: as in VARIABLES, where that of a switch begins with the value that has an effect."""
+    if name not in SWITCHES or value not in ("0", "1"):
+        return meaning
+    does = f"{value}: "
+    return meaning.removeprefix(does) if meaning.startswith(does) else f"as if it were not set; {meaning}"
 
 
 def _print_torch(found: Any) -> None:

@@ -218,6 +218,9 @@ def test_the_page_is_true():
     assert torch.equal(space["model"][0].weight, space["quantized"].weight.dequantize())
     assert all(f"| `{name}` |" in page for name in READ)
     assert isinstance(space["gpt_oss"].model.layers[0].mlp.experts.down_proj, QuantizedTensor)
+    tokens = torch.randint(0, 128, (2, 16))
+    space["gpt_oss"](input_ids=tokens, labels=tokens).loss.backward()
+    space["optimizer"].step()
 
 
 def test_a_deepseek_checkpoint_is_trained_from():

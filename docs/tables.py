@@ -27,6 +27,8 @@ from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8RowQuantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
     MXFP4Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
@@ -160,6 +162,22 @@ def presets() -> str:
     """Factories of opfuse.recipes.zoo."""
     rows = ([f"`{name}`", _summary(preset.__doc__)] for name, preset in zoo.PRESETS.items())
     return table(["qfactory", "what it chooses"], rows)
+
+
+def quantizers_of_factories() -> str:
+    """What a factory may return for a role, with what it is made with beside the keywords of all."""
+    of_all = inspect.signature(Quantizer).parameters.keys() | OF_RANKS
+    rows = []
+    for kind in (*dict.fromkeys(map(type, FORMATS)), HybridQuantizer, IdentityQuantizer):
+        found = [each for each in inspect.signature(kind).parameters.values() if each.name not in of_all]
+        first, named = ([each for each in found if (each.kind is each.KEYWORD_ONLY) == by_name] for by_name in (False, True))
+        made = inspect.Signature([each.replace(annotation=each.empty) for each in first])
+        rows.append([f"`{kind.__name__}{made}`", ", ".join(f"`{each.name}`" for each in named), _summary(kind.__doc__)])
+    return table(["quantizer", "by keyword", "what it makes"], rows)
+
+
+OF_RANKS = {"device", "with_amax_reduction", "amax_reduction_group"}
+"""Arguments of quantizers that recipes and shards give."""
 
 
 def overrides() -> str:
@@ -340,6 +358,7 @@ TABLES = {
     "support": support,
     "formats": formats,
     "presets": presets,
+    "quantizers": quantizers_of_factories,
     "overrides": overrides,
     "ops": ops,
     "rules": rules,

@@ -155,6 +155,8 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     for _ in range(5):
         found.step()
     assert found.is_repeated()
+    for _ in range(2):
+        found.step()  # a checkpoint, as in that look, has entered layouts of its own
     return found
 
 
@@ -454,6 +456,18 @@ def test_a_region_with_repeated_calls_alone_is_used(pair):
         for _ in range(3):
             with opfuse.autocast(recipe=FP8):
                 pair.compiled(x)
+
+
+def test_a_result_that_is_an_input_is_a_copy():
+    model = ops.Sequential(ops.MakeExtraOutput(), ops.Linear(64, 64)).bfloat16()
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(6):
+        x = torch.randn(64, 64).bfloat16().requires_grad_()
+        with opfuse.autocast(recipe=FP8):
+            y, other = call(x)
+        assert torch.equal(other, x)
+        assert other.data_ptr() != x.data_ptr()
+        (y.sum() + other.sum()).backward()
 
 
 def test_copies_of_a_model_share_nothing(pair):

@@ -208,7 +208,8 @@ class BackwardTape:
         return Repetition(self.use, steps, self._looks, ends, self._count)
 
     def repeat(self, call: Repetition, steps: list[_TapeStep]) -> None:
-        """The steps of ``call`` were done again."""
+        """The steps of ``call`` were done again, and the call is over."""
+        self._copies, self.saved = Copies(()), []
         self._steps, self._looks, self._count, self._ends = steps, call.looks, call.arguments, [*call.ends]
 
     def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -468,6 +469,28 @@ def test_a_result_that_is_an_input_is_a_copy():
         assert torch.equal(other, x)
         assert other.data_ptr() != x.data_ptr()
         (y.sum() + other.sum()).backward()
+
+
+def alive() -> int:
+    """Bytes of the memory of all tensors."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter) and each.layout is torch.strided]
+    storages = [each.untyped_storage() for each in tensors if not each.is_meta]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+@pytest.mark.parametrize("recipe", ["current", "high precision"])
+def test_a_call_as_a_whole_keeps_no_more_than_its_steps(recipe):
+    """Neither its inputs nor what a backward pass has read."""
+    pair, kept = Pair("converted"), {}
+    for around in (nullcontext, nullcontext, nullcontext, nullcontext, AROUND["a look at plans"]):
+        x = torch.randn(2, 64, 64).bfloat16().requires_grad_()
+        before = alive()
+        with opfuse.autocast(recipe=KINDS[recipe]), around(pair) if around is not nullcontext else nullcontext():
+            y = pair.compiled(x)
+        kept[around] = alive() - before
+        del y
+    assert kept[nullcontext] == kept[AROUND["a look at plans"]] > 0
 
 
 def test_copies_of_a_model_share_nothing(pair):

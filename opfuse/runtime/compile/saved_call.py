@@ -147,6 +147,7 @@ CALLS = 8
 
 CallKey = tuple[Any, ...]
 
+
 def _UNUSUAL(tensor: torch.Tensor) -> bool:
     """Whether kernels cannot read the values of an input as they lie, or autograd counts no writes to it."""
     return tensor.is_neg() or tensor.is_inference()

@@ -177,8 +177,14 @@ def _described(problem: str, wanted: str, got: str, cure: str) -> Described:
 
 
 def number_of(count: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """``1 node``, ``2 nodes``, ``2 losses``, ``2 matrices``."""
+    several = f"{noun[:-1]}ces" if noun.endswith("ix") else f"{noun}es" if noun.endswith(("s", "x")) else f"{noun}s"
+    return f"{count} {noun if count == 1 else several}"
+
+
+def differing(count: int, total: int, noun: str) -> str:
+    """``1 of 3 values differs``, ``2 of 3 values differ``."""
+    return f"{count} of {number_of(total, noun)} {'differs' if count == 1 else 'differ'}"
 
 
 def listed(names: Sequence[str]) -> str:

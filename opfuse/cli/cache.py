@@ -11,7 +11,7 @@ import typer
 
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import show_rows
-from opfuse.errors import TraceError, describe, nearest
+from opfuse.errors import TraceError, describe, differing, nearest, number_of
 from opfuse.inspect.trace import Trace, differences, find, odd_ranks, plans_of, read
 from opfuse.kernels.engine.cubins import location
 from opfuse.kernels.engine.inventory import KeptCubin, inventory, recompiled
@@ -38,7 +38,7 @@ def ls(trace: Path | None, *, as_json: bool) -> None:
         echo_json({"directory": str(location()), "kernels": [entry.record() for entry in kept]})
         return
     show_rows(KERNELS, [_kernel_row(entry) for entry in kept])
-    echo(f"{len(kept)} keys, {sum(entry.bytes for entry in kept) / 2**20:.1f} MiB in {location()}")
+    echo(f"{number_of(len(kept), 'key')}, {sum(entry.bytes for entry in kept) / 2**20:.1f} MiB in {location()}")
 
 
 def show(key: str, trace: Path | None, *, only: str, as_json: bool) -> None:
@@ -67,7 +67,7 @@ def diff(old: str, new: str, trace: Path, *, as_json: bool) -> None:
     if as_json:
         echo_json({"old": before.key, "new": after.key, "differences": [difference.model_dump() for difference in changed]})
         return
-    echo(f"{before.key} -> {after.key}: {len(changed)} of {len(after.leaves)} values differ")
+    echo(f"{before.key} -> {after.key}: {differing(len(changed), len(after.leaves), 'value')}")
     for difference in changed:
         echo(f"  {difference}")
 
@@ -113,7 +113,8 @@ def verify(*, compiling: bool, as_json: bool) -> None:
         for key, texts in faults.items():
             echo(f"{key[:_KEY]}: {'; '.join(texts)}")
         anew = f"; {sum(bool(entry.source) for entry in kept)} compiled anew" * compiling
-        echo(f"{len(kept)} keys: {len(faults)} not intact, {len(old)} made from other sources, which nothing asks for{anew}")
+        found = f"{len(faults)} not intact, {len(old)} made from other sources, which nothing asks for{anew}"
+        echo(f"{number_of(len(kept), 'key')}: {found}")
         echo("A key holds the whole text that was compiled, the compiler and its flags, so no entry can be stale.")
     raise typer.Exit(1 if faults else 0)
 
@@ -130,7 +131,7 @@ def prune(*, days: float | None, everything: bool, as_json: bool) -> None:
     if as_json:
         echo_json({"removed": [entry.key for entry in gone], "bytes": freed})
     else:
-        echo(f"removed {len(gone)} keys, {freed / 2**20:.1f} MiB, from {location()}")
+        echo(f"removed {number_of(len(gone), 'key')}, {freed / 2**20:.1f} MiB, from {location()}")
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------------
@@ -153,7 +154,8 @@ def _counts(traces: tuple[Trace, ...]) -> list[dict[str, Any]]:
 
 def _summary(traces: tuple[Trace, ...]) -> Iterator[str]:
     for row in _counts(traces):
-        yield f"rank {row['rank']} {row['pipeline']}: {row['plans']} plans alive, {row['hits']} hits, {row['misses']} misses"
+        alive, hits = f"{number_of(row['plans'], 'plan')} alive", number_of(row["hits"], "hit")
+        yield f"rank {row['rank']} {row['pipeline']}: {alive}, {hits}, {number_of(row['misses'], 'miss')}"
     for trace in traces:
         if trace.counts is None:
             yield f"rank {trace.process.rank}: {trace.path.name} ends without counts: the process runs still, or was killed"

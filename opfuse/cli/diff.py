@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from opfuse.cli.output import counted, echo, echo_json
+from opfuse.errors import number_of
 from opfuse.train.localize import first_difference
 from opfuse.train.runs import differences, divergence, known_run
 
@@ -30,7 +31,7 @@ def diff(old: Path, new: Path, *, localize: bool, bound: float, as_json: bool) -
         if parted is not None:
             echo(str(parted))
         elif compared:
-            echo(f"{compared} losses are equal bit for bit")
+            echo(f"{number_of(compared, 'loss')} {'is' if compared == 1 else 'are'} equal bit for bit")
         if localize:
             echo("no value differs in the step that was run again" if place is None else str(place))
         echo(counted(changed, "difference"))

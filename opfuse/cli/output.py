@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from opfuse.errors import number_of
+
 
 def echo(text: str) -> None:
     """A line, or several, on stdout."""
@@ -21,7 +23,8 @@ def echo_json(value: Any) -> None:
 
 def counted(things: Sized, noun: str) -> str:
     """``no findings``, ``1 finding``, ``2 findings``."""
-    return f"{len(things) or 'no'} {noun}{'' if len(things) == 1 else 's'}"
+    text = number_of(len(things), noun)
+    return text if things else text.replace("0", "no", 1)
 
 
 def error(text: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from opfuse.cli.output import echo, echo_json
+from opfuse.errors import number_of
 from opfuse.interchange.parity import Verdict, compare, load
 
 _NAMED = 8  # tensors of one kind of difference that are named; the others are counted
@@ -31,7 +32,8 @@ def parity(
 def _lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Counts of what is equal; then what differs, by name, the rarest kind first: it is the likeliest mistake."""
     equal = [verdict for verdict in verdicts if verdict.is_equal]
-    yield f"{len(equal)} of {len(verdicts)} tensors are equal"
+    verb = "is" if len(equal) == 1 else "are"
+    yield f"{len(equal)} of {number_of(len(verdicts), 'tensor')} {verb} equal"
     for (status, left, right, why), group in sorted(_kinds(equal), key=lambda kind: -len(kind[1])):
         yield f"  {len(group)} {status}: {left}{f' beside {right}' if left != right else ''}{f', {why}' if why else ''}"
     others = [verdict for verdict in verdicts if not verdict.is_equal]

@@ -15,7 +15,7 @@ from opfuse.cli.explain import explained
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import written
 from opfuse.config import Config, Train, load
-from opfuse.errors import OutputError, TraceError, describe
+from opfuse.errors import OutputError, TraceError, describe, number_of
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.charts import PageChart, PageEvents, Points
 from opfuse.inspect.page import STATUSES, Cell, Page, PageBytes, PageSection, PageTable
@@ -283,7 +283,7 @@ def _timeline(traces: Sequence[Trace], plans: Sequence[tuple[Trace, PlanLine]]) 
     for same in alike(plans, lambda pair: (starred(pair[1].pipeline), pair[0].process.rank)):
         times = [(plan.seconds - plan.ms / 1e3, plan.ms / 1e3) for _, plan in same]
         name = counted([*dict.fromkeys(plan.pipeline for _, plan in same)])
-        label = f"{len(same)} plans of {name} between {times[0][0]:.1f} and {times[-1][0]:.1f} s of {total:.1f} s"
+        label = f"{number_of(len(same), 'plan')} of {name} between {times[0][0]:.1f} and {times[-1][0]:.1f} s of {total:.1f} s"
         ms = sum(plan.ms for _, plan in same)
         rows.append((name, same[0][0].process.rank, PageEvents(times, total, label), len(same), f"{ms:.1f} ms"))
     each: list[Row] = [

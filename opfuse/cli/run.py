@@ -18,6 +18,7 @@ from opfuse.cli.output import echo, echo_json, error
 from opfuse.cli.progress import reporter
 from opfuse.cli.results import device_for, directory_for, print_files, show, write_or_salvage
 from opfuse.config import load
+from opfuse.errors import number_of
 from opfuse.train import Checkpoints, Comparison, Interrupted, compare, to_dict, write_plot, write_report, write_values
 from opfuse.train.comparison import data_of, labels, overridden
 from opfuse.train.files import PLOT, REPORT, VALUES, sole_writer
@@ -105,7 +106,8 @@ def write(result: Comparison, directory: Path) -> list[Path]:
 
 def print_comparison(result: Comparison) -> None:
     """The table of losses, and what they stand beside."""
-    echo(f"{result.name}: {result.settings.steps} steps of {result.settings.batch_size} samples on {result.device}")
+    steps, samples = number_of(result.settings.steps, "step"), number_of(result.settings.batch_size, "sample")
+    echo(f"{result.name}: {steps} of {samples} on {result.device}")
     show(table(result))
     for line in notes(result):
         echo(line)
@@ -148,5 +150,5 @@ def notes(result: Comparison) -> Iterator[str]:
     for direction in ("forward", "backward", "joint"):
         if found := [f"{rule} ×{count}" for rule, side, count in result.run.fusions if side == direction]:
             yield f"{direction:<8} {', '.join(found)}"
-    yield f"plans    {cache.plans} alive, {cache.hits} hits, {cache.misses} misses"
+    yield f"plans    {cache.plans} alive, {number_of(cache.hits, 'hit')}, {number_of(cache.misses, 'miss')}"
     yield f"         last miss: {textwrap.shorten(cache.last_miss or 'none', WIDTH, placeholder=' …')}"

@@ -14,6 +14,7 @@ from opfuse.cli.output import echo, echo_json
 from opfuse.cli.progress import reporter
 from opfuse.cli.results import device_for, directory_for, print_files, show, write_or_salvage, written
 from opfuse.config import load
+from opfuse.errors import number_of
 from opfuse.recipes import recipe_of
 from opfuse.train.files import sole_writer, writable
 from opfuse.train.layer_costs import layer_costs
@@ -42,8 +43,8 @@ def study(
 
 def print_study(found: Study, points: int) -> None:
     """The table, and what could not be measured."""
-    took = f"{found.settings.steps} steps on {found.device} in {found.seconds:.0f} s"
-    echo(f"{found.name}: {took}; SQNR in dB, means over {points} points")
+    took = f"{number_of(found.settings.steps, 'step')} on {found.device} in {found.seconds:.0f} s"
+    echo(f"{found.name}: {took}; SQNR in dB, means over {number_of(points, 'point')}")
     show(table(found))
     for reason in reasons(refused(found), found.field):
         echo(f"refused  {reason}")

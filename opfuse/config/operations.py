@@ -16,7 +16,7 @@ from opfuse.config.plugins import plugin_ops
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.spec import argument, domains, spec_of
 from opfuse.domains import keywords
-from opfuse.errors import OpfuseError, PipelineError, describe
+from opfuse.errors import OpfuseError, PipelineError, describe, number_of
 from opfuse.formats import DTYPES
 from opfuse.ops import OPS as BUILT_IN
 from opfuse.sources import DEFAULT
@@ -113,7 +113,7 @@ class PipelineEntry:
         taken = {name: placement[name] for name in PLACEMENT if name in (keywords(cls) or ())}
         op: FusibleOperation = cls(**dict(self.arguments), **taken)
         if self.extra_input and len(self.extra_input) != op.num_extra_inputs:
-            wanted, cure = f"{op.num_extra_inputs} channels", "name one for each"
+            wanted, cure = number_of(op.num_extra_inputs, "channel"), "name one for each"
             raise PipelineError(describe("extra_input", wanted=wanted, got=len(self.extra_input), cure=cure))
         for basic in (op, *op.basic_ops):
             basic.__dict__["made_at"] = self.source
@@ -170,9 +170,8 @@ def check_channels(entries: Sequence[PipelineEntry]) -> Sequence[PipelineEntry]:
                 message = f"no earlier op produces channel {shown(name)}"
                 problems.append(Problem("unknown-channel", message, similar(name, producers), (i, "extra_input")))
             elif (groups := entries[producers[name]].groups) and entry.groups and groups != entry.groups:
-                message = (
-                    f"op {producers[name]}, which produces channel {shown(name)}, has {groups} groups, this one {entry.groups}"
-                )
+                producer = f"op {producers[name]}, which produces channel {shown(name)}"
+                message = f"{producer}, has {number_of(groups, 'group')}, this one {entry.groups}"
                 problems.append(Problem("does-not-fit", message, f"write num_groups: {groups}", (i, "num_groups")))
         for name in entry.extra_output:
             if name in producers:

@@ -24,7 +24,7 @@ from opfuse.compiler.registry import Registration, RuleSet, default_rules, use_r
 from opfuse.compiler.rules import JOINT, Fusion
 from opfuse.config.rule_pipelines import MadePipeline, RulePipelines, random_values
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import FusionError, OpfuseWarning, describe, listed, nearest, number_of
+from opfuse.errors import FusionError, OpfuseWarning, describe, differing, listed, nearest, number_of
 from opfuse.events import PlanUsed, TensorSaved, collected, subscribed
 from opfuse.formats import dtype_name
 from opfuse.interchange.parity import same_bytes
@@ -59,7 +59,7 @@ class FirstDifference(NamedTuple):
 
     def __str__(self) -> str:
         where = f" at {self.at}" if self.elements else ""
-        count = f"; {self.differing} of {self.elements} elements differ" if self.elements else ""
+        count = f"; {differing(self.differing, self.elements, 'element')}" if self.elements else ""
         others = f"; {listed(self.others)} {'differs' if len(self.others) == 1 else 'differ'} too" if self.others else ""
         return f"{self.tensor}{where} wants {self.wanted}, got {self.got}{count}{others}"
 

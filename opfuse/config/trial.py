@@ -17,7 +17,7 @@ from opfuse.config.expand import RESIDUAL
 from opfuse.config.findings import Loc, Problem, sentence
 from opfuse.config.models import Text
 from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, PipelineEntry
-from opfuse.errors import OpfuseError
+from opfuse.errors import OpfuseError, number_of
 from opfuse.fusions.declared import KINDS
 from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import under
@@ -56,13 +56,13 @@ def trial(
         last = found.shape(torch.Size((rows, columns)))
     if data is None:
         return found.problems
-    given = f"; a sample of the data has {columns} columns, context {data.context} x embedding {data.embedding}"
+    given = f"; a sample of the data has {number_of(columns, 'column')}, context {data.context} x embedding {data.embedding}"
     problems = [
         replace(problem, message=problem.message.removesuffix(".") + given) if problem.loc == ("pipeline", "ops", 0) else problem
         for problem in found.problems
     ]
     if found.sure and last is not None and last[-1] != data.classes:
-        message = f"the pipeline returns {last[-1]} columns, {data.kind} has {data.classes} classes"
+        message = f"the pipeline returns {number_of(last[-1], 'column')}, {data.kind} has {data.classes} classes"
         cure = f"end with out_features: {data.classes}"
         problems.append(Problem("does-not-fit", message, cure, ("pipeline", "ops", len(entries) - 1)))
     return problems
@@ -122,7 +122,7 @@ def _unequal(entry: PipelineEntry, inputs: Sequence[Tensor]) -> tuple[str, str] 
     if entry.op != "add_extra_input" or len(widths) < 2 or widths[0] == widths[1]:
         return None
     what = "what goes into the block" if entry.extra_input[0].startswith(f"{RESIDUAL} ") else repr(entry.extra_input[0])
-    message = f"{what} has {widths[1]} columns, and what it is added to has {widths[0]}"
+    message = f"{what} has {number_of(widths[1], 'column')}, and what it is added to has {widths[0]}"
     return message, f"have the layers before the sum end with out_features: {widths[1]}"
 
 

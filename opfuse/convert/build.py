@@ -18,6 +18,7 @@ from opfuse.convert.policy import Policies
 from opfuse.convert.record import LEADING, required_arguments
 from opfuse.convert.weights import MOST_APART, Weight
 from opfuse.core.operation import BasicOperation
+from opfuse.errors import number_of
 from opfuse.ops.pointwise import AddExtraInput
 from opfuse.ops.structure import Identity
 from opfuse.recipes import Recipe
@@ -226,7 +227,7 @@ def build_norm(module: nn.Module, path: str, recipe: Recipe | None) -> Converted
     columns = next(p.numel() for p in module._parameters.values() if p is not None)
     if columns < NARROW:
         norm = "norm" in type(module).__name__.lower()  # for the reader alone: to read a forward takes long
-        small = f"a norm of {columns} columns; norms run as ops from {NARROW} on"
+        small = f"a norm of {number_of(columns, 'column')}; norms run as ops from {NARROW} on"
         raise NotRecorded(small if norm else "it has no matrix to multiply with", "a wide norm")
     if (hindered := obstacle(module, called=True)) is not None:
         raise NotRecorded(f"it has {hindered[0]}", "a plain norm", hindered[1])

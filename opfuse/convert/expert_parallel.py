@@ -20,7 +20,7 @@ from opfuse.convert.converted import converted
 from opfuse.convert.experts import Routed, Spread, pipeline_of, routed
 from opfuse.core.tracers import break_graph, check_exported, outside
 from opfuse.domains import checked_arguments
-from opfuse.errors import ConversionError, ShapeError, describe
+from opfuse.errors import ConversionError, ShapeError, describe, number_of
 from opfuse.tensors.tensor import QuantizedTensor
 
 
@@ -103,7 +103,8 @@ def _checked(module: nn.Module, ranks: int) -> Routed:
     experts, _, _ = own.found.sizes
     if experts % ranks:
         cure = "spread them over a number of ranks that divides theirs"
-        raise ShapeError(describe(where, wanted=f"{ranks} equal parts of the experts", got=f"{experts} experts", cure=cure))
+        wanted, got = f"{ranks} equal parts of the experts", number_of(experts, "expert")
+        raise ShapeError(describe(where, wanted=wanted, got=got, cure=cure))
     return own
 
 

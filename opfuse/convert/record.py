@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from opfuse.convert.code import NotRecorded, check_effects, codes_of
 from opfuse.core.operation import FusibleOperation
-from opfuse.errors import with_article
+from opfuse.errors import number_of, with_article
 from opfuse.torch_private.dispatch import GRAD_MODE
 from opfuse.torch_private.modules import forget_global_hook, has_global_hooks, has_hooks
 from opfuse.torch_private.sizes import is_untold, told, untold
@@ -291,7 +291,8 @@ def _stand_in(name: str, args: Any, kwargs: Any) -> torch.Tensor | None:
 def _product(x: torch.Tensor, rows: int, weight: torch.Tensor, columns: int, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Zeros like x W + b, by a product of one element, which has the dtype that autocast gives it."""
     if x.shape[-1] != rows:
-        raise NotOfThisWidth(f"{x.shape[-1]} columns for a matrix of {rows} rows", "products of matrices that fit")
+        got = f"{number_of(x.shape[-1], 'column')} for a matrix of {number_of(rows, 'row')}"
+        raise NotOfThisWidth(got, "products of matrices that fit")
     one = torch.nn.functional.linear(_zeros(x, 1, 1), _zeros(weight, 1, 1), None if bias is None else _zeros(bias, 1))
     return x.new_zeros(*x.shape[:-1], columns, dtype=one.dtype)
 

@@ -22,7 +22,7 @@ from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import is_foreign
 from opfuse.core.spec import spec_of
-from opfuse.errors import ConversionError, SavedTensorError, describe
+from opfuse.errors import ConversionError, SavedTensorError, describe, number_of
 from opfuse.formats import ROWWISE
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import Bias
@@ -289,7 +289,8 @@ def _whole(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _check_unwritten(parts: Sequence[torch.Tensor], before: Sequence[int], *_: Any) -> None:
     """SavedTensorError for parts that were written: autograd notices writes to the first part alone."""
     if (now := versions(*parts)) != before:
-        got, cure = f"weights written {sum(now) - sum(before)} times since", "call backward() before an optimizer's step"
+        got = f"weights written {number_of(sum(now) - sum(before), 'time')} since"
+        cure = "call backward() before an optimizer's step"
         where, wanted = "backward of weights in one memory", "each as the forward pass left it"
         raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
 

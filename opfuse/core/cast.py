@@ -11,7 +11,7 @@ import torch
 
 from opfuse.core.context import Value
 from opfuse.core.signature import Env
-from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
+from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe, number_of
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.kernels.casts.encoding import EncodedArrays, Encoding
 from opfuse.kernels.engine.launch import host_call, is_recorded
@@ -281,8 +281,8 @@ def check_features(where: str, shape: Sequence[int], features: int) -> None:
     """ShapeError unless ``shape`` is (..., features): said before any format has its say."""
     if tuple(shape[-1:]) != (features,):
         other = f", or build the op with in_features={shape[-1]}" if shape and shape[-1] else ""
-        wanted, cure = f"shape (..., {features})", f"pass {features} features, or have the op before it make so many{other}"
-        raise ShapeError(describe(where, wanted=wanted, got=tuple(shape), cure=cure))
+        cure = f"pass {number_of(features, 'feature')}, or have the op before it make so many{other}"
+        raise ShapeError(describe(where, wanted=f"shape (..., {features})", got=tuple(shape), cure=cure))
 
 
 def cure_of(op: Any, tensor_type: str, layout: Layout, *, overridable: bool) -> str:

@@ -47,6 +47,7 @@ from opfuse.errors import (
     PipelineTypeError,
     SpecError,
     describe,
+    number_of,
 )
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
@@ -402,7 +403,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
                     f"{self.label} extra {what} channel",
                     wanted=f"an index below {len(channels)}",
                     got=index,
-                    cure=f"this op has {len(channels)} extra {what}s",
+                    cure=f"this op has {number_of(len(channels), f'extra {what}')}",
                 )
             )
         if self._captured:

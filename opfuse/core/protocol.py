@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 
-from opfuse.errors import PipelineError, describe
+from opfuse.errors import PipelineError, describe, number_of
 from opfuse.tensors.storage import QuantizedStorage
 
 
@@ -137,7 +137,7 @@ def checked_lists(op: Any, method: str, found: Any, ops: int) -> tuple[Any, ...]
     if len(lists) == len(names) and all(isinstance(each, (tuple, list)) and len(each) in (0, ops) for each in lists):
         entries = ([checked_tensors(op, name, one) for one in each] for name, each in zip(names, lists))
         return (found[0], *(each or [()] * ops for each in entries))
-    wanted = f"a tensor, then a list of {' and one of '.join(names)}, with an entry for each of {ops} ops"
+    wanted = f"a tensor, then a list of {' and one of '.join(names)}, with an entry for each of {number_of(ops, 'op')}"
     raise PipelineError(describe(f"{op.label} {method}", wanted=wanted, got=_form(found), cure=cure))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from opfuse.core.operation import BasicOperation
 from opfuse.domains import SIZE, checked_arguments
-from opfuse.errors import ConversionError, describe, nearest
+from opfuse.errors import ConversionError, describe, nearest, number_of
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.heads import HEADS, OUTPUT_HEAD, heads_of
 from opfuse.recipes.rates import BF16, RATES, RECORD
@@ -67,7 +67,8 @@ class Advice:
         return before / after if after else 1.0
 
     def __str__(self) -> str:
-        total = f"expected of these products: x {self.gain:.2f} of bf16 on an H200 with {self.rows} tokens ({RECORD})"
+        where = f"on an H200 with {number_of(self.rows, 'token')} ({RECORD})"
+        total = f"expected of these products: x {self.gain:.2f} of bf16 {where}"
         same = alike(self.layers, lambda layer: replace(layer, path=starred(layer.path)))
         lines = (replace(layers[0], path=counted([layer.path for layer in layers])) for layers in same)
         return "\n".join((*map(str, lines), total))

@@ -10,7 +10,7 @@ from torch import nn
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.protocol import RunsOps
 from opfuse.core.tracers import Enrolled
-from opfuse.errors import PipelineError, describe
+from opfuse.errors import PipelineError, describe, number_of
 from opfuse.runtime.fuser import OperationFuser, infos_of
 from opfuse.runtime.plans.cache_info import CacheInfo
 
@@ -22,9 +22,10 @@ class ModelCaches(NamedTuple):
     by_path: Mapping[str, CacheInfo]
 
     def __str__(self) -> str:
+        nouns = {"plans": "plan", "hits": "hit", "misses": "miss", "programs": "program"}
         rows = [(path or "(itself)", info) for path, info in self.by_path.items()]
         return "\n".join(
-            f"{path}: {info.plans} plans, {info.hits} hits, {info.misses} misses, {info.programs} programs"
+            f"{path}: {', '.join(number_of(getattr(info, field), noun) for field, noun in nouns.items())}"
             for path, info in [*rows, ("total", self.total)]
         )
 

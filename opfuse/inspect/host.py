@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opfuse.domains import checked_arguments
-from opfuse.errors import PipelineError
+from opfuse.errors import PipelineError, number_of
 from opfuse.events import GroupRan
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.observe import CallInputs, copied_call
@@ -37,10 +37,11 @@ class HostTimes:
     rows: tuple[HostTime, ...]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.rows)} groups)"
+        return f"{type(self).__name__}({number_of(len(self.rows), 'group')})"
 
     def __str__(self) -> str:
-        head = f"{sum(row.seconds for row in self.rows) * 1e6:.0f} us of the host in {len(self.rows)} groups, interpreted"
+        us = sum(row.seconds for row in self.rows) * 1e6
+        head = f"{us:.0f} us of the host in {number_of(len(self.rows), 'group')}, interpreted"
         same = alike(self.rows, lambda row: (starred(row.pipeline), row.side, row.name, row.nodes))
         return "\n".join((head, *map(_line, sorted(same, key=lambda rows: -sum(row.seconds for row in rows)))))
 

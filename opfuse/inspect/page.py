@@ -15,6 +15,8 @@ from html import escape
 from importlib import resources
 from typing import Protocol
 
+from opfuse.errors import number_of
+
 LONGEST = 40
 """Rows that a table shows; a longer one is folded."""
 
@@ -49,7 +51,8 @@ class PageBytes:
     number: int
 
     def cell(self) -> str:
-        return f'<span title="{self.number} bytes">{rounded_bytes(self.number)}</span>'
+        exact = number_of(self.number, "byte")
+        return f'<span title="{exact}">{rounded_bytes(self.number)}</span>'
 
 
 @dataclass(frozen=True)
@@ -234,4 +237,4 @@ def rounded_bytes(number: int) -> str:
         if abs(value) < 1024:
             break
         value, unit = value / 1024, larger
-    return f"{number} bytes" if unit == "bytes" else f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
+    return number_of(number, "byte") if unit == "bytes" else f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"

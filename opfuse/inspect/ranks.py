@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opfuse.errors import PipelineError
+from opfuse.errors import PipelineError, number_of
 from opfuse.inspect.trace import Odd, PlanLine, Process, Trace, odd_ranks
 from opfuse.keys import digest, leaves
 from opfuse.runtime.plans import trace
@@ -30,7 +30,8 @@ class ComparedRanks:
 
     def __str__(self) -> str:
         ranks = len(self.plans)
-        same = f"all {ranks} ranks made the same {self.plans[0]} plans" if ranks > 1 else f"one rank made {self.plans[0]} plans"
+        plans = number_of(self.plans[0], "plan")
+        same = f"all {ranks} ranks made the same {plans}" if ranks > 1 else f"one rank made {plans}"
         return "\n".join(map(str, self.odd)) or same
 
 

@@ -140,11 +140,11 @@ def _head(e: Explanation) -> Iterator[str]:
     if e.rule is None:
         yield f"saved    {totals_line(e.totals)}"
         for override, saved in e.saved_by_override.items():
-            kept = str(saved) if isinstance(saved, RefusedSetting) else f"{saved} bytes"
+            kept = str(saved) if isinstance(saved, RefusedSetting) else number_of(saved, "byte")
             yield f"         under backward_override={override}: {kept}"
     if any(e.kept):
         casts, size = e.kept
-        yield f"kept     {casts} casts of weights, {size} bytes beside what is saved"
+        yield f"kept     {number_of(casts, 'cast')} of weights, {number_of(size, 'byte')} beside what is saved"
     for chain in e.chains if e.rule is None else ():
         how = f"apart, {chain.apart}" if chain.apart else "one launch"
         yield f"chain    {' '.join(chain.ops)} behind a product {tuple(chain.shape)}: {how}"
@@ -184,7 +184,7 @@ def _brief(plan: Plan) -> Iterator[str]:
     yield from _collective_casts(plan)
     yield from _sizes(plan)
     if plan.rematerialized:
-        yield f"  made anew in the backward pass: {len(list(rematerialized(plan)))} operands of products"
+        yield f"  made anew in the backward pass: {number_of(len(list(rematerialized(plan))), 'operand')} of products"
     yield from _in_steps(plan, MOST)
     shown = [outcome for outcome in plan.outcomes if outcome.status not in ROUTINE]
     yield from ("  rules", *_alike(shown)) if shown else ("  rules: none fused",)

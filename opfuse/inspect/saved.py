@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from opfuse.domains import checked_arguments
-from opfuse.errors import OpfuseError, PipelineError, describe
+from opfuse.errors import OpfuseError, PipelineError, describe, number_of
 from opfuse.formats import dtype_name
 from opfuse.inspect.alike import alike, common, counted, starred
 from opfuse.inspect.gradients import error_of, gradients_of
@@ -176,7 +176,8 @@ HEAD = ("op", "name", "format", "planes", "dtype", "shape", "bytes", "memory")
 
 def totals_line(totals: Totals) -> str:
     """Totals in a line."""
-    return f"{totals.bytes} bytes for backward, {totals.own} of them beside the call's inputs; parameters are not counted"
+    saved = f"{number_of(totals.bytes, 'byte')} for backward"
+    return f"{saved}, {totals.own} of them beside the call's inputs; parameters are not counted"
 
 
 def listed(values: Sequence[SavedValue]) -> Iterator[str]:

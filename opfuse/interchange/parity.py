@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from opfuse.errors import ConversionError, UnsupportedError, describe
+from opfuse.errors import ConversionError, UnsupportedError, describe, differing
 from opfuse.formats import E2M1, MXFP4, NumberFormat, dtype_name
 from opfuse.inspect.heads import HEADS
 from opfuse.interchange.layouts import recognized
@@ -36,7 +36,7 @@ from opfuse.tensors.storage import Plane
 from opfuse.tensors.tensor import QuantizedTensor
 
 EQUAL, CAST = "equal", "equal after the cast"
-PARTS = ("codes", "scales", "global scale")
+PARTS = ("code", "scale", "global scale")
 """Names of the arrays of a quantized weight, for messages; scales are compared first."""
 
 
@@ -171,7 +171,7 @@ def _of_values(left: torch.Tensor, right: torch.Tensor) -> str:
         if wide.dtype != narrow.dtype and same_bytes(wide.to(narrow.dtype), narrow):
             return f"{side} has the values rounded to {narrow.dtype}"
     wrong = left.double() != right.double()
-    return f"{int(wrong.sum())} of {wrong.numel()} values differ, first at {_first(wrong)}"
+    return f"{differing(int(wrong.sum()), wrong.numel(), 'value')}, first at {_first(wrong)}"
 
 
 def _of_bytes(left: Compared, right: Compared, origin: Compared | None) -> str:
@@ -185,7 +185,7 @@ def _of_bytes(left: Compared, right: Compared, origin: Compared | None) -> str:
     for i in order:
         wrong = left.arrays[i] != right.arrays[i]
         if wrong.any():
-            differences.append(f"{int(wrong.sum())} of {wrong.numel()} {PARTS[i]} differ, first at {_first(wrong)}")
+            differences.append(f"{differing(int(wrong.sum()), wrong.numel(), PARTS[i])}, first at {_first(wrong)}")
     kinds = [_kind(side) for side in (left, right)]
     return "; ".join(([f"scales are {kinds[0]} beside {kinds[1]}"] if kinds[0] != kinds[1] else []) + differences)
 

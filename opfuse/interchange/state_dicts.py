@@ -11,7 +11,7 @@ from torch import nn
 
 from opfuse.core.state import is_delayed_state
 from opfuse.domains import checked_arguments
-from opfuse.errors import ConversionError, describe, nearest
+from opfuse.errors import ConversionError, describe, nearest, number_of
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.inspect.heads import HEADS, heads_of
 from opfuse.interchange.layouts import (
@@ -313,7 +313,8 @@ def _written_apart(
     cuts = len(names) // len(records)
     unit = foreign.quantizer.formats[0].block[0] if foreign.quantizer.formats[0].block else rows
     if rows // cuts % unit and cuts > 1:
-        wanted, got = f"matrices of multiples of {unit} rows", f"{cuts} of {rows // cuts} rows, with scales in common"
+        wanted = f"matrices of multiples of {unit} rows"
+        got = f"{cuts} of {number_of(rows // cuts, 'row')}, with scales in common"
         raise ConversionError(describe(f"export_weights {name}", wanted=wanted, got=got, cure="name its module in ignore"))
     found: dict[str, torch.Tensor] = {}
     for arrays in zip(*(foreign.written("", record).items() for record in records)):

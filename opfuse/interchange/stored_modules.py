@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from opfuse.errors import ConversionError, describe
+from opfuse.errors import ConversionError, describe, number_of
 from opfuse.formats import ROWWISE
 from opfuse.interchange.layouts import LAYOUTS
 from opfuse.numerics.scales import e8m0_of_pow2
@@ -146,7 +146,7 @@ def why_not_held(module: nn.Module) -> str:
     for matrix in kind.matrices if kind is not None else ():
         arrays = _arrays_of(module, matrix)
         if matrix == "gate_up_proj" and (rows := arrays[matrix].shape[1] // 2) % 128:
-            return f"gate and up of {rows} rows, whose scales transformers joins as if blocks of 128 ended there"
+            return f"gate and up of {number_of(rows, 'row')}, whose scales transformers joins as if blocks of 128 ended there"
         if not _fits(arrays):
             return ", ".join(f"{key} {array.dtype} {tuple(array.shape)}" for key, array in arrays.items()) or f"no {matrix}"
     return ""

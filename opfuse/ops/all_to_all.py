@@ -23,7 +23,7 @@ from opfuse.compiler.collectives import why_values_go
 from opfuse.compiler.graph import DISPATCHES, RETURNS, CastSpec
 from opfuse.core.context import Context, Value, plain
 from opfuse.core.spec import Size, hyper_parameters
-from opfuse.errors import ShapeError, SpecError, describe
+from opfuse.errors import ShapeError, SpecError, describe, number_of
 from opfuse.events import ValuesRead, emit, listeners
 from opfuse.ops.collective import ProcessGroup, _Collective
 from opfuse.tensors.expert_rows import Exchange, cast_for_experts, exchange_of, to_experts, to_tokens
@@ -89,7 +89,7 @@ class AllToAllDispatch(_AllToAll):
         exchange, quantizer = self._exchange(own, counts, order), self._quantizer(ctx)
         rows = len(x) if index is None else len(index)
         if sum(exchange.sent) != rows:
-            wanted, cure = f"{rows} rows, those of the input", "pass the splits of the op that sorted the rows"
+            wanted, cure = f"{number_of(rows, 'row')}, those of the input", "pass the splits of the op that sorted the rows"
             raise ShapeError(describe(f"{self.label} split sizes", wanted=wanted, got=sum(exchange.sent), cure=cure))
         y: Value
         if quantizer is None:
@@ -121,7 +121,8 @@ class AllToAllReturn(_AllToAll):
         exchange = self._exchange(own, counts, order)
         if len(x) != exchange.room:
             cure = "pass what the AllToAllDispatch that made the rows has given"
-            raise ShapeError(describe(f"{self.label} input", wanted=f"{exchange.room} rows", got=tuple(x.shape), cure=cure))
+            wanted = number_of(exchange.room, "row")
+            raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(x.shape), cure=cure))
         kept = dict.fromkeys(self.saves) if not ctx.needs else {"splits": splits, "own": own, "counts": counts, "order": order}
         ctx.save(**kept)
         return to_tokens(x, exchange)

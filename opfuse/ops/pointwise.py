@@ -15,7 +15,7 @@ from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.core.tracers import all_enrolled
 from opfuse.core.watched import METHODS, WatchedClass, place
 from opfuse.domains import numbers
-from opfuse.errors import PipelineError, ShapeError, SpecError, describe
+from opfuse.errors import PipelineError, ShapeError, SpecError, describe, number_of
 from opfuse.numerics import activations
 from opfuse.numerics.chain import Stage, operand_shape
 from opfuse.numerics.pointwise import Pointwise
@@ -234,7 +234,7 @@ class Bias(PointwiseOperation):
     def forward_stage(self, ctx: Context, shape: torch.Size, device: torch.device) -> Stage:
         if shape[-1:] != (self.size,):
             wanted, size = f"shape (..., {self.size})", shape[-1] if shape else 1
-            cure = f"have the op before it make {self.size} features, or build this one with size={size}"
+            cure = f"have the op before it make {number_of(self.size, 'feature')}, or build this one with size={size}"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(shape), cure=cure))
         return super().forward_stage(ctx, shape, device)
 

@@ -10,7 +10,7 @@ from torch import nn
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
-from opfuse.errors import DtypeError, ShapeError, SpecError, describe
+from opfuse.errors import DtypeError, ShapeError, SpecError, describe, number_of
 from opfuse.kernels.combine import combine_rows, combine_rows_backward
 from opfuse.numerics import pointwise
 from opfuse.tensors.gemm import gemm
@@ -197,7 +197,8 @@ class TokenCombine(BasicOperation):
         _check_rows(self.label, input_, None)
         _check_places(self.label, places)
         if input_.shape[0] != places.numel():
-            wanted, cure = f"{places.numel()} rows, one for each place", "pass the places of the TokenDispatch that made the rows"
+            wanted = f"{number_of(places.numel(), 'row')}, one for each place"
+            cure = "pass the places of the TokenDispatch that made the rows"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
         if weights is not None:
             self._check_weights(weights, places)

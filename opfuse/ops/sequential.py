@@ -121,9 +121,8 @@ class Sequential(Enrolled):
     def _name(self, index: SupportsIndex) -> str:
         position = INTEGER.checked("Sequential index", index, PipelineTypeError)
         if not -len(self) <= position < len(self):
-            raise PipelineIndexError(
-                describe("Sequential", wanted=f"an index within {len(self)} modules", got=position, cure="check len(model)")
-            )
+            wanted = f"an index within {number_of(len(self), 'module')}"
+            raise PipelineIndexError(describe("Sequential", wanted=wanted, got=position, cure="check len(model)"))
         return str(list(self._modules)[position])
 
     def __getitem__(self, index: int | slice) -> Any:

@@ -9,7 +9,7 @@ import torch
 from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Shape, hyper_parameters
-from opfuse.errors import ShapeError, describe
+from opfuse.errors import ShapeError, describe, number_of
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import IdentityQuantizer, Quantizer
 
@@ -47,7 +47,7 @@ class Reshape(BasicOperation):
             raise ShapeError(
                 describe(
                     f"{self.label} input",
-                    wanted=f"{input_.numel()} elements to fit {self.shape}",
+                    wanted=f"{number_of(input_.numel(), 'element')} to fit {self.shape}",
                     got=tuple(input_.shape),
                     cure="name a shape of as many elements, or leave one dimension to be found: -1",
                 )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opfuse.errors import RecipeError, describe
+from opfuse.errors import RecipeError, describe, number_of
 from opfuse.torch_private.operations import copy_each
 
 WORDS, NAMES = 1024, 300
@@ -79,7 +79,7 @@ def _check(reduced: torch.Tensor, own: torch.Tensor, names: tuple[str, ...]) -> 
     if not any(words):
         return
     place = next((i for i, differs_here in zip(count(), words[2:]) if differs_here), NAMES)
-    mine = f"{names[place]!r} as number {place + 1}" if place < min(len(names), NAMES) else f"{len(names)} casts"
+    mine = f"{names[place]!r} as number {place + 1}" if place < min(len(names), NAMES) else number_of(len(names), "cast")
     same = "ranks with the same layers, as those of one stage of a pipeline are, all new or all loaded"
     cure = f"give autocast an amax_reduction_group of {same}, or set reduce_amax=False"
     wanted, got = "the same casts in the same order on every rank of the group", f"{mine} here, and another rank has others"

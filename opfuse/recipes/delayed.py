@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from opfuse.errors import OpfuseWarning, RecipeError, describe
+from opfuse.errors import OpfuseWarning, RecipeError, describe, number_of
 from opfuse.kernels.engine.launch import check_capture
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.scalars import FLT_MAX
@@ -390,7 +390,9 @@ class DelayedScalingStates:
         for key, state in self._states.items():
             count = 0 if state.left_out.is_meta else int(state.left_out.item())
             if count > state._warned_left_out:
-                text = f"{where} {key}: {count - state._warned_left_out} amaxes were infinite or NaN, and left out of the history"
+                more = count - state._warned_left_out
+                were = f"{number_of(more, 'amax')} {'was' if more == 1 else 'were'} infinite or NaN"
+                text = f"{where} {key}: {were}, and left out of the history"
                 warnings.warn(f"{text}. Look at the losses of those steps.", OpfuseWarning, stacklevel=3)
                 state._warned_left_out = count
 

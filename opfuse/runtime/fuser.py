@@ -34,7 +34,7 @@ from opfuse.core.tracers import (
     prepared,
 )
 from opfuse.core.watched import ParameterPlaces, Tree, WatchedModule
-from opfuse.errors import OpfuseWarning, PipelineError, describe
+from opfuse.errors import OpfuseWarning, PipelineError, describe, number_of
 from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
@@ -275,7 +275,7 @@ class OperationFuser:
         named = _LocatedKey(structure, around, inputs, rules)
         if call is not None:
             place, region = caller(), region_source()
-            rows, level = f"{_rows(call[0])} rows", call[1].source
+            rows, level = number_of(_rows(call[0]), "row"), call[1].source
             around.sources = {"recipe": region, "amax_group": region, "rows_class": rows, "level": level}
             named.sources = {"env": place, "inputs": place}
         return named

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from opfuse.errors import ShapeError, describe
+from opfuse.errors import ShapeError, describe, number_of
 from opfuse.formats import ROWWISE, NumberFormat
 from opfuse.tensors.one_plane_fsdp import PlaneRecords, alone, mirrors, one_plane, records_of_planes
 from opfuse.tensors.planes import formats_of, mirrored, with_formats
@@ -51,11 +51,12 @@ def before(
     storage, ranks = shard.record, mesh.size()
     if storage.shape[0] * ranks != shape[0]:
         where, wanted = f"FSDP2 shard of a {storage.format} parameter", f"{ranks} equal shards"
-        got, cure = f"{shape[0]} matrices", "shard over a number of ranks that divides them, or dequantize() the parameter before"
+        got = number_of(shape[0], "matrix")
+        cure = "shard over a number of ranks that divides them, or dequantize() the parameter before"
         if len(shape) == MATRIX:
             wanted, got, cure = (
                 f"{wanted} of a multiple of {row_unit(storage)} rows",
-                f"{shape[0]} rows",
+                number_of(shape[0], "row"),
                 "pad the parameter's rows",
             )
         raise ShapeError(describe(where, wanted=wanted, got=got, cure=cure))

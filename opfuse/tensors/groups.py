@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, describe
+from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, describe, number_of
 from opfuse.events import ValuesRead, emit, listeners
 from opfuse.formats import USAGES, NumberFormat, shared_format
 from opfuse.kernels.engine.launch import check_capture
@@ -45,8 +45,8 @@ class GroupedPlane(Plane):
         vars(self).update(own, members=tuple(members), sizes=tuple(sizes))
 
     def _no_array(self) -> NoReturn:
-        cure = "read the planes of its groups, plane.members"
-        raise QuantizedTensorError(describe(f"{self!r}", wanted="one array", got=f"{len(self.members)} groups", cure=cure))
+        got, cure = number_of(len(self.members), "group"), "read the planes of its groups, plane.members"
+        raise QuantizedTensorError(describe(f"{self!r}", wanted="one array", got=got, cure=cure))
 
     data = scale = amax = property(_no_array)
 

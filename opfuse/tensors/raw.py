@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from opfuse.domains import checked_arguments
-from opfuse.errors import QuantizedTensorError, QuantizerError, ShapeError, describe
+from opfuse.errors import QuantizedTensorError, QuantizerError, ShapeError, describe, number_of
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.kernels.casts.encoding import Current
 from opfuse.kernels.casts.tensor import tensor_amax
@@ -52,10 +52,10 @@ def quantize_master_weights(
     for weight, master, start in zip(weights, masters, starts):
         _check_format(weight)
         if master is not None and (start is None or start < 0 or start + master.numel() > weight.numel()):
-            got, cure = f"{master.numel()} elements from {start} on", "pass pieces of the flat weight, and where they begin"
-            raise ShapeError(
-                describe("quantize_master_weights", wanted=f"a piece of {weight.numel()} elements", got=got, cure=cure)
-            )
+            wanted = f"a piece of {number_of(weight.numel(), 'element')}"
+            got = f"{number_of(master.numel(), 'element')} from {start} on"
+            cure = "pass pieces of the flat weight, and where they begin"
+            raise ShapeError(describe("quantize_master_weights", wanted=wanted, got=got, cure=cure))
     if not weights:
         return
     amaxes = reduce_amax(torch.cat([_amax(weight, master) for weight, master in zip(weights, masters)]), group)

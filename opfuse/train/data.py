@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from opfuse.config import Text, TokenFile, UserFile
-from opfuse.errors import ConfigError, ShapeError, describe, os_error_text
+from opfuse.errors import ConfigError, ShapeError, describe, number_of, os_error_text
 
 BYTES = 256
 """Classes: the next byte is one of these."""
@@ -95,7 +95,7 @@ def _tokens(name: str, data: bytes, file: TokenFile) -> torch.Tensor:
     if not whole or most >= file.vocabulary:
         wanted = f"16-bit numbers below its vocabulary, {file.vocabulary}"
         got, cure = (
-            f"{most}" if whole else f"{len(data)} bytes",
+            f"{most}" if whole else number_of(len(data), "byte"),
             "write numpy's uint16 with tofile, and data.vocabulary as the tokenizer has it",
         )
         raise ConfigError(describe(f"data {name}", wanted=wanted, got=got, cure=cure))
@@ -109,7 +109,7 @@ def windows(text: torch.Tensor, context: int) -> torch.Tensor:
     """
     if len(text) <= context:
         cure = "choose a shorter context or another validation_fraction"
-        raise ShapeError(describe("text to sample", wanted=f"more than {context} bytes", got=len(text), cure=cure))
+        raise ShapeError(describe("text to sample", wanted=f"more than {number_of(context, 'byte')}", got=len(text), cure=cure))
     return text.unfold(0, context + 1, 1)
 
 

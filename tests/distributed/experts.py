@@ -304,7 +304,7 @@ def check_refused(_: None, rank: int, ranks: int, device: str) -> list[str]:
     with pytest.raises(SpecError, match=f"a multiple of the {ranks} ranks, got {ranks + 1}"):
         ops.AllToAllDispatch(ranks + 1)
     wrong = torch.full((ranks,), 2, device=device)
-    with pytest.raises(ShapeError, match=f"1 rows, those of the input, got {2 * ranks}"):
+    with pytest.raises(ShapeError, match=f"1 row, those of the input, got {2 * ranks}"):
         ops.AllToAllDispatch(ranks)(torch.ones(1, 4, device=device), wrong)
     return []
 

@@ -87,7 +87,7 @@ def test_a_trace_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     code, text = run(f"cache ls --trace {tmp_path}")
     assert code == 0
     assert f"{second.key}  0" in text
-    assert "2 plans alive, 1 hits, 2 misses" in text
+    assert "2 plans alive, 1 hit, 2 misses" in text
     code, text = run(f"cache show {second.key[:6]} --trace {tmp_path}")
     assert "env.recipe.rounding" in text
     assert "'single'" in text

@@ -127,7 +127,7 @@ def test_plain_tensors_and_names(model):
     different = {v.name: (v.status, v.why) for v in compare(other, state) if not v.is_equal}
     assert different == {
         "norm.weight": ("values differ", "CHECKPOINT has the values rounded to torch.bfloat16"),
-        "norm.bias": ("values differ", "1 of 128 values differ, first at [3]"),
+        "norm.bias": ("values differ", "1 of 128 values differs, first at [3]"),
         "extra": ("only in MODEL", ""),
         "lm_head.weight": ("only in CHECKPOINT", ""),
     }

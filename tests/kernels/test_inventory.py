@@ -85,7 +85,7 @@ def test_a_cubin_that_its_source_does_not_compile_to_is_named(
     cubin(variant, "sm_90a", cache)
     (kept,) = inventory(cache.directory)
     assert main(["cache", "verify", "--recompile"]) == 0
-    assert "1 keys: 0 not intact, 0 made from other sources, which nothing asks for; 1 compiled anew" in capsys.readouterr().out
+    assert "1 key: 0 not intact, 0 made from other sources, which nothing asks for; 1 compiled anew" in capsys.readouterr().out
     for path in cache.directory.glob("*.cubin"):
         path.unlink()
     cache.store(kept.key, b"another")

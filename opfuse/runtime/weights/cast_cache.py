@@ -24,7 +24,7 @@ from opfuse.compiler.graph import Node
 from opfuse.compiler.plan import Plan, Segment
 from opfuse.core.cast import Cast
 from opfuse.core.operation import BasicOperation
-from opfuse.errors import PipelineError, UnsupportedError, describe
+from opfuse.errors import PipelineError, UnsupportedError, describe, number_of
 from opfuse.recipes.passes import Pass, current_pass
 from opfuse.runtime.replay.recorder import PLAIN
 from opfuse.runtime.replay.user_code import is_library_op
@@ -102,7 +102,7 @@ class KeptWeights:
         self._open = True
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.casts} casts, {self.nbytes} bytes)"
+        return f"{type(self).__name__}({number_of(self.casts, 'cast')}, {number_of(self.nbytes, 'byte')})"
 
     @property
     def casts(self) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
 from opfuse.errors import PipelineError, describe
-from opfuse.events import PlanUsed, ProductChosen, TensorSaved, collected, silenced
+from opfuse.events import PlanUsed, ProductChosen, TensorSaved, collected, silenced, subscribed
 from opfuse.formats import dtype_name
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes.delayed import DelayedScalingStates
@@ -26,6 +26,7 @@ from opfuse.runtime.weights.cast_cache import scopes_of
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
+from opfuse.torch_private.autograd import COMPARED, hooked
 from opfuse.torch_private.tensors import number_of
 
 OWN, TORCH, PLAIN, KEPT = "own", "torch", "plain", "kept weights"
@@ -115,17 +116,22 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
     inputs = call.by_name()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     tensors: list[torch.Tensor] = []
+    saves: list[TensorSaved] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
         return tensor
+
+    def save(event: TensorSaved) -> None:
+        if hooked() != COMPARED:  # a checkpoint inside the model lets go of it, and saves it again in its recomputation
+            saves.append(event)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with (
         _undone(model),
         trial_plans(),
         collected(PlanUsed) as used,
-        collected(TensorSaved) as saves,
+        subscribed(save, TensorSaved),
         collected(ProductChosen) as products,
         hooks,
     ):

@@ -77,9 +77,10 @@ def saved(model: nn.Module, *inputs: Any, errors: bool = False, **named: Any) ->
 
     Runs the forward once for each setting that is compared, without side effects, like :func:`opfuse.explain`. A setting under
     which the call cannot run is reported as refused, and why; only the active recipe raises. A model and inputs on the meta
-    device are counted as they would be with memory. errors: also run the backward passes, and report how far gradients are from
-    those without a recipe. PipelineError for what is no module or runs no op of opfuse, and for ``errors`` on the meta device,
-    which has no values; DtypeError if the first input is no tensor.
+    device are counted as they would be with memory. Of what an activation checkpoint inside the model runs, its inputs count, and
+    not what its recomputation saves in the backward pass. errors: also run the backward passes, and report how far gradients are
+    from those without a recipe. PipelineError for what is no module or runs no op of opfuse, and for ``errors`` on the meta
+    device, which has no values; DtypeError if the first input is no tensor.
     """
     given = CallInputs(inputs, named)
     if errors and any(tensor.is_meta for tensor in given.tensors):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops, recipes
@@ -47,6 +50,32 @@ def counted(model: torch.nn.Module, x: torch.Tensor, recipe: recipes.Recipe | No
             sizes.pop(part.untyped_storage().data_ptr(), None)
     everything = sum(sizes.values())
     return everything, everything - sizes.get(x.untyped_storage().data_ptr(), 0)
+
+
+class Checkpointed(torch.nn.Module):
+    """A pipeline and a module of torch in an activation checkpoint, and a pipeline behind it. way: how the checkpoint runs."""
+
+    def __init__(self, way: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.head, self.way = torch.nn.Sequential(block(), torch.nn.GELU()), to(ops.Linear(K, N), BF16), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.way(self.inner, x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["none", "delayed", "mxfp8"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_in_the_model_recomputes_is_not_held(name: str, reentrant: bool) -> None:
+    """Held are its input, whatever runs in it, and what the pipeline behind it saves."""
+    recipe = recipe_for(name)
+    model = Checkpointed(partial(checkpoint, use_reentrant=reentrant))
+    found, plain = call(recipe, model), call(recipe, Checkpointed(lambda inner, x: inner(x)))
+    assert found.totals == counted(model, randn(ROWS, K).requires_grad_(), recipe)
+    (held,) = [value for value in found.values if value.op == "torch"]
+    assert (held.memory, held.shape, held.bytes) == ("input", (ROWS, K), ROWS * K * 2)
+    inside = (ROWS, N)  # of the wide activation
+    assert inside in {value.shape for value in plain.values} - {value.shape for value in found.values}
+    assert plain.totals.own > 2 * found.totals.own
 
 
 @pytest.mark.row("B31")

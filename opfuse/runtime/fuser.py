@@ -34,7 +34,7 @@ from opfuse.core.tracers import (
     prepared,
 )
 from opfuse.core.watched import ParameterPlaces, Tree, WatchedModule
-from opfuse.errors import OpfuseWarning, PipelineError, describe, number_of
+from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
@@ -275,7 +275,8 @@ class OperationFuser:
         named = _LocatedKey(structure, around, inputs, rules)
         if call is not None:
             place, region = caller(), region_source()
-            rows, level = number_of(_rows(call[0]), "row"), call[1].source
+            count, level = _rows(call[0]), call[1].source
+            rows = f"{count} row{'' if count == 1 else 's'}"  # each first call enters these lines, and no more files
             around.sources = {"recipe": region, "amax_group": region, "rows_class": rows, "level": level}
             named.sources = {"env": place, "inputs": place}
         return named

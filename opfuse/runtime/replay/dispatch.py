@@ -86,12 +86,11 @@ def runner_of(
     hooks = hooked() if segment.requires_grad else ""
     if hooks:
         key = *key, hooks
-    runner = ReplayedSegment(plan, segment, ops, precomputed, key=key)
-    if not (code.why or precomputed or hooks):
-        runner.reads, runner.sized = len(tensors), plan.reads_sizes and any(map(_ON_HOST, tensors))
     if precomputed:
         tensors = [*tensors, *[tensor for cast in before for tensor in cast.tensors], *cached.tensors]
-    runner.tensors = tensors_and_planes(tensors)
+    runner = ReplayedSegment(plan, segment, ops, precomputed, key=key, tensors=tensors_and_planes(tensors))
+    if not (code.why or precomputed or hooks):
+        runner.reads, runner.sized = len(tensors), plan.reads_sizes and any(map(_ON_HOST, tensors))
     return runner
 
 
@@ -306,11 +305,11 @@ class ReplayedSegment:
         precomputed: Sequence[PrecomputedCast],
         *,
         key: tuple[Any, ...],
+        tensors: list[torch.Tensor],
     ) -> None:
         self.plan, self.segment = plan, segment
         self._ops, self._precomputed = ops, precomputed
-        self._key = key
-        self.tensors: list[torch.Tensor] = []
+        self._key, self.tensors = key, tensors
         self.replayable = Replayable.of(plan, segment.nodes.start, segment.nodes)
         self._backward: Any = None
         self._saved: list[Any] = []

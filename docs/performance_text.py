@@ -269,8 +269,8 @@ COMPILING = """\
 A first call of a kernel compiles it with NVRTC, or loads it from the disk cache; each figure is of a process of its own.
 First training steps are one forward and backward pass in a process that has run a step of the
 same layers in plain bf16, the median of several processes; they include imports, planning, and compiling or loading kernels.
-Machines with the same GPU differ here: on an H200 with a slower CPU, the same day, first steps took up to 815 ms with an empty
-cache and 341 ms from disk.
+Machines with the same GPU differ here, by their CPUs: on three H200s of three days the slowest of these first steps took 688,
+777 and 815 ms with an empty cache, and 249, 302 and 341 ms from disk.
 
 """
 

@@ -152,7 +152,7 @@ def report(model: nn.Module) -> Report:
         if forward is not None and forward.entry is not None and (change := forward.change()) is not None:
             line = _unfused(forward.entry, f"it has changed since fuse_ ({change.got})", change.cure, weights=0)
         elif line is not None and line.status in ("fused", "joined") and module not in given:
-            line = _unfused(line, UNFUSED, "call opfuse.fuse_ on it")
+            line = _unfused(line, UNFUSED, "call opfuse.fuse_ again")
         elif line is None and module not in given and not any(_is_below(path, part) for part in parts):
             line = _outside(module)
         if line is not None:
@@ -176,6 +176,13 @@ def _is_below(path: str, part: str) -> bool:
     return not part or f"{path}.".startswith(f"{part}.")
 
 
+def _beside(path: str, other: str) -> str:
+    """A path as one reads it beside ``other``, without the module that both lie in."""
+    names, others = path.split("."), other.split(".")
+    same = next((i for i, (one, another) in enumerate(zip(names, others)) if one != another), 0)
+    return ".".join(names[same:])
+
+
 def _relative(part: str, within: str, path: str) -> str:
     return f"{part}.{path.removeprefix(within).lstrip('.')}".strip(".")
 
@@ -184,7 +191,7 @@ def _unfused(line: Conversion, got: str, cure: str, **fields: Any) -> Conversion
     return replace(line, status="kept", became="", recipe="", wanted="", got=got, cure=cure, **fields)
 
 
-OUTSIDE, UNFUSED = "it is outside of what fuse_ was called on", "unfuse_ was called on it"
+OUTSIDE, UNFUSED = "it is outside of what fuse_ was called on", "it was put there after fuse_, or unfuse_ was called on it"
 """What a report says of modules that nobody has asked to convert, or of which somebody has undone it."""
 
 
@@ -402,7 +409,7 @@ class _Walk:
             weights = sum(self.entries[sibling.path].weights for sibling in group)
             self._update(first.path, became=f"Linear×{len(group)}", weights=weights)
             for other in others:
-                self._update(other.path, status="joined", became=f"in {first.path.rpartition('.')[2]}", weights=0)
+                self._update(other.path, status="joined", became=f"in {_beside(first.path, other.path)}", weights=0)
             self.forwards.update({sibling.module: sibling for sibling in group})
 
     def convert_norms(self) -> None:

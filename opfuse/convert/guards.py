@@ -21,7 +21,15 @@ from opfuse.convert.pipeline import is_matrix
 from opfuse.errors import Described, notice
 from opfuse.runtime.compile.saved_call import autocast_dtype
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
-from opfuse.torch_private.tensors import no_torch_function
+from opfuse.torch_private.sharding import is_flat_parameter
+from opfuse.torch_private.tensors import base_of, no_torch_function
+
+SHOWN = 100
+"""Characters of a value that a message shows."""
+
+FLAT = "its parameters are views into a flat one, as FullyShardedDataParallel makes them"
+FULLY_SHARD = "shard the model with torch.distributed.fsdp.fully_shard, which keeps parameters as they are"
+"""What a message says of a module in FSDP1, whose pipelines would not find their parameters."""
 
 # -- the call --------------------------------------------------------------------------------------------------------------------
 
@@ -293,6 +301,8 @@ class ModuleGuard:
         for path, (part, settings) in self.settings.items():
             if not settings.hold(part):
                 wanted, got = settings.named, settings_of(part, settings.readers).named
+                if _is_flattened(part):
+                    return self._told(path, FLAT, FULLY_SHARD)
                 return self._told(path, ", ".join(_changes(wanted, got)))
             if path not in self.inlined:
                 continue
@@ -306,15 +316,29 @@ class ModuleGuard:
             outside = "hooks for all modules were registered; its submodules are called for them"
         return None if outside is None else self._told("", outside)
 
-    def _told(self, path: str, got: str) -> Described:
+    def _told(self, path: str, got: str, cure: str | None = None) -> Described:
         rest = "until then the module's own forward runs, over its converted submodules"
-        cure = f"call opfuse.fuse_ again if this is to stay; {rest}"
+        cure = f"{cure or 'call opfuse.fuse_ again if this is to stay'}; {rest}"
         return notice(f"{self.label}.{path}".rstrip(".") + " has changed since fuse_", got=got, cure=cure)
+
+
+def _is_flattened(module: nn.Module) -> bool:
+    """Whether ``FullyShardedDataParallel`` has taken a module's parameters into a flat one, or the module holds that one."""
+    held = (*module._parameters.values(), *(each for each in [*vars(module).values()] if isinstance(each, torch.Tensor)))
+    return any(is_flat_parameter(each) or is_flat_parameter(base_of(each)) for each in held if each is not None)
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """What differs between settings, by name."""
     for name in {**before, **now}:
         if not _is_same(before.get(name), now.get(name)):
-            was, became = (repr(each[name]) if name in each else "missing" for each in (before, now))
-            yield " ".join(f"{name!r} was {was}, is {became}".split())
+            was, became = (_shortened(each[name]) if name in each else "missing" for each in (before, now))
+            yield f"{name!r} was {was}, is {became}"
+
+
+def _shortened(value: object) -> str:
+    """A value in at most :data:`SHOWN` characters; of a module that holds others its class alone."""
+    if isinstance(value, nn.Module) and [*value.children()]:
+        return f"a {type(value).__qualname__} of {type(value).__module__}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

@@ -63,6 +63,7 @@ class States:
         """``nn.Module._save_to_state_dict``, with the states of ops that were told of delayed scaling."""
         type(self.module)._save_to_state_dict(self.module, destination, prefix, keep_vars)
         for name, op in self.ops.items():
+            op.note_shown(self.module.parameters())
             op.quantizer_states.warn_of_left_out(op.label)
             if op.quantizer_states.tracked:
                 found = op.saved_states(self.device)
@@ -76,6 +77,8 @@ class States:
             start = f"{prefix}{NAMESPACE}.{name}."
             for key in [key for key in state_dict if key.startswith(start)]:
                 taken.setdefault(name, {})[unquoted(_whole(op, key.removeprefix(start)))] = state_dict.pop(key)
+        for name, op in self.ops.items():
+            op.note_loaded({} if name in taken else state_dict)
         type(self.module)._load_from_state_dict(self.module, state_dict, prefix, *args)
         LOADS[0] += 1
         for name, saved in taken.items():

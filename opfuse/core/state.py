@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,10 +115,7 @@ class StatefulModule(WatchedModule):
         self._states().warn_of_left_out(self.label)
         for name, tensor in self._saved().items():
             destination[f"{prefix}{NAMESPACE}.{name}"] = tensor
-        own = (destination.get(prefix + name) for name in self._parameters)
-        self.__dict__["_shown"] = [(weakref.ref(value), _writes(value)) for value in own if value is not None]
-        if not any(op._captured for op in getattr(self, "basic_ops", ())):
-            self.__dict__["_shown_unused"] = {name: _writes(p) for name, p in self._parameters.items() if p is not None}
+        self.note_shown(p for p in self._parameters.values() if p is not None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load state dicts of plain modules (without states), of earlier versions and of te.ops, and weights plane by plane.
@@ -127,32 +124,40 @@ class StatefulModule(WatchedModule):
         roles that the op does not have, scales that are not finite and positive, and tensors that claim more memory than they
         have.
         """
-        self.__dict__.pop("_shown_unused", None)
         put_together(state_dict, prefix)
         self.adapt_state_dict(state_dict, prefix)
         taken = dict(self._extracted(state_dict, prefix))
-        if not taken and not self._states().saved and self._filled(state_dict):
-            self._states().unread = True
+        self.note_loaded({} if taken else state_dict)
         super()._load_from_state_dict(state_dict, prefix, *args)
         for key, saved in taken.items():
             self.load_states(saved, self._device, where=f"{self.label} {key}")
             self._states().tracked |= key == NAMESPACE
 
-    def notice_filled(self) -> None:
+    def note_shown(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note which parameters a state dict showed, and how often each had been written."""
+        shown = [(weakref.ref(parameter), _writes(parameter)) for parameter in parameters]
+        self.__dict__["_shown"] = shown
+        if not any(op._captured for op in getattr(self, "basic_ops", ())):
+            self.__dict__["_shown_unused"] = shown
+
+    def note_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Note that ``state_dict``, which has no states of the op, is loaded.
+
+        If it has the op's own parameters, written since they were shown, torch's checkpoints filled it.
+        """
+        self.__dict__.pop("_shown_unused", None)
+        filled = {place for parameter in _written(self.__dict__.get("_shown", ())) for place in _places(parameter)}
+        if filled and any(filled & _places(value) for value in state_dict.values() if isinstance(value, torch.Tensor)):
+            self._states().unread |= not self._states().saved
+
+    def note_called(self) -> None:
         """Note, at a call, that a state dict without states was filled in place before the op ever ran.
 
         torch.distributed.checkpoint fills state dicts so, and then loads nothing. An optimizer writes only after a call.
         """
-        shown, held = self.__dict__.pop("_shown_unused", {}), self._parameters
-        for name, writes in shown.items():
-            if (value := held.get(name)) is not None and _writes(value) != writes:
-                self._states().unread |= not self._states().saved
-
-    def _filled(self, state_dict: dict[str, Any]) -> bool:
-        """Whether ``state_dict`` has tensors of this op's last state dict that were written since, as by torch's checkpoints."""
-        shown = [(value, writes) for ref, writes in self.__dict__.get("_shown", ()) if (value := ref()) is not None]
-        filled = [value for value, writes in shown if _writes(value) != writes]
-        return any(value is one for value in state_dict.values() for one in filled)
+        shown = self.__dict__.pop("_shown_unused", ())
+        if shown and _written(shown):
+            self._states().unread |= not self._states().saved
 
     def adapt_state_dict(self, state_dict: dict[str, Any], prefix: str) -> None:
         """Rename and reshape entries of ``state_dict`` that were saved under other names or in another form; in place."""
@@ -186,6 +191,17 @@ class StatefulModule(WatchedModule):
 def _writes(value: torch.Tensor) -> list[int]:
     """How often a tensor, or the part of it that this rank has, was written."""
     return versions(stored_in(value))
+
+
+def _written(shown: Iterable[tuple[weakref.ref[torch.Tensor], list[int]]]) -> list[torch.Tensor]:
+    """The parameters that were written since they were shown."""
+    return [parameter for ref, writes in shown if (parameter := ref()) is not None and _writes(parameter) != writes]
+
+
+def _places(value: torch.Tensor) -> set[int]:
+    """The addresses of a tensor's values, or of its planes."""
+    held = stored_in(value)
+    return {part.data_ptr() for part in (held.record.tensors() if isinstance(held, QuantizedTensor) else (held,))}
 
 
 _NONE = DelayedScalingStates()

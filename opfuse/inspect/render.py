@@ -38,7 +38,7 @@ WIDTH, MOST = 120, 5
 ROUTINE = ("absent", "shadowed")
 """Outcomes that a screenful leaves out: those of most rules at most places."""
 
-DETAILS = "details  every rule at every place, each product and each value saved: opfuse explain --all, or .details()"
+DETAILS = "details  every rule at every place, each product and each value saved: .details() in Python, --all on the command line"
 
 _INDEX = re.compile(r"\b\d+:")
 

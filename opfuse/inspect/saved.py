@@ -204,7 +204,9 @@ def _comparison(found: Saved) -> Iterator[str]:
     """A line for each override and each way to keep, and the baseline last."""
     dtype = found.dtype
     rows = {f"backward_override={name}": totals for name, totals in found.by_override.items()}
-    rows |= {f"keep={name}": totals for name, totals in found.by_keep.items() if name != "None"}
+    # What a recipe with the default, keep=None, saves stands in the line of its override.
+    kept = {name: totals for name, totals in found.by_keep.items() if name != "None" or totals is not found.totals}
+    rows |= {f"keep={name}": totals for name, totals in kept.items()}
     base = 0 if isinstance(found.baseline, RefusedSetting) else found.baseline.own
     for name, totals in (rows | {f"{dtype}, no recipe": found.baseline}).items():
         if isinstance(totals, RefusedSetting):

@@ -33,7 +33,7 @@ ALARMS: Mapping[str, float] = {"nonfinite": 0.0, "saturated": 0.01, "flushed": 0
 _WARNINGS = {
     "nonfinite": (
         "are NaN or infinite",
-        "look at the op that made these values: opfuse.watch tells of every cast, and the first alarm is the cause",
+        "look at the op that made these values; later casts of the step that have such values too are in the records",
     ),
     "saturated": (
         "saturated",
@@ -108,6 +108,7 @@ class Watch:
         self.alarms = alarms
         self._sink = sink_of(to)
         self._warned: set[tuple[str, str, str, str]] = set()
+        self._spread = 0  # the step of the latest alarm of values that are not finite
         self._names = _paths(model)
         self._logged: list[dict[str, Any]] = []
         self._before: float | None = None
@@ -205,6 +206,9 @@ class Watch:
             if value is None or place in self._warned or (value >= limit if name == "sqnr" else value <= limit):
                 continue
             self._warned.add(place)
+            if name == "nonfinite" and record["step"] == self._spread:
+                continue  # a value that is not finite spreads to all that is computed from it
+            self._spread = record["step"] if name == "nonfinite" else self._spread
             where = f"op {record['op']}, {record['tensor']}, step {record['step']}"
             what, cure = _WARNINGS[name]
             if name == "sqnr":
@@ -227,7 +231,7 @@ def watch(model: nn.Module, *, every: int = 100, to: object = None, alarms: Mapp
     For each cast: amax, shares of saturated, zeroed and non-finite values, the signal-to-noise ratio, and a histogram of scales.
     to: where records go besides ``records``: a directory, of which ``opfuse report`` makes a page, and more, see
     :func:`~opfuse.inspect.writers.sink_of`. :meth:`Watch.log` adds losses and other figures of a step. alarms: limits beyond
-    which an OpfuseWarning names op, tensor, step, value and cure, once each.
+    which an OpfuseWarning names op, tensor, step, value and cure, once each; of values that are not finite, the first of a step.
 
     A watched call runs op by op, with the same bits. Under ``rounding="single"``, where that would change bits, it stays fused,
     and casts inside fusions are not reported. Other calls cost one comparison. PipelineError for a module without ops, or for

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from opfuse.errors import OpfuseWarning, RecipeError, describe, number_of
+from opfuse.errors import OpfuseWarning, RecipeError, describe, notice, number_of
 from opfuse.kernels.engine.launch import check_capture
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.scalars import FLT_MAX
@@ -392,8 +392,11 @@ class DelayedScalingStates:
             if count > state._warned_left_out:
                 more = count - state._warned_left_out
                 were = f"{number_of(more, 'amax')} {'was' if more == 1 else 'were'} infinite or NaN"
-                text = f"{where} {key}: {were}, and left out of the history"
-                warnings.warn(f"{text}. Look at the losses of those steps.", OpfuseWarning, stacklevel=3)
+                got = f"{were}, and left out of the history that scales come from"
+                cure = (
+                    "if losses were not finite either, find the op by opfuse.watch(model, every=1), which names it and the step"
+                )
+                warnings.warn(notice(f"{where} {key}", got=got, cure=cure), OpfuseWarning, stacklevel=3)
                 state._warned_left_out = count
 
 

@@ -35,10 +35,22 @@ from opfuse.runtime.weights.packed import from_blocks, to_blocks_again
 from opfuse.tensors.groups import sizes_read_once
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
-from opfuse.torch_private.autograd import are_of_checkpoint, saving_hooks
+from opfuse.torch_private.autograd import are_of_checkpoint, is_profiling, saving_hooks
 from opfuse.torch_private.tensors import base_of, share_memory
 
 AnyRunner = Interpreter | ReplayedSegment
+
+
+BACKWARD = ", backward"
+"""What the name of a pipeline's backward pass ends with in a profile."""
+
+
+def _profiled(runner: AnyRunner, end: str, run: Callable[..., Any], *given: Any) -> Any:
+    """What ``run`` returns. A profile has it under the name of the pipeline."""
+    if not is_profiling():
+        return run(*given)
+    with torch.profiler.record_function(runner.plan.name + end):
+        return run(*given)
 
 
 class _SegmentFunction(torch.autograd.Function):
@@ -46,7 +58,7 @@ class _SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: AnyRunner, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = _published(runner.forward(tensors[:count]), tensors)
+        outputs = _published(_profiled(runner, "", runner.forward, tensors[:count]), tensors)
         ctx.values = list(runner.segment.outputs)
         dirty: list[torch.Tensor] = []
         for value, tensor in runner.dirty:
@@ -92,7 +104,7 @@ class _SegmentFunction(torch.autograd.Function):
                     grad = grad.resolve_neg()  # kernels read what lies in memory
                 earlier = received[value]
                 received[value] = grad if earlier is None else earlier + grad
-        return (None, None, *ctx.runner.gradients(received, _handed_over(ctx)))
+        return (None, None, *_profiled(ctx.runner, BACKWARD, ctx.runner.gradients, received, _handed_over(ctx)))
 
 
 def _check_view(runner: AnyRunner, written: torch.Tensor, *, alone: bool) -> None:
@@ -188,7 +200,8 @@ def _recorded_on_tape(
 ) -> list[torch.Tensor]:
     """The outputs of a segment whose backward pass is recorded on ``tape``."""
     with torch.no_grad():
-        outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in runner.forward(inputs)]
+        values = _profiled(runner, "", runner.forward, inputs)
+        outputs = [QuantizedTensor(value) if isinstance(value, QuantizedStorage) else value for value in values]
         if not {*map(id, read)}.isdisjoint(map(id, outputs)) or len(outputs) > 1:
             outputs = [*_distinct(outputs, read)]
     tape.record(read, outputs, partial(_gradients, runner, tape.save(runner.released())), _again(runner, len(outputs)))
@@ -222,7 +235,7 @@ class _SegmentAgain:
         """The outputs for inputs and parameters, and their backward pass."""
         runner, count = self.runner, self.count
         given = tensors[: runner.reads]
-        results: Any = self.found.repeat(runner.replayable.device, tensors_and_planes(given))
+        results = _profiled(runner, "", self.found.repeat, runner.replayable.device, tensors_and_planes(given))
         if not runner.segment.requires_grad:
             return _published(results, given), None
         return results[:count], partial(_gradients, runner, tape.save(results[count:]))
@@ -237,7 +250,8 @@ def _gradients(
     received.clear()
     tensors = saved.unpack(keep)
     tensors.reverse()
-    return runner.gradients(grads, _popped(tensors))
+    made: Sequence[torch.Tensor | None] = _profiled(runner, BACKWARD, runner.gradients, grads, _popped(tensors))
+    return made
 
 
 def _begin(runner: AnyRunner) -> None:
@@ -307,7 +321,7 @@ def _run_segments(
                 _check_inference(plan, inputs, params)
                 raise
         else:
-            outputs = _published(runner.forward(inputs), inputs)
+            outputs = _published(_profiled(runner, "", runner.forward, inputs), inputs)
             if isinstance(instead, BackwardTape):
                 instead.record([*inputs, *params], outputs, None, _again(runner, len(outputs)))
         values.update(zip(segment.outputs, outputs))

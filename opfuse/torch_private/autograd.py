@@ -50,6 +50,21 @@ keeps_graph: Callable[[], bool] = private(
 """Whether the running backward pass has ``retain_graph=True``."""
 
 
+def _sees_profiles(on: Callable[[], bool]) -> bool:
+    with torch.autograd.profiler.profile():
+        inside = on()
+    return inside is True and on() is False
+
+
+is_profiling: Callable[[], bool] = private(
+    "torch.autograd._profiler_enabled",
+    _sees_profiles,
+    use="naming pipelines in a profile, and nowhere else, since a name takes time",
+    breaks="a profile would not say whose kernels it has",
+)
+"""Whether torch.profiler looks at this thread."""
+
+
 def _sees_hooks(top: Callable[[bool], Any]) -> bool:
     def pack(x: torch.Tensor) -> torch.Tensor:
         return x

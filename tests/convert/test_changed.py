@@ -293,7 +293,7 @@ CHANGES = {
     "a weight norm": (
         block,
         lambda model: parametrizations.weight_norm(model[1]),
-        r"'parametrizations' was missing, is ModuleDict\(",
+        r"'parametrizations' was missing, is a ModuleDict of torch",
     ),
     "a forward": (block, another_forward, "Sequential.1 has changed since fuse_: its forward was replaced"),
     "one more step": (block, lambda model: model.append(nn.Tanh()), r"'4' was missing, is Tanh\(\)"),

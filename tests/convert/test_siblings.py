@@ -1125,7 +1125,7 @@ def test_layers_with_adapters_stay_joined_and_adapters_stay_in_high_precision():
     for name in ("q", "k", "v"):
         setattr(model, name, Adapter(getattr(model, name)))
     report = opfuse.fuse_(model, FP8)
-    assert joined(report) == {"k.base_layer": "in base_layer", "v.base_layer": "in base_layer"}
+    assert joined(report) == {"k.base_layer": "in q.base_layer", "v.base_layer": "in q.base_layer"}
     assert report["q.lora_A"].got == "a low-rank adapter stays in high precision by default"
 
 

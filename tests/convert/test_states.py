@@ -8,10 +8,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import opfuse
-from opfuse.errors import QuantizerError, RecipeError
+from opfuse.errors import OpfuseWarning, QuantizerError, RecipeError
 from opfuse.recipes import DelayedScaling, Float8CurrentScaling
 from tests.convert.blocks import Model
 from tests.convert.test_experts import EXPERTS, Mixture
@@ -87,6 +88,41 @@ def test_distributed_checkpoints_find_every_key(trained):
     other = opfuse.prepare_delayed(made(), RECIPE)
     set_model_state_dict(other, copy.deepcopy(state))
     assert goes_on(other, trained)
+
+
+def by_its_dictionary(model, folder):
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+
+
+def by_torch(model, folder):
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+
+
+def in_place(model, folder):
+    dcp.load(model.state_dict(), checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("load", [by_its_dictionary, by_torch, in_place])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_that_a_checkpoint_has_and_the_model_did_not_ask_for_are_missed_aloud(load, trained, tmp_path):
+    dcp.save(trained[1], checkpoint_id=tmp_path)
+    model = made()
+    load(model, tmp_path)
+    with pytest.warns(OpfuseWarning, match=r"without the keys of states.*opfuse\.prepare_delayed\(model, recipe\) before"):
+        model(WORDS)
+    model.load_state_dict(model.state_dict())
+    model(WORDS)
+
+
+def test_weights_that_no_checkpoint_filled_are_loaded_without_a_word(trained):
+    model = made()
+    model.state_dict()
+    model.load_state_dict(opfuse.plain_state_dict(trained[1]))
+    model(WORDS)
 
 
 def test_the_model_given_back_has_its_own_methods(trained):

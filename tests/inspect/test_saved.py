@@ -158,6 +158,7 @@ def test_values_are_plain_for_json_and_told_as_text():
         assert any(str(value.bytes) in line and line.endswith(value.memory) and value.op in line for line in text.splitlines())
     assert f"{found.by_override['None'].own / found.baseline.own:.1%} of bfloat16" in text
     assert f"keep=recompute {found.by_keep['recompute'].bytes:>32} bytes" in text
+    assert "keep=None" not in text
     assert "keep=quantized                     refused: Float8CurrentScaling: wants another keep" in text
 
 

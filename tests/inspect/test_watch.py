@@ -143,13 +143,33 @@ def test_the_cure_of_a_weight_that_is_not_finite_is_not_that_of_an_input() -> No
         next(model.parameters())[0, 0] = torch.nan
     with warnings.catch_warnings(record=True) as told, opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
         warnings.simplefilter("always")
-        with opfuse.watch(model, alarms={"nonfinite": 0.0}):
+        with opfuse.watch(model, every=1, alarms={"nonfinite": 0.0}):
             model(torch.ones(32, 32))
-    weight, after = (str(each.message) for each in told)
+            model[0].weight.data[0, 0] = 0.0
+            model(torch.full((32, 32), torch.inf))
+    weight, given = (str(each.message) for each in told)
     assert weight.startswith("op 0, weight, step 1: 0.0977 % of the values are NaN or infinite (limit 0 %), cast to")
     assert "Cure: check the weight after loading" in weight
-    assert after.startswith("op 1, input, step 1: ")
-    assert "Cure: look at the op that made these values" in after
+    assert given.startswith("op 0, input, step 2: ")
+    assert "Cure: look at the op that made these values" in given
+
+
+def test_of_values_that_are_not_finite_the_first_cast_of_a_step_is_told_and_all_are_recorded() -> None:
+    """They spread to whatever is computed from them."""
+    model = ops.Sequential(*[ops.Linear(32, 32, bias=False) for _ in range(3)])
+    with torch.no_grad():
+        model[1].weight[0, 0] = torch.nan
+    with warnings.catch_warnings(record=True) as told, opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+        warnings.simplefilter("always")
+        with opfuse.watch(model, every=1, alarms={"nonfinite": 0.0}) as watch:
+            for _ in range(2):
+                model(torch.ones(32, 32)).sum().backward()
+    assert [str(each.message).partition(":")[0] for each in told] == ["op 1, weight, step 1"]
+    assert {(r["op"], r["tensor"]) for r in watch.records if r["nonfinite"]} >= {
+        ("1", "weight"),
+        ("2", "input"),
+        ("0", "grad_output"),
+    }
 
 
 RECIPES = {"mxfp8": recipes.MXFP8BlockScaling, "delayed": recipes.DelayedScaling, "nvfp4": recipes.NVFP4BlockScaling}

@@ -53,8 +53,8 @@ def check_call(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch
     for op in pipeline.ops:
         _check_parameters(op)
         _warn_of_plain(op)
-        if isinstance(op.owner, StatefulModule):  # a module of torch that lends its parameters has no states
-            op.owner.notice_filled()
+        # A module of torch that lends its parameters has no states: the op that fuse_ made of it has them.
+        (op.owner if isinstance(op.owner, StatefulModule) else op).note_called()
     _check_devices(pipeline, x, extras)
     _warn_of_hooks(pipeline.members)
 

@@ -5,8 +5,17 @@ for the reasons that :mod:`benchmarks.converted` gives; "bf16" is the same model
 text is what the machine has (:mod:`benchmarks.corpus`). Its tokens come in windows, each once before any comes again, in an order
 that the seed gives: which windows a step reads follows from its number alone.
 
-Weights are bf16, and the optimizer, torch's fused AdamW, updates fp32 masters, since bf16 would round most of its updates away.
-The gradients of micro-batches are summed in fp32. No parameter has a hook, which would keep it from a joined product.
+Weights are bf16, and ``--optimizer adamw``, torch's fused AdamW, updates fp32 masters, since bf16 would round most of its updates
+away. ``adamw8bit``, torchao's with moments in 8 bits, updates the weights themselves, rounded at random, so that they move as
+asked on average. The gradients of micro-batches are summed in fp32. No parameter has a hook, which would keep it from a joined
+product.
+
+An element of the model takes 20 bytes with ``adamw``: weight 2, its gradient 2, master 4, sum of gradients 4, moments 8. With
+``adamw8bit`` it takes 6 where a step is one micro-batch: weight 2, gradient 2, moments 2, and scales of 4 bytes for each 256
+moments. That leaves room for the activations of a Llama of 8 B parameters, 48 GB, on one GPU of 141 GB::
+
+    --layers 32 --hidden 4096 --inner 14336 --heads 32 --groups 8 --vocabulary 128256 --loss fused --optimizer adamw8bit \\
+    --micro 4 --step-tokens 8192
 
 A run stops after ``--minutes``, writes its checkpoint under ``--checkpoint``, and goes on from there with ``--resume``: on a CPU
 with the bits of a run that did not stop, on a GPU as far as torch's own kernels repeat theirs. ``--out`` gets a JSON file of
@@ -25,7 +34,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +62,7 @@ LEAST = "model.layers.0.self_attn.o_proj"
 """A product to convert where ``fuse_`` wants one and none is to be converted: without a recipe it computes what it did."""
 
 FILE = stamp.RESULTS / "pretrain_h200.json"
+BETAS = (0.9, 0.95)
 WARM = 3
 """First steps of a piece, which compile and plan: they count in no speed."""
 
@@ -82,9 +92,9 @@ class Settings:
 
     tokens: of the run; it sets the length of the schedule. step_tokens: of a step. sequence: tokens of a window. micro: windows
     of a micro-batch. groups: heads of keys. vocabulary: rows of embedding and head, of which the text uses as many as its
-    tokenizer has. rate: the highest learning rate, reached after warm_up of the steps; a cosine brings it down to floor of it.
-    decay: of matrices. clip: norm of the gradient. validation_tokens: held out, the same ones every ``every`` steps. compile:
-    whether torch.compile takes each layer.
+    tokenizer has. optimizer: of :data:`UPDATES`. rate: the highest learning rate, reached after warm_up of the steps; a cosine
+    brings it down to floor of it. decay: of matrices. clip: norm of the gradient. validation_tokens: held out, the same ones
+    every ``every`` steps. compile: whether torch.compile takes each layer.
     """
 
     recipe: str = PLAIN
@@ -100,6 +110,7 @@ class Settings:
     groups: int = 4
     vocabulary: int = 32_768
     loss: str = "plain"
+    optimizer: str = "adamw"
     rate: float = 3e-4
     warm_up: float = 0.1
     floor: float = 0.1
@@ -223,6 +234,96 @@ class Data:
         return torch.from_numpy(np.stack([tokens[at * length : (at + 1) * length] for at in numbers]).astype(np.int64))
 
 
+class OnMasters:
+    """torch's fused AdamW over fp32 masters of the weights, whose gradients are the sums of those of micro-batches.
+
+    updated: what the optimizer updates, by the names of the weights.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], settings: Settings) -> None:
+        self.weights = weights
+        self.updated = {name: weight.detach().float().clone() for name, weight in weights.items()}
+        for master in self.updated.values():
+            master.grad = torch.zeros_like(master)
+        groups = decayed(self.updated.values(), settings.decay)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=BETAS, fused=True)
+
+    def backward(self, loss: torch.Tensor, part: float) -> None:
+        """Add ``part`` of the gradients of a micro-batch's loss."""
+        loss.backward()
+        for name, weight in self.weights.items():
+            gradient, target = weight.grad, self.updated[name].grad
+            if gradient is not None and target is not None:
+                target.add_(gradient, alpha=part)
+            weight.grad = None
+
+    def step(self, rate: float) -> None:
+        """Update at a learning rate, and forget the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        self.cast()
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Write what was updated into the weights."""
+        for name, weight in self.weights.items():
+            weight.copy_(self.updated[name])
+
+
+class OnWeights:
+    """torchao's AdamW with moments in 8 bits on the bf16 weights themselves, rounded at random; nothing else is held.
+
+    Gradients are those that autograd leaves: in bf16 if a step is one micro-batch, else summed in fp32.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], settings: Settings) -> None:
+        from torchao.optim import AdamW8bit
+
+        self.updated = weights
+        if settings.step_tokens > settings.micro * settings.sequence:
+            for weight in weights.values():
+                weight.grad_dtype = torch.float32
+        groups = decayed(weights.values(), settings.decay)
+        self.optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=settings.rate, betas=BETAS, bf16_stochastic_round=True)
+
+    def backward(self, loss: torch.Tensor, part: float) -> None:
+        """Add the gradients of ``part`` of a micro-batch's loss."""
+        (loss * part).backward()
+
+    def step(self, rate: float) -> None:
+        """Update at a learning rate, which torchao's compiled step reads from a tensor, and forget the gradients."""
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def cast(self) -> None:
+        """Weights are what is updated."""
+
+
+UPDATES: Mapping[str, type[OnMasters | OnWeights]] = {"adamw": OnMasters, "adamw8bit": OnWeights}
+"""What updates the weights, by the setting ``optimizer``."""
+
+
+def decayed(tensors: Iterable[torch.Tensor], decay: float) -> list[Record]:
+    """Groups of an optimizer, of which matrices decay."""
+    matrices, others = [], []
+    for each in tensors:
+        (matrices if each.ndim > 1 else others).append(each)
+    return [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def clipped(tensors: Iterable[torch.Tensor], most: float) -> torch.Tensor:
+    """The norm of all gradients, in fp32 whatever their dtype; then it is ``most`` at most."""
+    given = [each for each in tensors if each.grad is not None]
+    norms = [torch.linalg.vector_norm(each.grad, dtype=torch.float32) for each in given if each.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    nn.utils.clip_grads_with_norm_(given, most, norm)
+    return norm
+
+
 class Run:
     """A run, how far it has come, and what came of it. piece: what a process made of it."""
 
@@ -231,12 +332,7 @@ class Run:
         self.began = time.perf_counter()
         self.model = model_of(settings, device)
         self.weights = dict(self.model.named_parameters())
-        self.masters = {name: weight.detach().float().clone() for name, weight in self.weights.items()}
-        for master in self.masters.values():
-            master.grad = torch.zeros_like(master)
-        matrices, others = ([each for each in self.masters.values() if (each.ndim > 1) == of] for of in (True, False))
-        groups: list[Record] = [{"params": matrices, "weight_decay": settings.decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), fused=True)
+        self.update = UPDATES[settings.optimizer](self.weights, settings)
         self.held_out = data.held_out()
         self.step = self.first = 0
         self.curve: Curve = {name: [] for name in COLUMNS}
@@ -265,17 +361,11 @@ class Run:
         """One step."""
         start = time.perf_counter()
         rate, parts = self.settings.rate_of(self.step), self.data.of_step(self.step).split(self.settings.micro)
-        self.optimizer.zero_grad(set_to_none=False)
         loss = torch.zeros((), device=self.device)
         for part in parts:
             loss += self._gradients(part.to(self.device), 1 / len(parts))
-        norm = nn.utils.clip_grad_norm_(self.masters.values(), self.settings.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.copy_(self.masters[name])
+        norm = clipped(self.update.updated.values(), self.settings.clip)
+        self.update.step(rate)
         self.step += 1
         row = (self.step, self.tokens, loss.item(), rate, norm.item(), time.perf_counter() - start)
         for name, value in zip(COLUMNS, row):
@@ -288,14 +378,9 @@ class Run:
             raise TrainingError(describe(f"loss of step {self.step}", wanted="a finite number", got=row[2], cure=cure))
 
     def _gradients(self, windows: torch.Tensor, part: float) -> torch.Tensor:
-        """Add ``part`` of a micro-batch's gradients to those of the masters; that part of its loss."""
+        """Add ``part`` of a micro-batch's gradients to those of the step; that part of its loss."""
         loss: torch.Tensor = self.model(input_ids=windows, labels=windows).loss
-        loss.backward()
-        for name, weight in self.weights.items():
-            gradient, target = weight.grad, self.masters[name].grad
-            if gradient is not None and target is not None:
-                target.add_(gradient, alpha=part)
-            weight.grad = None
+        self.update.backward(loss, part)
         return part * loss.detach().float()
 
     def validate(self) -> None:
@@ -318,11 +403,12 @@ class Run:
         return max(self.peak, torch.cuda.max_memory_allocated() if self.device == "cuda" else 0)
 
     def save(self, path: Path) -> None:
-        """Write where the run stands. The bf16 weights are casts of the masters, and so left out."""
+        """Write where the run stands: of the weights, what is updated, of which they are the casts."""
         others = {name: value for name, value in self.model.state_dict().items() if name not in self.weights}
         generators = {"cpu": torch.get_rng_state(), **({"cuda": torch.cuda.get_rng_state()} if self.device == "cuda" else {})}
         came = {"curve": self.curve, "validation": self.validation, "steady": self.steady, "spent": self.spent}
-        state = {"masters": self.masters, "others": others, "optimizer": self.optimizer.state_dict(), "generators": generators}
+        optimizer, updated = self.update.optimizer.state_dict(), {k: v.detach() for k, v in self.update.updated.items()}
+        state = {"updated": updated, "others": others, "optimizer": optimizer, "generators": generators}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         torch.save({**state, **came, **self._same(), "step": self.step, "peak": self.most()}, partial)
@@ -336,11 +422,11 @@ class Run:
                 cure = "go on with what the run began with, or begin anew without --resume"
                 raise OutputError(describe(f"{path} {name}", wanted=f"{found[name]}", got=f"{value}", cure=cure))
         with torch.no_grad():
-            for name, master in self.masters.items():
-                master.copy_(found["masters"][name])
-                self.weights[name].copy_(master)
+            for name, updated in self.update.updated.items():
+                updated.copy_(found["updated"][name])
+        self.update.cast()
         self.model.load_state_dict({**{name: weight.detach() for name, weight in self.weights.items()}, **found["others"]})
-        self.optimizer.load_state_dict(found["optimizer"])
+        self.update.optimizer.load_state_dict(found["optimizer"])
         torch.set_rng_state(found["generators"]["cpu"])
         if self.device == "cuda":
             torch.cuda.set_rng_state(found["generators"]["cuda"])
@@ -489,7 +575,7 @@ def merged(runs: Sequence[Record], earlier: Mapping[str, Any] | None = None) -> 
 def arguments(given: Sequence[str]) -> argparse.Namespace:
     """A flag for each setting, and what is no setting of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choices: Mapping[str, tuple[str, ...]] = {"recipe": KINDS, "loss": LOSSES}
+    choices: Mapping[str, tuple[str, ...]] = {"recipe": KINDS, "loss": LOSSES, "optimizer": tuple(UPDATES)}
     for field in dataclasses.fields(Settings):
         flag, default = f"--{field.name.replace('_', '-')}", getattr(Settings, field.name)
         if isinstance(default, bool):

@@ -17,6 +17,9 @@ HEADING = "A 1.1 B Llama"
 OWN = frozenset({"recipe", "seed", "tokens", "every", "validation_tokens"})
 """Settings in which runs may differ whose speeds are compared."""
 
+LATER = {"optimizer": "adamw"}
+"""Settings that records may be older than, as these runs had them."""
+
 WIDTH = 125
 """Characters of a line of text."""
 
@@ -35,6 +38,12 @@ the mean over the last {last:.0f} % of the steps; validation: after the last ste
 validations and without the first {warm} steps of a process; *× bf16* is that over bf16 with the same vocabulary, loss and
 micro-batch. The peak is that of memory on the GPU, with weights, masters and states of AdamW. Loss *plain* is that of
 transformers, *compiled* the same under torch.compile, *fused* that of `fuse_(loss="fused")`.
+
+"""
+
+IN_8_BITS = """\
+In rows with *adamw8bit*, torchao's AdamW with moments in 8 bits updates the bf16 weights themselves, rounded at random; they have
+no masters.
 
 """
 
@@ -59,7 +68,7 @@ def spaced(number: float) -> str:
 
 def setup(run: Run) -> tuple[tuple[str, Any], ...]:
     """What runs share whose speeds are compared."""
-    return tuple((name, value) for name, value in run["settings"].items() if name not in OWN)
+    return tuple((name, value) for name, value in {**LATER, **run["settings"]}.items() if name not in OWN)
 
 
 def wrapped(text: str) -> str:
@@ -80,6 +89,11 @@ def shown(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def plain_adamw(run: Run) -> bool:
+    """Whether its optimizer is the one that the text tells of first."""
+    return {**LATER, **run["settings"]}["optimizer"] == LATER["optimizer"]
+
+
 def recipe_of(run: Run) -> str:
     """With a word for products that are emulated."""
     return f"{run['settings']['recipe']}{' (emulated)' if run['products'] == 'emulated' else ''}"
@@ -93,7 +107,8 @@ def rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
         peak = beside(run, runs, "peak GiB")
         yield (
             f"{run['parameters'] / 1e9:.2f}",
-            f"{spaced(settings['vocabulary'])}, {settings['loss']}, {spaced(settings['micro'] * settings['sequence'])}",
+            f"{spaced(settings['vocabulary'])}, {settings['loss']}, {spaced(settings['micro'] * settings['sequence'])}"
+            + ("" if plain_adamw(run) else f", {settings['optimizer']}"),
             recipe_of(run),
             str(settings["seed"]),
             tokens,
@@ -199,4 +214,5 @@ def section(record: Mapping[str, Any]) -> str:
     ratio = f"{main['figures']['tokens'] / main['parameters']:.2g}"
     limits = LIMITS.format(ratio=ratio, seeds=f"{number} seed{'s' if number > 1 else ''}")
     losses = [curves(compared), wrapped(apart(compared))] if compared else []
+    head += "" if all(map(plain_adamw, runs)) else IN_8_BITS
     return "\n\n".join(filter(None, (wrapped(head), table(HEAD, rows(runs)), *losses, wrapped(limits))))

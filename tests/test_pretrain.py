@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,9 +127,27 @@ def test_windows_come_again_in_another_order() -> None:
     assert pretrain.windows_of(10, 4, 0, 10) != epochs[0]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "delayed"])
-def test_a_run_that_stopped_goes_on_with_the_same_bits(recipe: str, found: corpus.Corpus, tmp_path: Path) -> None:
-    settings = replace(TINY, recipe=recipe)
+@pytest.fixture
+def _eager() -> Iterator[None]:
+    """torchao compiles its step, which takes long."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.usefixtures("_eager")
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"recipe": "fp8_current"},
+        {"recipe": "delayed"},
+        {"recipe": "fp8_block", "optimizer": "adamw8bit"},
+        {"recipe": "fp8_current", "optimizer": "adamw8bit", "micro": 4},
+    ],
+    ids=lambda others: "_".join(map(str, others.values())) or "bf16",
+)
+def test_a_run_that_stopped_goes_on_with_the_same_bits(others: dict[str, Any], found: corpus.Corpus, tmp_path: Path) -> None:
+    settings = replace(TINY, **others)
     data = Data(found, settings)
     whole = pretrain.pretrain(settings, data, tmp_path / "whole", device="cpu")
     kept = {"device": "cpu", "checkpoint": tmp_path / "kept", "resume": True}
@@ -137,7 +157,8 @@ def test_a_run_that_stopped_goes_on_with_the_same_bits(recipe: str, found: corpu
     second = pretrain.pretrain(settings, data, tmp_path / "parts", **kept)
     assert (second.first, second.step, second.record()["finished"]) == (3, 6, True)
     assert losses(second) == losses(whole)
-    assert all(map(torch.equal, second.masters.values(), whole.masters.values()))
+    for one, other in zip((second.update.updated, second.weights), (whole.update.updated, whole.weights)):
+        assert all(map(torch.equal, one.values(), other.values()))
     assert losses(whole)[0][-1] < losses(whole)[0][0]
     assert pretrain.ended(settings, tmp_path / "parts")
     assert not [*(tmp_path / "kept").iterdir()]
@@ -166,11 +187,60 @@ def test_gradients_of_micro_batches_are_those_of_the_step(found: corpus.Corpus) 
     runs = [pretrain.Run(each, Data(found, each), "cpu") for each in (TINY, replace(TINY, micro=4))]
     for run in runs:
         run.train()
-    assert {master.dtype for master in runs[0].masters.values()} == {torch.float32}
+    assert {master.dtype for master in runs[0].update.updated.values()} == {torch.float32}
     one, other = (torch.tensor(run.curve["norm"]) for run in runs)
     assert torch.allclose(one, other, rtol=0.02)
     for run in runs:
-        assert all(torch.equal(weight, run.masters[name].bfloat16()) for name, weight in run.weights.items())
+        assert all(torch.equal(weight, run.update.updated[name].bfloat16()) for name, weight in run.weights.items())
+
+
+@pytest.mark.usefixtures("_eager")
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_moments_in_8_bits_are_all_that_is_held_beside_weights_and_gradients(recipe: str, found: corpus.Corpus) -> None:
+    """Gradients are in bf16 if a step is one micro-batch; over two they are summed in fp32, with the same norm up to rounding."""
+    eight = replace(TINY, recipe=recipe, optimizer="adamw8bit")
+    masters, whole, halves = (replace(TINY, recipe=recipe, micro=4), replace(eight, micro=4), eight)
+    runs = [pretrain.Run(each, Data(found, each), "cpu") for each in (masters, whole, halves)]
+    for run, dtype in zip(runs[1:], (torch.bfloat16, torch.float32)):
+        run._gradients(run.data.of_step(0)[:2], 0.5)
+        assert {weight.grad.dtype for weight in run.weights.values()} == {dtype}
+        assert run.update.updated is run.weights
+        run.update.optimizer.zero_grad()
+    for run in runs:
+        run.train()
+    one, *others = (torch.tensor(run.curve["norm"]) for run in runs)
+    assert all(torch.allclose(one, other, rtol=0.02) for other in others)
+    for run in runs[1:]:
+        assert all(weight.grad is None for weight in run.weights.values())
+        states = [state for weight, state in run.update.optimizer.state.items() if weight.numel() >= 4096]
+        assert len(states) == sum(weight.numel() >= 4096 for weight in run.weights.values())
+        assert {state[name].codes.element_size() for state in states for name in ("exp_avg", "exp_avg_sq")} == {1}
+
+
+@pytest.mark.usefixtures("_eager")
+def test_moments_in_8_bits_train_as_fp32_masters_do(found: corpus.Corpus, tmp_path: Path) -> None:
+    """As far as 60 steps of a tiny model tell."""
+    long = replace(TINY, recipe="fp8_current", tokens=60 * TINY.step_tokens, micro=4, every=60)
+    made = [
+        pretrain.pretrain(each, Data(found, each), tmp_path, device="cpu")
+        for each in (long, replace(long, optimizer="adamw8bit"))
+    ]
+    one, other = (run.record()["figures"]["validation loss"] for run in made)
+    assert other < 1.05 * one
+    assert one < 0.8 * made[0].curve["loss"][0]
+
+
+@pytest.mark.usefixtures("_eager")
+def test_the_vocabulary_of_llama_3_trains_without_logits_on_fewer_words(found: corpus.Corpus) -> None:
+    settings = replace(TINY, vocabulary=128_256, loss="fused", optimizer="adamw8bit", recipe="fp8_block", micro=4, hidden=32)
+    run = pretrain.Run(settings, Data(found, settings), "cpu")
+    for _ in range(2):
+        run.train()
+    assert run.curve["loss"][1] < run.curve["loss"][0]
+    assert settings.name.endswith(
+        "micro-4_layers-2_hidden-32_inner-128_heads-4_groups-2_vocabulary-128256_loss-fused"
+        "_optimizer-adamw8bit_rate-0.01_validation_tokens-128_every-2_compile-False"
+    )
 
 
 def test_a_loss_that_is_no_number_ends_the_run(found: corpus.Corpus, tmp_path: Path) -> None:

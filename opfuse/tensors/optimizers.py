@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from opfuse.errors import OpfuseWarning, OptimizerError, ShapeError, describe
-from opfuse.tensors.masters import exact, master_weights, stored_in, strayed
+from opfuse.tensors.masters import checked, exact, master_weights, stored_in, strayed
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.operations import copy_each
 from opfuse.torch_private.tensors import version_of
@@ -32,14 +32,16 @@ _LOAD = "load_state_dict of an optimizer with masters"
 _WITH_MASTERS: WeakSet[Optimizer] = WeakSet()
 
 
-def with_masters(optimizer: AnyOptimizer) -> AnyOptimizer:
-    """Return ``optimizer``, whose ``step()`` now updates fp32 masters of parameters stored quantized and casts them back.
+def with_masters(optimizer: AnyOptimizer, *, dtype: torch.dtype = torch.float32) -> AnyOptimizer:
+    """Return ``optimizer``, whose ``step()`` now updates masters of parameters stored quantized and casts them back.
 
     Between steps its groups hold the model's parameters, so ``zero_grad``, ``GradScaler``, clipping, schedulers and
-    torch.distributed.checkpoint work as usual. In a step the masters replace them, with gradients in fp32; while a closure runs,
-    the parameters are back and have the current values. Other parameters are updated as usual.
+    torch.distributed.checkpoint work as usual. In a step the masters replace them, with gradients in ``dtype``, that of masters;
+    while a closure runs, the parameters are back and have the current values. Other parameters are updated as usual.
 
     - A master starts as :func:`opfuse.master_weights` says; parameters of a group that is added later get one too.
+    - Masters in torch.bfloat16 take half the bytes, and want an optimizer that rounds its updates at random, as those of
+      torchao.optim with ``bf16_stochastic_round=True``. They round what they start from; parameters become their casts at once.
     - ``state_dict()`` has the masters, and ``load_state_dict`` writes them, bit for bit, and their casts into the parameters.
       Load after this call: without it torch would round the state to the parameters' dtype.
     - If something else writes a parameter, so that it is no longer the cast of its master, the master takes its values, with an
@@ -50,7 +52,7 @@ def with_masters(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     After ``fully_shard`` masters are shards like their parameters. An OpfuseWarning if nothing trainable is stored quantized.
     OptimizerError for what is no torch optimizer, for a second call, and at the first step of one that keeps parameters outside
-    its groups.
+    its groups. DtypeError for another ``dtype``.
     """
     if not isinstance(optimizer, Optimizer):
         got, cure = f"a {type(optimizer).__name__}", "pass the optimizer: with_masters(torch.optim.AdamW(model.parameters()))"
@@ -58,7 +60,7 @@ def with_masters(optimizer: AnyOptimizer) -> AnyOptimizer:
     if optimizer in _WITH_MASTERS:
         cure = "call with_masters once, where the optimizer is built"
         raise OptimizerError(describe("with_masters", wanted="an optimizer without masters", got="one that has them", cure=cure))
-    masters = _Masters()
+    masters = _Masters(checked(dtype, "with_masters"))
     masters.settle(optimizer)
     if not masters.of:
         cure = "build the model under quantized_model_init and pass its parameters; or leave with_masters out"
@@ -76,7 +78,8 @@ def with_masters(optimizer: AnyOptimizer) -> AnyOptimizer:
 class _Masters:
     """The masters of one optimizer, and its hooks, which exchange them for their parameters and back."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.of: dict[torch.Tensor, torch.Tensor] = {}
         self._seen: dict[torch.Tensor, object] = {}
         self._loading: dict[torch.Tensor, torch.Tensor | None] = {}
@@ -89,6 +92,7 @@ class _Masters:
         others = [p for p in self.of if self._seen[p] != _write_stamp(p) and strayed(p, self.of[p])]
         for p in others:
             self.of[p].copy_(exact(p))
+        self._round(others)
         self._remember(self.of)
         if others:
             got = f"{len(others)} of {len(self.of)} with other values"
@@ -100,8 +104,10 @@ class _Masters:
             self._rest(optimizer)
             got, cure = "one that raised, after which zero_grad() meets masters", "call model.zero_grad() after it"
             _warn("with_masters", wanted="a step, or a load, that ends", got=got, cure=cure)
-        new = master_weights(p for p in _parameters(optimizer) if p.requires_grad and p not in self.of)
+        wanting = (p for p in _parameters(optimizer) if p.requires_grad and p not in self.of)
+        new = master_weights(wanting, dtype=self.dtype)
         self.of.update(new)
+        self._round(list(new))
         self._remember(new)
 
     # -- step ----------------------------------------------------------------------------------------------------------
@@ -133,7 +139,7 @@ class _Masters:
     def _enter(self, optimizer: Optimizer) -> None:
         self.settle(optimizer)
         given = [p for p in self.of if p.grad is not None]
-        grads = dict(zip(given, _in_fp32([p.grad for p in given])))
+        grads = dict(zip(given, _in_dtype([p.grad for p in given], self.dtype)))
         for p, master in self.of.items():
             master.grad = grads.get(p)
         self._exchange(optimizer, self.of)
@@ -151,6 +157,12 @@ class _Masters:
             self.of[p].grad = None
         self._remember(updated)
 
+    def _round(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Where masters cannot hold the values of ``parameters``, give these the ones that masters have."""
+        if self.dtype != torch.float32:
+            self._cast(parameters)
+
+    @torch.no_grad()
     def _cast(self, parameters: Sequence[torch.Tensor]) -> None:
         """Write the casts of masters into their ``parameters``; scales of all shards are found in one collective."""
         if parameters:
@@ -208,6 +220,7 @@ class _Masters:
         for p, values in loading.items():
             self.of[p].copy_(exact(p) if values is None else values)
         self._cast([p for p, values in loading.items() if values is not None])
+        self._round(missing)
         self._remember(loading)
         if missing:
             got = f"none for {len(missing)} of {len(loading)}"
@@ -232,9 +245,9 @@ def _fitting(parameter: torch.Tensor, values: torch.Tensor | None) -> torch.Tens
     return values
 
 
-def _in_fp32(grads: Sequence[Any]) -> list[torch.Tensor]:
-    """The gradients in fp32: those that are, themselves; copies of others, those of one dtype at a time."""
-    made = [g if g.dtype == torch.float32 else torch.empty_like(g, dtype=torch.float32) for g in grads]
+def _in_dtype(grads: Sequence[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The gradients in ``dtype``: those that are, themselves; copies of others, those of one dtype at a time."""
+    made = [g if g.dtype == dtype else torch.empty_like(g, dtype=dtype) for g in grads]
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for new, old in zip(made, grads):
         if new is not old:

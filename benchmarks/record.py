@@ -40,6 +40,7 @@ from benchmarks import (
     profiles,
     pytorch,
     sanitizer,
+    steps,
     training,
 )
 from benchmarks.bandwidth import SHAPES, Table, measure, measure_peers
@@ -122,6 +123,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "converted": converted.records,
     "libraries": libraries.records,
     "mixtures": mixtures.records,
+    "steps": steps.records,
     "overhead": overhead.records,
     "pytorch": pytorch.records,
     "training": training.records,

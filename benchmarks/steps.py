@@ -1,0 +1,143 @@
+"""Whole training steps of a Llama of 1.1 B and of 8 B parameters, time and peak memory: ``python -m benchmarks.steps``.
+
+A step is that of :mod:`benchmarks.pretrain`: the model by ``fuse_(pack=True)``, compiled layer by layer, the head and the loss, the
+gradient's norm, and the optimizer. Its tokens are random, as neither time nor memory depends on them. Beside each recipe stands
+bf16, compiled in the same way; both are compared with bf16 under torch's AdamW over fp32 masters, or, of 8 B parameters, where
+those would not fit, with bf16 under the optimizer that fits.
+
+Each case runs by itself, since most of them take the greater part of a GPU: one after another in a process, from an empty GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.converted import show
+from benchmarks.corpus import PARTS, Corpus
+from benchmarks.pretrain import GIB, PLAIN, WARM, Data, Run, Settings
+
+Record = dict[str, Any]
+
+WORDS = 32_768
+"""What random tokens are below: they are kept in 16 bits."""
+
+SMALL = Settings(tokens=2**24, step_tokens=32_768, validation_tokens=32_768)
+LARGE = replace(SMALL, layers=32, hidden=4096, inner=14_336, groups=8, vocabulary=128_256, micro=4, step_tokens=8192)
+SIZES: Mapping[str, Settings] = {
+    "1.1 B, 32 768 words": SMALL,
+    "1.1 B, 128 256 words": replace(SMALL, vocabulary=128_256),
+    "8 B, 128 256 words": replace(LARGE, validation_tokens=8192),
+}
+
+
+class Case(NamedTuple):
+    """What differs between steps that are compared: names are those of :class:`~benchmarks.pretrain.Settings`."""
+
+    size: str
+    recipe: str
+    optimizer: str = "adamw"
+    loss: str = "compiled"
+
+    @property
+    def settings(self) -> Settings:
+        """Of a run."""
+        return replace(SIZES[self.size], recipe=self.recipe, optimizer=self.optimizer, loss=self.loss)
+
+    def __str__(self) -> str:
+        return f"step, Llama of {self.size}, {self.recipe}, {self.optimizer}, {self.loss} loss"
+
+
+ONE, MANY, EIGHT = SIZES
+BASES: Mapping[str, Case] = {ONE: Case(ONE, PLAIN), MANY: Case(MANY, PLAIN), EIGHT: Case(EIGHT, PLAIN, "adamw8bit")}
+"""What cases of a size are compared with."""
+
+CASES: Sequence[Case] = (
+    *BASES.values(),
+    Case(ONE, "fp8_current"),
+    Case(ONE, "fp8_block"),
+    Case(ONE, "delayed"),
+    Case(ONE, PLAIN, "adamw8bit"),
+    Case(ONE, "fp8_current", "adamw8bit"),
+    Case(ONE, "fp8_current", "adamw8bit", "fused"),
+    Case(MANY, PLAIN, "adamw8bit"),
+    Case(MANY, "fp8_current", "adamw8bit"),
+    Case(MANY, "fp8_current", "adamw8bit", "fused"),
+    Case(EIGHT, "fp8_current", "adamw8bit"),
+    Case(EIGHT, "fp8_block", "adamw8bit"),
+)
+LEAST: Mapping[tuple[str, str], float] = {
+    (ONE, "fp8_current"): 1.30,
+    (ONE, "fp8_block"): 1.26,
+    (ONE, "delayed"): 1.36,
+    (MANY, "fp8_current"): 1.30,
+    (EIGHT, "fp8_current"): 1.35,
+}
+"""Times the speed of what it is compared with: at least."""
+
+MOST = 65
+"""Percent of the peak of bf16 with fp32 masters, with the loss fused and moments in 8 bits: at most."""
+
+
+def data_of(settings: Settings) -> Data:
+    """Random tokens."""
+    random = np.random.default_rng(settings.seed)
+    train, held_out = (random.integers(0, WORDS, size, dtype=np.uint16) for size in (2**21, settings.validation_tokens))
+    about = {"words": WORDS, **{part: {"sha256": "random"} for part in PARTS}}
+    return Data(Corpus(train, held_out, np.ones(WORDS, np.int64), about), settings)
+
+
+def measured(case: Case, rounds: int, device: str) -> tuple[float, int]:
+    """Seconds of a step, and the bytes of its peak, from an empty GPU."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    run = Run(case.settings, data_of(case.settings), device)
+    run.begin()
+    for _ in range(WARM + rounds):
+        run.train()
+    return statistics.median(run.steady), run.most()
+
+
+def compared(case: Case, took: float, peak: int, base: tuple[float, int]) -> Iterator[Record]:
+    """Figures of a case beside those of what it is compared with."""
+    first, least = case == BASES[case.size], LEAST.get((case.size, case.recipe))
+    speed, share = base[0] / took, 100 * peak / base[1]
+    small = case.loss == "fused" and case.optimizer == "adamw8bit" and case.size != EIGHT
+    yield {"name": str(case), "value": 1e3 * took, "unit": "ms", "limit": None, "met": None}
+    yield {"name": str(case), "value": peak / GIB, "unit": "GiB at most", "limit": None, "met": None}
+    if first:
+        return
+    yield {"name": str(case), "value": speed, "unit": "x bf16", "limit": least, "met": None if least is None else speed >= least}
+    limit = MOST if small else None
+    yield {"name": str(case), "value": share, "unit": "% of bf16's peak", "limit": limit, "met": share <= MOST if small else None}
+
+
+def records(rounds: int = 7, *, cases: Sequence[Case] = CASES, device: str = "cuda") -> Iterator[Record]:
+    """Figures for the record."""
+    bases: dict[str, tuple[float, int]] = {}
+    for case in cases:
+        took, peak = measured(case, rounds, device)
+        base = bases.setdefault(case.size, (took, peak))
+        yield from compared(case, took, peak, base)
+
+
+def main() -> None:
+    """Print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
+    arguments = parser.parse_args()
+    show(records(arguments.rounds, cases=[case for case in CASES if case.size in arguments.sizes]))
+
+
+if __name__ == "__main__":
+    main()

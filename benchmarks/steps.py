@@ -1,6 +1,6 @@
 """Whole training steps of a Llama of 1.1 B and of 8 B parameters, time and peak memory: ``python -m benchmarks.steps``.
 
-A step is that of :mod:`benchmarks.pretrain`: the model by ``fuse_(pack=True)``, compiled layer by layer, the head and the loss, the
+A step is that of :mod:`benchmarks.pretrain`: the model by ``fuse_(pack=True)``, compiled layer by layer, its head and loss, the
 gradient's norm, and the optimizer. Its tokens are random, as neither time nor memory depends on them. Beside each recipe stands
 bf16, compiled in the same way; both are compared with bf16 under torch's AdamW over fp32 masters, or, of 8 B parameters, where
 those would not fit, with bf16 under the optimizer that fits.

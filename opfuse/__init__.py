@@ -25,6 +25,7 @@ GROUPS = {
         "autocast": "opfuse.recipes",
         "advise": "opfuse.inspect.advise",
         "layer_costs": "opfuse.train.layer_costs",
+        "memory": "opfuse.train.memory",
         "support": "opfuse.recipes",
         "support_matrix": "opfuse.recipes",
     },

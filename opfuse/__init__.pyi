@@ -52,6 +52,7 @@ from opfuse.tensors.files import to_planes as to_planes
 from opfuse.tensors.masters import master_weights as master_weights
 from opfuse.tensors.optimizers import with_masters as with_masters
 from opfuse.train.layer_costs import layer_costs as layer_costs
+from opfuse.train.memory import memory as memory
 
 __version__: str
 RULE_TABLE: str

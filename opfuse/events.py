@@ -130,7 +130,26 @@ class HostCallEnded:
     tensors: Sequence[torch.Tensor] | None
 
 
-INTERPRETED = frozenset((GroupRan, TensorSaved, ProductChosen))
+@dataclass(frozen=True, slots=True)
+class KernelSized:
+    """A kernel was called whose tensors have no memory: it made what it returned, and queued nothing.
+
+    arguments: those of the call, in which tensors lie in tuples, mappings and dataclasses.
+    """
+
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRan:
+    """A pass of a segment begins, or has ended: until its end, a program lets go of each tensor at its last reader. The
+    interpreter alone emits it.
+    """
+
+    ended: bool
+
+
+INTERPRETED = frozenset((GroupRan, TensorSaved, ProductChosen, SegmentRan))
 """Events that programs do not emit: calls are interpreted where somebody listens to one of these."""
 
 FIRST_RUN = (PlanUsed, TensorSaved, ProductChosen)

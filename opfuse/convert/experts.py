@@ -301,7 +301,7 @@ class Routed(Converted):
             or not weights.is_floating_point()
         ):
             return False
-        cast = torch.is_autocast_enabled(x.device.type)
+        cast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which does not know meta
         return cast or all(p is None or p.dtype == x.dtype for p in self.module._parameters.values())
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

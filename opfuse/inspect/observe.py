@@ -128,7 +128,7 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with (
-        _undone(model),
+        undone(model),
         trial_plans(),
         collected(PlanUsed) as used,
         subscribed(save, TensorSaved),
@@ -160,7 +160,7 @@ def copied_call(model: nn.Module, given: CallInputs) -> Iterator[Callable[[], An
     _check(model, given)
     call = given.copied()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with _undone(model), _other_main_grads(model):
+    with undone(model), _other_main_grads(model):
         yield lambda: torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
 
 
@@ -208,7 +208,7 @@ def _of_pipelines(saves: Sequence[TensorSaved], memory: _SavedMemory) -> Iterato
 
 
 def _of_modules(saves: Sequence[TensorSaved], tensors: Iterable[torch.Tensor], memory: _SavedMemory) -> Iterator[SavedValue]:
-    known = {id(tensor) for save in saves for tensor in (save.value, *_parts(save.value))}
+    known = {id(tensor) for save in saves for tensor in (save.value, *parts_of(save.value))}
     return (memory.saved(TORCH, "", tensor) for tensor in tensors if id(tensor) not in known)
 
 
@@ -226,7 +226,7 @@ class _Block(NamedTuple):
 
 def _blocks(given: Value, copy: Value) -> Iterator[tuple[int, _Block]]:
     """For the address of each part of a copied input: the block of the input itself."""
-    for original, part in zip(_parts(given), _parts(copy)):
+    for original, part in zip(parts_of(given), parts_of(copy)):
         yield _Block.of(part).address, _Block.of(original)
 
 
@@ -252,7 +252,7 @@ class _SavedMemory:
         return self.originals.get(own.address, own)
 
     def _add_holder(self, name: str, value: Value) -> None:
-        for tensor in _parts(value):
+        for tensor in parts_of(value):
             self.holder.setdefault(self._block(tensor).address, name)
 
     def exclude(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
@@ -264,7 +264,7 @@ class _SavedMemory:
 
     def saved(self, op: str, name: str, value: Value) -> SavedValue:
         """Count ``value`` and describe it."""
-        parts = {id(tensor): tensor for tensor in _parts(value)}.values()
+        parts = {id(tensor): tensor for tensor in parts_of(value)}.values()
         blocks = [self._block(tensor) for tensor in parts]
         holders = dict.fromkeys(self.holder.get(block.address, OWN) for block in blocks)
         self.sizes.update(blocks)
@@ -285,7 +285,8 @@ class _SavedMemory:
         return Totals(sum(kept.values()), sum(size for address, size in kept.items() if address not in self.held))
 
 
-def _parts(value: Value) -> tuple[torch.Tensor, ...]:
+def parts_of(value: Value) -> tuple[torch.Tensor, ...]:
+    """The tensors with memory of which a value consists."""
     storage = value.record if isinstance(value, QuantizedTensor) else value
     return storage.tensors() if isinstance(storage, QuantizedStorage) else (storage,)
 
@@ -300,7 +301,7 @@ def _planes(value: Value) -> tuple[str, tuple[str, ...]]:
 
 
 @contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
+def undone(model: nn.Module) -> Iterator[None]:
     """Afterwards random state and the delayed-scaling states of ``model`` are what they were.
 
     Casts inside record nothing, and listeners around get no events. Models also draw from Python's and numpy's generators, as

@@ -20,6 +20,7 @@ from opfuse.core.signature import Env
 from opfuse.core.spec import NonNegative, Positive, Size, hyper_parameters, new_parameter
 from opfuse.domains import numbers
 from opfuse.errors import DtypeError, ShapeError, describe
+from opfuse.kernels.engine.sized import as_on_gpu
 from opfuse.numerics import pointwise
 from opfuse.numerics.cross_entropy import CrossEntropy, counted, row_losses
 from opfuse.tensors.gemm import gemm
@@ -225,7 +226,7 @@ def _add_product(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, **how: Any
     """Add dy^T x to ``dw``. On a GPU cuBLAS adds to fp32. On a CPU torch has no such product of bf16 operands, so the vocabulary
     goes in parts, of which one takes about as much memory as the logits of a chunk.
     """
-    if dw.is_cuda and dy.dtype != dw.dtype:
+    if as_on_gpu(dw) and dy.dtype != dw.dtype:
         with torch.autocast("cuda", enabled=False):
             torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
         return

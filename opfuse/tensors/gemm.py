@@ -20,6 +20,7 @@ from opfuse.errors import Described, GemmError, ShapeError, describe
 from opfuse.events import ProductChosen, emit, listeners
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
+from opfuse.kernels.engine.sized import as_on_gpu
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products.chained import UNROUNDED, ProductResult, product_chain, why_apart
 from opfuse.kernels.products.native import accumulate, multiply, multiply_groups, multiply_over_rows, multiply_rows
@@ -313,7 +314,7 @@ def _high_precision(
     if invariant:
         return in_tiles(len(left), left.device.type, lambda cut: _high_precision(name, cut(left), right, out_dtype))
     left, right = left.t() if name == "wgrad" else left, right.t() if name == "fprop" else right
-    if out_dtype == torch.float32 and left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+    if out_dtype == torch.float32 and as_on_gpu(left) and left.dtype in (torch.bfloat16, torch.float16):
         sums = torch.mm(left, right, out_dtype=torch.float32)  # the sums themselves, without wider operands
         return sums if out is None else out.copy_(sums)
     if out_dtype != left.dtype:

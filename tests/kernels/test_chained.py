@@ -68,7 +68,7 @@ class OnDevice:
 def on_hopper(monkeypatch):
     """Makes planes as if a device of compute capability 9.0 had them."""
     for module in (chained, native):
-        monkeypatch.setattr(module, "runs_kernels", lambda data: True)
+        monkeypatch.setattr(module, "on_kernels", lambda data: True)
     monkeypatch.setattr(native, "machine_of", lambda device: HOPPER)
     return lambda kind, lines, length: (plane := stored(kind, lines, length))._replace(data=OnDevice(plane.data))
 

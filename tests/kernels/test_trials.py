@@ -329,7 +329,7 @@ class OnDevice(torch.Tensor):
 def emulates(blackwell: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of the library is not called where it is wrong; the names of emulated ones are enough."""
     monkeypatch.setattr(native, "machine_of", lambda device: BLACKWELL)
-    monkeypatch.setattr(native, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(native, "on_kernels", lambda x: True)
     for name in ("scaled_mm", "scaled_grouped_mm"):
         monkeypatch.setattr(native.F, name, lambda *_, **__: pytest.fail("it is wrong here"))
     for name in ("multiply", "multiply_tiles", "product_of_rows"):

@@ -22,9 +22,11 @@ import torch
 
 from opfuse.environment import variable
 from opfuse.errors import KernelError, describe
+from opfuse.events import KernelSized, emit, listeners
 from opfuse.kernels.engine.certificates import Certificate, Tried, certificate_of, certified, is_recorded_arch
 from opfuse.kernels.engine.compiling import Variant, source_text
 from opfuse.kernels.engine.launch import Grid, is_dry, launch
+from opfuse.kernels.engine.sized import stands_for_gpu
 from opfuse.torch_private.dispatch import in_fake_mode
 
 P = ParamSpec("P")
@@ -112,7 +114,16 @@ class Kernel(Generic[P, R]):
             right = self.right.get(x.get_device())
             if right or (right is None and self.is_right(x.get_device())):
                 return self.run(launch, *args, **kwargs)
+        elif x is not None and stands_for_gpu(x) and x.numel():
+            return self._sized(*args, **kwargs)
         return self.reference(*args, **kwargs)
+
+    def _sized(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """What a call makes of tensors without memory."""
+        made = self.run(_queues_nothing, *args, **kwargs)
+        if KernelSized in listeners():
+            emit(KernelSized((args, kwargs)))
+        return made
 
     def is_right(self, device: int) -> bool:
         """Whether launches on a CUDA device have the results of the definition, as far as it was tried (certificates.py).
@@ -152,6 +163,10 @@ class Kernel(Generic[P, R]):
             if x is not None and x.numel():
                 self.run(record, *arguments.args, **arguments.kwargs)
         return found
+
+
+def _queues_nothing(variant: Variant, entry: str, grid: Grid, layout: struct.Struct, *fields: int | float, device: int) -> None:
+    """The launcher of tensors without memory."""
 
 
 _trying, _tried = threading.RLock(), list[Kernel[Any, Any]]()
@@ -228,6 +243,11 @@ def is_dense(x: object) -> bool:
 def runs_kernels(x: torch.Tensor) -> bool:
     """Whether kernels run on this CUDA tensor: if it is dense, its device new enough, and no tracer runs."""
     return type(x) in _DENSE and kernels_run_on(x.get_device())
+
+
+def on_kernels(x: torch.Tensor) -> bool:
+    """Whether ``x`` is on a GPU whose kernels run on it, or stands for such a tensor (sized.py)."""
+    return runs_kernels(x) if x.is_cuda else stands_for_gpu(x)
 
 
 def kernels_run_on(device: int) -> bool:

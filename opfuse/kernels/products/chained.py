@@ -43,7 +43,7 @@ from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.chains.tiles import CASTS
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
-from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel, runs_kernels
+from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel, on_kernels
 from opfuse.kernels.engine.variants import variant_of
 from opfuse.kernels.products.hopper import LEAST_LINES, TENSORS, TILES, Form, Pair, boxes, form_of
 from opfuse.kernels.products.native import OWN_OUTPUTS, multiply, own_refusal
@@ -101,7 +101,7 @@ def why_apart(
     keep: Collection[int] = (),
 ) -> str:
     """Why a product of ``shape``, its chain and its cast are not made in one launch; an empty string if they are."""
-    if not left.data.is_cuda or not runs_kernels(left.data):
+    if not on_kernels(left.data):
         return "no GPU whose kernels are used"
     if reason := own_refusal(left, right, dtype):
         return reason

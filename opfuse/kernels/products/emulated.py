@@ -20,6 +20,7 @@ import torch
 from opfuse.formats import COLUMNWISE, E2M1, ROWWISE, Usage
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups
 from opfuse.kernels.engine.launch import is_recorded
+from opfuse.kernels.engine.sized import as_on_gpu
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.sums import scaled_sums
 from opfuse.kernels.products.tiles import TileCut, in_tiles
@@ -213,7 +214,7 @@ def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    if not a.is_cuda:
+    if not as_on_gpu(a):
         return torch.mm(a, b, out=out)
     a, b, options = a.to(torch.bfloat16), b.to(torch.bfloat16), {"out_dtype": torch.float32}
     return torch.mm(a, b, **options) if out is None else torch.mm(a, b, **options, out=out)  # type: ignore[call-overload]
@@ -266,7 +267,7 @@ def _unit(layout: Layout) -> float:
 
 def _dtype_on(data: torch.Tensor) -> torch.dtype:
     """Of operands on the device of ``data``."""
-    return torch.bfloat16 if data.is_cuda else torch.float32
+    return torch.bfloat16 if as_on_gpu(data) else torch.float32
 
 
 _OPERANDS: dict[str, Callable[..., Lines]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _scaled, "nv": _scaled}

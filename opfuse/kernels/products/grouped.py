@@ -13,13 +13,14 @@ group alone; for outputs where groups are so small that the host, queueing one p
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from opfuse.kernels.engine.sized import arch_of as _arch
+from opfuse.kernels.engine.sized import as_on_gpu
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.torch_private.operations import assert_on_device
 
@@ -52,7 +53,7 @@ PRODUCTS: Mapping[str, Callable[..., torch.Tensor]] = {
 def takes(rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] = ()) -> bool:
     """Whether these operands can be multiplied so: matrices of rows, and weights (..., N, K) of any product."""
     operands = (*rows, *weights)
-    if not all(t.dtype == torch.bfloat16 and t.is_cuda for t in operands):
+    if not all(t.dtype == torch.bfloat16 and as_on_gpu(t) for t in operands):
         return False
     widths = (*(t.shape[-1] for t in rows), *(size for w in weights for size in w.shape[-2:]))
     return takes_widths(widths, torch.bfloat16, operands[0].get_device())
@@ -98,9 +99,3 @@ def _in_place(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a contiguous copy on 16 bytes."""
     x = x.contiguous()
     return x if on_bytes(x, ALIGNMENT) else x.clone()
-
-
-@functools.cache
-def _arch(device: int) -> tuple[int, int]:
-    """The compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)

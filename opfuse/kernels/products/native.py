@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from opfuse.formats import NumberFormat, dtype_name
-from opfuse.kernels.engine.registry import runs_kernels
+from opfuse.kernels.engine.registry import on_kernels
+from opfuse.kernels.engine.sized import stood_for
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products import emulated as emulation
 from opfuse.kernels.products.backends import (
@@ -117,7 +118,7 @@ def multiply(
     """
     if invariant:
         return _invariant(left, right, out_dtype=out_dtype, fast=fast, out=out)
-    if left.data.is_cuda and runs_kernels(left.data):
+    if on_kernels(left.data):
         device = machine_of(left.data.get_device())
         own = not refusal(left, right, out_dtype, device, own=True)
         if own and is_faster(left, right, fast=fast):
@@ -182,7 +183,7 @@ def accumulate(lefts: Sequence[Stored], rights: Sequence[Stored], out: torch.Ten
     """
     pairs = [*zip(lefts, rights, strict=True)]
     first, other = pairs[0]
-    if not first.data.is_cuda or not runs_kernels(first.data) or any(own_refusal(*pair, torch.bfloat16) for pair in pairs):
+    if not on_kernels(first.data) or any(own_refusal(*pair, torch.bfloat16) for pair in pairs):
         return False
     counts, width = [left.layout.lines[0] for left in lefts], other.layout.lines[0]
     fits = out.dtype == torch.float32 and tuple(out.shape) == (sum(counts), width)
@@ -200,7 +201,7 @@ def _operands(*planes: Stored) -> list[emulation.Lines]:
 
 def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
     """The product by a back end that multiplies any number of lines in one way; its choice does not depend on their number."""
-    if left.data.is_cuda and runs_kernels(left.data):
+    if on_kernels(left.data):
         device, (left, right) = machine_of(left.data.get_device()), (plane.moved_in_place() for plane in (left, right))
         if not refusal(left, right, out_dtype, device, own=True):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
@@ -276,7 +277,7 @@ def multiply_groups(
     of a side one format.
     """
     first = lefts[0].data
-    on_device = first.is_cuda and runs_kernels(first)
+    on_device = on_kernels(first)
     if lefts[0].layout.format.family not in OWN:
         native = on_device and all(_library_takes(*pair, out_dtype) for pair in zip(lefts, rights, strict=True))
         return None if invariant or native else emulation.multiply_groups(lefts, rights, lines, dtype=out_dtype)
@@ -368,17 +369,21 @@ def multiply_over_rows(
 def _mx_runs(runs: RunOperands, out_dtype: torch.dtype, emulate: Callable[..., torch.Tensor], rights: Any) -> torch.Tensor:
     """The products of MXFP8 by the library, or by ``emulate``, for which the host waits for the sizes."""
     (left, (right, *_), groups), data = runs, runs.left.data
-    if data.is_cuda and runs_kernels(data):
+    if on_kernels(data):
         device = data.get_device()
         if not runs_refusal(left.layout, right.layout, out_dtype, machine_of(device)) and is_certified(MX_GROUPS, device):
             return multiply_runs(runs, out_dtype=out_dtype)
     return emulate(left, rights, groups, out_dtype=out_dtype)
 
 
-@functools.cache
 def machine_of(device: int) -> Machine:
-    """A CUDA device by its number; -1: the CPU."""
-    return machine((0, 0) if device < 0 else torch.cuda.get_device_capability(device))
+    """A CUDA device by its number; -1: the CPU, or what meta tensors stand for."""
+    return _machine_of(device) if device >= 0 else Machine(*stood_for())
+
+
+@functools.cache
+def _machine_of(device: int) -> Machine:
+    return machine(torch.cuda.get_device_capability(device))
 
 
 def machine(arch: Version) -> Machine:

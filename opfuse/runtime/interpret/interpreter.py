@@ -23,7 +23,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import NEIGHBOURS, checked_lists
 from opfuse.core.quantizers import recording_gradients
 from opfuse.errors import FusionError, PipelineError, describe
-from opfuse.events import TensorSaved, emit, listeners
+from opfuse.events import SegmentRan, TensorSaved, emit, listeners
 from opfuse.recipes.counting import PassAround
 from opfuse.runtime.interpret.gradients import Gradients, check_input_gradient
 from opfuse.runtime.interpret.observed import GroupEvents
@@ -81,6 +81,8 @@ class Interpreter:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
         """The segment's outputs for its inputs, in the segment's order."""
+        if SegmentRan in listeners():
+            emit(SegmentRan(ended=False))
         values: dict[int, Value] = dict(zip(self.segment.inputs, tensors))
         for group in self.segment.forward:
             if self.events is None:
@@ -292,16 +294,22 @@ class Interpreter:
         if self.blocks:
             saved, self.places = to_blocks(saved, self.blocks)
         self.dirty, self.kwargs, self.precomputed, self.blocks = [], (), {}, []
+        if SegmentRan in listeners():
+            emit(SegmentRan(ended=True))
         return saved
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def gradients(self, grad_outputs: GradOutputs, tensors: Iterator[torch.Tensor]) -> Result:
         """For the gradients of the outputs those of what the segment has read."""
+        if watched := SegmentRan in listeners():
+            emit(SegmentRan(ended=False))
         grads = self.backward(grad_outputs, tensors)
         inputs = [_handed_on(grads.take(value)) for value in self.segment.inputs]
         again = [_handed_on(grads.take(value)) for value in self.segment.again]
         params = [grads.params.get((i, name)) for i in reversed(self.segment.ops) for name, _ in self.ops[i].parameter_slots()]
+        if watched:
+            emit(SegmentRan(ended=True))
         return [*inputs, *params, *again]
 
     def backward(self, grad_outputs: Mapping[int, torch.Tensor | None], tensors: Iterator[torch.Tensor]) -> Gradients:

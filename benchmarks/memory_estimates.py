@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import opfuse
 from benchmarks.converted import compiled
 from opfuse import recipes
-from opfuse.train.memory import Memory
+from opfuse.inspect.step_memory import Memory
 
 MIB = 2**20
 WARM = 3

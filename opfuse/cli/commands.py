@@ -320,6 +320,9 @@ def report(
     report(subject, out=out, format=format.value, as_json=as_json)
 
 
+_BUDGET = "such as 80GiB"
+
+
 def advise(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A configuration, or a config.json of transformers.", show_default=False)
@@ -327,12 +330,61 @@ def advise(
     *,
     kind: Annotated[str, typer.Option(help="The kind of recipe.")] = "fp8_current",
     rows: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 8192,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Memory of a GPU, {_BUDGET}: also say what to change to fit, as opfuse memory does.", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Recommend low precision or bf16 for each layer, by speeds measured on an H200."""
+    """Recommend low precision or bf16 for each layer, by speeds measured on an H200; and what to change to fit in memory."""
     from opfuse.cli.advise import advise
 
-    advise(model, kind=kind, rows=rows, as_json=as_json)
+    advise(model, kind=kind, rows=rows, budget=budget, as_json=as_json)
+
+
+class CheckpointedParts(enum.StrEnum):
+    """What runs again in the backward pass."""
+
+    none = "none"
+    layers = "layers"
+
+
+class LossForm(enum.StrEnum):
+    """How a model computes its loss."""
+
+    own = "own"
+    fused = "fused"
+
+
+def memory(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="The config.json of a transformers model, or its folder.", show_default=False)
+    ],
+    *,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step on each GPU.")] = 1,
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 8192,
+    recipe: Annotated[str, typer.Option(help="The kind of recipe; none: bf16.")] = "none",
+    keep: Annotated[str | None, typer.Option(help="What the recipe keeps for the backward pass.", show_default=False)] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="none, sgd, sgd_momentum, adamw, adamw_foreach, adamw_masters or adamw8bit.")
+    ] = "adamw",
+    world: Annotated[int, typer.Option(min=1, help="GPUs over which FSDP2 shards.")] = 1,
+    checkpointing: Annotated[CheckpointedParts, typer.Option(help="What is recomputed.")] = CheckpointedParts.none,
+    loss: Annotated[LossForm, typer.Option(help="fused: without the logits of all tokens.")] = LossForm.own,
+    main_grads: Annotated[bool, typer.Option("--main-grads", help="Sum gradients in fp32 buffers.")] = False,
+    budget: Annotated[
+        str | None, typer.Option(help=f"Memory of a GPU, {_BUDGET}: say what to change to fit.", show_default=False)
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a page to this file.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate what a training step of a transformers model in bf16 takes of each GPU's memory; needs no GPU."""
+    from opfuse.cli.memory import StepOptions, memory
+
+    how = checkpointing.value, loss.value, main_grads, budget
+    memory(model, StepOptions(batch, sequence, recipe, keep, optimizer, world, *how), html=html, as_json=as_json)
 
 
 def init(
@@ -354,5 +406,5 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Callable[..., None]]]] = {
 }
 """Commands of commands, by name, and what they are about."""
 
-COMMANDS = (init, run, study, explain, check, parity, schema, kernels, doctor, diff, report, advise)
+COMMANDS = (init, run, study, explain, check, parity, schema, kernels, doctor, diff, report, advise, memory)
 """In the order in which they are listed."""

@@ -9,10 +9,10 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from opfuse.cli.advise import model_of_transformers
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.progress import reporter
 from opfuse.cli.results import device_for, directory_for, print_files, show, write_or_salvage, written
+from opfuse.cli.transformers_models import model_of_transformers
 from opfuse.config import load
 from opfuse.errors import number_of
 from opfuse.recipes import recipe_of

@@ -174,6 +174,10 @@ class Ledger(TorchDispatchMode):
             return max(block.read, self.segments[at][0], block.start)
         return block.end
 
+    def last_interpreted(self, block: AllocatedBlock) -> int:
+        """The same where segments are interpreted."""
+        return self.clock if block.end is None else block.end
+
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _value_of(self, tensor: torch.Tensor) -> Any:

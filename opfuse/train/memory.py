@@ -22,12 +22,14 @@ the first two steps, which are interpreted and free some tensors later than the 
 from __future__ import annotations
 
 import copy
+import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -40,15 +42,14 @@ from opfuse.convert.head_loss import LossKind
 from opfuse.core.operation import FusibleOperation
 from opfuse.domains import SIZE, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
-from opfuse.inspect.alike import alike, counted, starred
-from opfuse.inspect.ledger import AllocatedBlock, Ledger, curve, rounded_up
+from opfuse.inspect.charts import thinned
+from opfuse.inspect.ledger import BLOCK, AllocatedBlock, Ledger, curve, rounded_up, tensors_within
 from opfuse.inspect.observe import parts_of, undone
+from opfuse.inspect.step_memory import LayerMemory, Memory, MemorySettings, Proposal
 from opfuse.recipes import RECIPES, Recipe, as_recipe, autocast, recipe_of
 from opfuse.runtime.plans.misses import trial_plans
 from opfuse.tensors.masters import stored_in
 from opfuse.torch_private.tensors import number_of
-
-GIB = 2**30
 
 
 class OptimizerMemory(NamedTuple):
@@ -69,118 +70,21 @@ OPTIMIZERS: Mapping[str, OptimizerMemory] = {
     "none": OptimizerMemory(lambda count, size: 0),
     "sgd": OptimizerMemory(lambda count, size: 0),
     "sgd_momentum": OptimizerMemory(lambda count, size: rounded_up(count * size)),
-    "adamw": OptimizerMemory(lambda count, size: 2 * rounded_up(count * size)),
+    "adamw": OptimizerMemory(lambda count, size: 2 * rounded_up(count * size) + BLOCK),
     "adamw_foreach": OptimizerMemory(
         lambda count, size: 2 * rounded_up(count * size), lambda count, size: rounded_up(count * size)
     ),
-    "adamw_masters": OptimizerMemory(lambda count, size: 3 * rounded_up(4 * count), lambda count, size: rounded_up(4 * count)),
+    "adamw_masters": OptimizerMemory(
+        lambda count, size: 3 * rounded_up(4 * count) + BLOCK, lambda count, size: rounded_up(4 * count)
+    ),
     "adamw8bit": OptimizerMemory(_moments_of_8_bits),
 }
-"""adamw: torch's with ``fused=True``; adamw_foreach: as by default on a GPU, which needs a copy of a moment while it steps.
-adamw_masters: over fp32 masters, whose gradients are made for the step unless they are main gradients. adamw8bit: torchao's.
+"""adamw: torch's with ``fused=True``, which counts steps on the GPU. adamw_foreach: as by default on a GPU, with a copy of a
+moment while it steps. adamw_masters: over fp32 masters, whose gradients are made for the step unless they are main gradients.
+adamw8bit: torchao's.
 """
 
 Checkpointing = Literal["none", "layers"]
-
-
-class LayerMemory(NamedTuple):
-    """Bytes of one layer on a rank. saved: at the end of the forward pass."""
-
-    path: str
-    weights: int
-    gradients: int
-    optimizer: int
-    saved: int
-
-
-class Proposal(NamedTuple):
-    """A change of settings, on top of those before it, and the peak with all of them."""
-
-    change: str
-    peak: int
-    fits: bool
-
-    def __str__(self) -> str:
-        return f"{self.change:<28} {_gib(self.peak)}{'  fits' if self.fits else ''}"
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """What a step is estimated under."""
-
-    recipe: str
-    optimizer: str
-    world: int
-    checkpointing: str
-    loss: str
-    main_grads: bool
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a training step on each rank.
-
-    held: from step to step, by what it is. saved: at the end of the forward pass, for the backward pass, of which logits and
-    others that belong to no layer are a part. gradients: all of them, after the backward pass. peak: the most at once, at
-    ``place``; at_peak: of what it consists. first_peak: of the first two steps, which no program repeats. layers: in their order.
-    """
-
-    settings: MemorySettings
-    held: Mapping[str, int]
-    saved: int
-    gradients: int
-    peak: int
-    place: str
-    at_peak: Mapping[str, int]
-    first_peak: int
-    layers: tuple[LayerMemory, ...] = field(repr=False)
-    budget: int | None = None
-    proposals: tuple[Proposal, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether every step stays within the budget; True without one."""
-        return self.budget is None or max(self.peak, self.first_peak) <= self.budget
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        own = {name: value for name, value in vars(self).items() if name not in ("settings", "layers", "proposals")}
-        told = {"settings": asdict(self.settings), **own, "held": dict(self.held), "at_peak": dict(self.at_peak)}
-        return told | {
-            "layers": [each._asdict() for each in self.layers],
-            "proposals": [each._asdict() for each in self.proposals],
-        }
-
-    def __str__(self) -> str:
-        return "\n".join(_told(self))
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:9.3f} GiB"
-
-
-def _told(found: Memory) -> Iterator[str]:
-    s = found.settings
-    parts = {"recipe": s.recipe, "optimizer": s.optimizer, "world": s.world, "checkpointing": s.checkpointing, "loss": s.loss}
-    yield ", ".join(f"{name} {value}" for name, value in parts.items()) + (", main gradients" if s.main_grads else "")
-    yield ""
-    rows: list[tuple[str, ...]] = [("layer", "weights", "gradients", "optimizer", "saved")]
-    for same in alike(found.layers, lambda each: starred(each.path)):
-        sums = [f"{sum(column) / GIB:.3f}" for column in zip(*(each[1:] for each in same))]
-        rows.append((counted([each.path for each in same]), *sums))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for name, *cells in rows:
-        yield "  ".join((name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:]))))
-    yield ""
-    for name, size in (*found.held.items(), ("saved by the forward pass", found.saved), ("gradients", found.gradients)):
-        if size:
-            yield f"{name:<28} {_gib(size)}"
-    made = ", ".join(f"{name} {size / GIB:.3f}" for name, size in found.at_peak.items() if size)
-    yield f"{'peak':<28} {_gib(found.peak)}  {found.place}: {made}"
-    yield f"{'peak of the first two steps':<28} {_gib(found.first_peak)}"
-    if found.budget is not None:
-        yield f"{'budget':<28} {_gib(found.budget)}  {'fits' if found.fits else 'does not fit'}"
-        yield from map(str, found.proposals)
 
 
 @checked_arguments(ConversionError, but="model")
@@ -193,7 +97,7 @@ def memory(
     checkpointing: Checkpointing = "none",
     loss: LossKind = "own",
     main_grads: bool = False,
-    budget: int | None = None,
+    budget: int | str | None = None,
     **named: Any,
 ) -> Memory:
     """Estimate the memory of a training step of ``model(*inputs, **named)`` on each GPU, without one. Changes nothing.
@@ -204,8 +108,8 @@ def memory(
     recipe: a recipe, or its kind; the model is converted by ``fuse_(recipe, pack=True, loss=loss)``, one of opfuse's ops computes
     under it. None: the model as it is. optimizer: a name of :data:`OPTIMIZERS`. world: ranks that FSDP2 shards over, layer by
     layer. checkpointing: "layers" recomputes each layer in the backward pass. main_grads: gradients are summed in fp32 buffers
-    beside those of the parameters, which are there all the time. budget: bytes; the result proposes what to change if a step
-    takes more, in the order of what it costs.
+    beside those of the parameters, which are there all the time. budget: bytes, or a text as "80GiB"; the result proposes what to
+    change if a step takes more, in the order of what it costs, until it fits.
 
     ConversionError for what is no module, has memory, or cannot be converted, and for an unknown optimizer or kind.
     """
@@ -223,14 +127,28 @@ def memory(
         raise ConversionError(
             describe(f"memory: {first}", wanted="a tensor on the meta device", got="one with memory", cure=cure)
         )
-    chosen = _recipe(recipe)
+    most, chosen = None if budget is None else bytes_of(budget), _recipe(recipe)
     settings = MemorySettings("none" if chosen is None else repr(chosen), optimizer, world, checkpointing, loss, main_grads)
     step = _MemoryStep(model, inputs, named, chosen, settings)
     found = step.estimate()
-    if budget is None:
+    if most is None:
         return found
-    found = replace(found, budget=budget)
-    return found if found.fits else replace(found, proposals=tuple(_proposals(step, found.peak, budget)))
+    found = replace(found, budget=most)
+    return found if found.fits else replace(found, proposals=tuple(_proposals(step, found.most, most)))
+
+
+_BUDGET = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", re.IGNORECASE)
+
+
+def bytes_of(budget: int | str) -> int:
+    """Bytes of a number, or of a text as "80GiB" or "80 GB", which both are those of 2**30. ConversionError for another text."""
+    if isinstance(budget, int) and budget > 0:
+        return budget
+    found = _BUDGET.fullmatch(budget.strip()) if isinstance(budget, str) else None
+    if found is None:
+        wanted, cure = "bytes, or a text such as 80GiB", "write a number and its unit, 80GiB"
+        raise ConversionError(describe("memory(budget=)", wanted=wanted, got=repr(budget), cure=cure))
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
 
 
 def _has_memory(value: Any) -> bool:
@@ -267,7 +185,7 @@ class _MemoryStep:
             number_of(part.untyped_storage()): layer_of(n) for n, p in model.named_parameters() for part in parts_of(stored_in(p))
         }
         ledger = Ledger(weights)
-        ledger.known(*model.parameters(), *model.buffers(), *_tensors((self.inputs, self.named)))
+        ledger.known(*model.parameters(), *model.buffers(), *tensors_within((self.inputs, self.named)))
         with ExitStack() as stack:
             stack.enter_context(undone(model))
             stack.enter_context(trial_plans())
@@ -276,22 +194,18 @@ class _MemoryStep:
             stack.enter_context(ledger.following())
             root = _root(model(*self.inputs, **self.named))
             forward = ledger.clock
-            results = {id(block) for block in ledger.of(root)}
-            saved = [block for block in ledger.alive() if id(block) not in results]
+            results = {*ledger.of(root)}
+            saved = [block for block in ledger.alive() if block not in results]
             torch.autograd.backward(root, None if root.numel() == 1 else root.detach())
             ledger.clock += 1
             gradients = {name: [*ledger.of(p.grad)] for name, p in parameters.items() if p.grad is not None}
         return _MemoryAccount(self, model, ledger, forward, saved, gradients).memory()
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 def _root(output: Any) -> torch.Tensor:
     """What the backward pass begins at."""
     loss = getattr(output, "loss", None)
-    found = [loss] if isinstance(loss, torch.Tensor) else [each for each in _tensors(output) if each.requires_grad]
+    found = [loss] if isinstance(loss, torch.Tensor) else [each for each in tensors_within(output) if each.requires_grad]
     if not found:
         cure = "pass inputs of a training step: labels, or a model whose first tensor needs a gradient"
         raise ConversionError(
@@ -321,9 +235,23 @@ def _checkpoint_layers(model: nn.Module) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
+class MemorySpan(NamedTuple):
+    """Bytes from one op to another, both included. kind: gradients, saved, gathered or working, which is the rest."""
+
+    kind: str
+    size: int
+    start: int
+    end: int
+
+
+KINDS = ("gradients", "saved", "gathered", "working")
+
+
 @dataclass(frozen=True)
 class _MemoryAccount:
-    """What a step's ledger comes to on one rank."""
+    """What a step's ledger comes to on one rank. saved: what is alive after the op ``forward``, the last of the forward pass.
+    gradients: by parameter.
+    """
 
     step: _MemoryStep
     model: nn.Module
@@ -334,131 +262,154 @@ class _MemoryAccount:
 
     def memory(self) -> Memory:
         """The figures."""
-        settings, world = self.step.settings, self.step.settings.world
-        table = OPTIMIZERS[settings.optimizer]
-        sizes = self._sizes()
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        states = {n: table.state(_share(p, world), p.element_size()) for n, p in trained.items()}
-        extra = sum(table.step(_share(p, world), p.element_size()) for p in trained.values())
-        main = sum(rounded_up(4 * _share(p, world)) for p in trained.values()) if settings.main_grads else 0
-        if settings.main_grads and settings.optimizer == "adamw_masters":
-            extra = 0
-        buffers = {number_of(part.untyped_storage()): part for b in self.model.buffers() for part in parts_of(b)}
-        batch = {number_of(t.untyped_storage()): t for t in _tensors((self.step.inputs, self.step.named))}
-        held = {
-            "weights": sum(-(-size // world) for size in sizes.values()),
-            "buffers": sum(rounded_up(part.untyped_storage().nbytes()) for part in buffers.values()),
-            "optimizer": sum(states.values()),
-            "main gradients": main,
-            "inputs": sum(rounded_up(t.untyped_storage().nbytes()) for t in batch.values()),
-        }
-        static = sum(held.values())
-        grads = {id(block): layer_of(name) for name, blocks in self.gradients.items() for block in blocks}
-        whole = {id(b): b.size for blocks in self.gradients.values() for b in blocks}
-        total = sum(-(-size // world) for size in whole.values())
-        line, first = (self._line(grads, sizes, last) for last in (self.ledger.last, self._interpreted))
-        at = max(range(len(line)), key=line.__getitem__)
-        peak, place, made = static + line[at], self._place(at), self._parts(at, grads, line[at])
-        if total + extra > line[at]:
-            peak, place, made = static + total + extra, "optimizer step", {"gradients": total, "working": extra}
-        of_layer = {layer: (sum(b.size for b in self.saved if b.place == layer)) for layer in {b.place for b in self.saved}}
-        layers = tuple(
-            LayerMemory(
-                path,
-                -(-sizes.get(path, 0) // world),
-                sum(-(-size // world) for i, size in whole.items() if grads[i] == path),
-                sum(size for name, size in states.items() if layer_of(name) == path),
-                of_layer.get(path, 0),
-            )
-            for path in dict.fromkeys((*sizes, *of_layer))
-        )
+        held = self._held()
+        static, line, first = sum(held.values()), self._line(self.ledger.last), self._line(self.ledger.last_interpreted)
+        gradients = sum(self._part(block.size) for block in self._gradients)
+        at, stepping = max(range(len(line)), key=line.__getitem__), gradients + self._while_stepping()
+        place, made = self._place(at), self._parts(at)
+        if stepping > line[at]:
+            place, made = "optimizer step", {"gradients": gradients, "working": stepping - gradients}
+        points = thinned([(op, static + size) for op, size in enumerate(line)])
         return Memory(
-            settings,
-            held,
-            sum(block.size for block in self.saved),
-            total,
-            peak,
-            place,
-            {**held, **made},
-            max(static + max(first), static + total + extra),
-            layers,
+            settings=self.step.settings,
+            held=held,
+            saved=sum(block.size for block in self.saved),
+            gradients=gradients,
+            peak=static + max(line[at], stepping),
+            place=place,
+            at_peak={**held, **made},
+            first_peak=static + max(*first, stepping),
+            layers=tuple(self._layers()),
+            timeline=tuple((int(op), int(size)) for op, size in points),
         )
 
-    def _sizes(self) -> dict[str, int]:
+    # -- what is held ------------------------------------------------------------------------------------------------
+
+    @property
+    def _world(self) -> int:
+        return self.step.settings.world
+
+    @property
+    def _optimizer(self) -> OptimizerMemory:
+        return OPTIMIZERS[self.step.settings.optimizer]
+
+    def _part(self, size: int) -> int:
+        """Of a rank."""
+        return -(-size // self._world)
+
+    @cached_property
+    def _trained(self) -> Mapping[str, tuple[int, int]]:
+        """By name, elements of a rank's part of each parameter that is trained, and their bytes."""
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        rows = {name: self._part(len(p)) if p.dim() else 1 for name, p in trained.items()}
+        return {name: (rows[name] * math.prod(p.shape[1:]), p.element_size()) for name, p in trained.items()}
+
+    def _held(self) -> dict[str, int]:
+        """Bytes from step to step, by what they are."""
+        main = sum(rounded_up(4 * count) for count, _ in self._trained.values()) if self.step.settings.main_grads else 0
+        return {
+            "weights": sum(map(self._part, self._weights.values())),
+            "buffers": _bytes_of_all(self.model.buffers()),
+            "optimizer": sum(self._optimizer.state(*each) for each in self._trained.values()),
+            "main gradients": main,
+            "inputs": _bytes_of_all(tensors_within((self.step.inputs, self.step.named))),
+        }
+
+    @cached_property
+    def _weights(self) -> Mapping[str, int]:
         """Bytes of the weights of each layer, each storage once."""
-        sizes: dict[str, int] = {}
+        of_layer: dict[str, list[torch.Tensor]] = {}
         seen: set[int] = set()
         for name, parameter in self.model.named_parameters():
-            for part in parts_of(stored_in(parameter)):
-                if (number := number_of(part.untyped_storage())) not in seen:
-                    seen.add(number)
-                    sizes[layer_of(name)] = sizes.get(layer_of(name), 0) + rounded_up(part.untyped_storage().nbytes())
-        return sizes
+            parts = [part for part in parts_of(stored_in(parameter)) if number_of(part.untyped_storage()) not in seen]
+            seen.update(number_of(part.untyped_storage()) for part in parts)
+            of_layer.setdefault(layer_of(name), []).extend(parts)
+        return {layer: _bytes_of_all(parts) for layer, parts in of_layer.items()}
 
-    def _interpreted(self, block: AllocatedBlock) -> int:
-        return self.ledger.clock if block.end is None else block.end
+    def _while_stepping(self) -> int:
+        """Bytes that the optimizer takes beside its states and the gradients. Main gradients are those of masters."""
+        masters = self.step.settings.main_grads and self.step.settings.optimizer == "adamw_masters"
+        return 0 if masters else sum(self._optimizer.step(*each) for each in self._trained.values())
 
-    def _line(self, grads: Mapping[int, str], sizes: Mapping[str, int], last: Callable[[AllocatedBlock], int]) -> list[int]:
-        """Bytes at each op beside what is held."""
-        world, end = self.step.settings.world, self.ledger.clock
-        spans = []
-        leaves = self._ends_of_layers() if world > 1 else {}
+    def _layers(self) -> Iterator[LayerMemory]:
+        """Each layer, in the order of the model."""
+        saved, gradients, states = Counter[str](), Counter[str](), Counter[str]()
+        for block in self.saved:
+            saved[block.place] += block.size
+        for block, layer in self._gradients.items():
+            gradients[layer] += self._part(block.size)
+        for name, each in self._trained.items():
+            states[layer_of(name)] += self._optimizer.state(*each)
+        for path in dict.fromkeys((*self._weights, *saved)):
+            weights = self._part(self._weights.get(path, 0))
+            yield LayerMemory(path, weights, gradients[path], states[path], saved[path])
+
+    # -- the timeline ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _gradients(self) -> Mapping[AllocatedBlock, str]:
+        """The layer of each block with gradients of parameters."""
+        return {block: layer_of(name) for name, blocks in self.gradients.items() for block in blocks}
+
+    def _line(self, last: Callable[[AllocatedBlock], int]) -> list[int]:
+        """Bytes at each op beside what is held. last: the last op while a block is alive."""
+        return curve([(size, start, end) for _, size, start, end in self._spans(last)], self.ledger.clock)
+
+    def _parts(self, at: int) -> dict[str, int]:
+        """Of what the bytes at an op consist, beside what is held."""
+        parts = dict.fromkeys(KINDS, 0)
+        for kind, size, start, end in self._spans(self.ledger.last):
+            parts[kind] += size if start <= at <= end else 0
+        return parts
+
+    def _spans(self, last: Callable[[AllocatedBlock], int]) -> Iterator[MemorySpan]:
+        """What is alive from when to when."""
+        saved, end, whole = {*self.saved}, self.ledger.clock, self._until_reduced()
         for block in self.ledger.blocks:
-            if id(block) in grads and world > 1:
-                gone = max(leaves.get(grads[id(block)], end), block.start)
-                spans.append((block.size, block.start, gone))
-                if gone < end:
-                    spans.append((-(-block.size // world), gone + 1, end))
-            else:
-                spans.append((block.size, block.start, last(block)))
-        if world > 1:
-            spans += self._gathered(sizes)
-        return curve(spans, end)
+            if block not in self._gradients:
+                yield MemorySpan("saved" if block in saved else "working", block.size, block.start, last(block))
+                continue
+            until = max(whole.get(self._gradients[block], end), block.start)
+            yield MemorySpan("gradients", block.size, block.start, until)
+            if until < end:
+                yield MemorySpan("gradients", self._part(block.size), until + 1, end)
+        if self._world > 1:
+            yield from self._gathered()
 
-    def _intervals(self) -> list[tuple[str, int, int]]:
+    @cached_property
+    def _intervals(self) -> Sequence[tuple[str, int, int]]:
         """Which layer computes from which op to which."""
         places = [(clock, place) for clock, place in self.ledger.places if _is_layer(place)]
         ends = [*(clock - 1 for clock, _ in places[1:]), self.ledger.clock]
         return [(place, clock, until) for (clock, place), until in zip(places, ends)]
 
-    def _ends_of_layers(self) -> dict[str, int]:
-        """Until when the gradients of a layer are whole: until the layer computes that comes after the next one."""
-        intervals = self._intervals()
-        ends = [until for *_, until in intervals]
-        return {place: ends[min(i + 1, len(ends) - 1)] for i, (place, *_) in enumerate(intervals)}
+    def _until_reduced(self) -> Mapping[str, int]:
+        """Until when gradients of a layer are whole: through the layer of the backward pass that comes after it."""
+        if self._world == 1:
+            return {}
+        ends = [until for *_, until in self._intervals]
+        return {place: ends[min(i + 1, len(ends) - 1)] for i, (place, *_) in enumerate(self._intervals)}
 
-    def _gathered(self, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int]]:
+    def _gathered(self) -> Iterator[MemorySpan]:
         """Whole weights beside the parts that a rank holds."""
-        intervals = self._intervals()
-        yield sum(size for path, size in sizes.items() if not _is_layer(path)), 0, self.ledger.clock
-        for i, (place, start, until) in enumerate(intervals):
-            coming = next((other for other, *_ in intervals[i + 1 :] if other != place), None)
-            yield sizes.get(place, 0) + (sizes.get(coming, 0) if coming is not None else 0), start, until
+        root = sum(size for path, size in self._weights.items() if not _is_layer(path))
+        yield MemorySpan("gathered", root, 0, self.ledger.clock)
+        for i, (place, start, until) in enumerate(self._intervals):
+            coming = next((other for other, *_ in self._intervals[i + 1 :] if other != place), None)
+            size = sum(self._weights.get(each, 0) for each in (place, coming) if each is not None)
+            yield MemorySpan("gathered", size, start, until)
 
     def _place(self, at: int) -> str:
         """Where an op stands."""
         clocks = [clock for clock, _ in self.ledger.places]
         place = self.ledger.places[bisect_right(clocks, at) - 1][1]
-        return f"{'forward' if at <= self.forward else 'backward'} of {place or 'the model'}"
-
-    def _parts(self, at: int, grads: Mapping[int, str], total: int) -> dict[str, int]:
-        """Of what the bytes at an op consist, beside what is held: the rest is gathered, or one op's."""
-        kept = {id(block) for block in self.saved}
-        there = [b for b in self.ledger.blocks if b.start <= at <= self.ledger.last(b)]
-        parts = {
-            "gradients": sum(block.size for block in there if id(block) in grads),
-            "saved": sum(block.size for block in there if id(block) in kept),
-        }
-        return {**parts, "working": total - sum(parts.values())}
+        return f"{'forward' if at <= self.forward else 'backward'} of {place or 'the call'}"
 
 
-def _share(parameter: torch.Tensor, world: int) -> int:
-    """Elements of a rank's part."""
-    return (
-        parameter.numel()
-        if not parameter.dim()
-        else -(-parameter.shape[0] // world) * (parameter[0].numel() if len(parameter) else 0)
-    )
+def _bytes_of_all(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors, each once."""
+    storages = {number_of(s): s for tensor in tensors for part in parts_of(tensor) for s in (part.untyped_storage(),)}
+    return sum(rounded_up(storage.nbytes()) for storage in storages.values())
 
 
 # -- what to change ------------------------------------------------------------------------------------------------------------
@@ -475,9 +426,9 @@ def _proposals(step: _MemoryStep, peak: int, budget: int) -> Iterator[Proposal]:
             found = replace(tried.estimate(), budget=budget)
         except ConversionError:  # as of a loss that cannot be fused
             continue
-        if found.peak < peak:
-            step, peak = tried, found.peak
-            yield Proposal(change, max(found.peak, found.first_peak), found.fits)
+        if found.most < peak:
+            step, peak = tried, found.most
+            yield Proposal(change, peak, found.fits)
             if found.fits:
                 return
 
@@ -490,7 +441,7 @@ def _changes(step: _MemoryStep) -> Iterator[tuple[str, Callable[[_MemoryStep], _
     if step.recipe is not None and step.recipe.keep is None:
         for keep in ("recompute", "quantized"):
             yield f'keep="{keep}"', partial(_keeping, keep=keep)
-    if settings.optimizer.startswith("adamw") and settings.optimizer != "adamw8bit":
+    if settings.optimizer in ("adamw", "adamw_foreach"):
         yield 'optimizer="adamw8bit"', partial(_with, optimizer="adamw8bit")
     if settings.checkpointing == "none":
         yield 'checkpointing="layers"', partial(_with, checkpointing="layers")

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from opfuse.cli.output import echo, echo_json
+from opfuse.cli.results import written
 from opfuse.cli.transformers_models import model_of_transformers
-from opfuse.errors import OutputError, describe, os_error_text
 from opfuse.inspect.step_memory import Memory
 from opfuse.recipes import recipe_of
 from opfuse.train.memory import memory as memory_of
@@ -38,11 +38,7 @@ def memory(model: Path, options: StepOptions, *, html: Path | None, as_json: boo
     """Print the estimate, or write its page too."""
     found = estimated(model, options)
     if html is not None:
-        try:
-            html.write_text(found.html(), encoding="utf-8")
-        except OSError as error:
-            cure = "name a file in a directory that can be written"
-            raise OutputError(describe(str(html), wanted="a file to write", got=os_error_text(error), cure=cure)) from None
+        written(html, found.html().encode(), "name another file: --html FILE")
     echo_json(found.to_dict()) if as_json else echo(str(found))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
@@ -97,9 +97,7 @@ class Ledger(TorchDispatchMode):
 
     def known(self, *tensors: torch.Tensor) -> None:
         """Leave out what the caller holds."""
-        for tensor in tensors:
-            for part in parts_of(stored_in(tensor)):
-                self._alive[number_of(part.untyped_storage())] = AllocatedBlock(0, 0, "")
+        self._alive |= {number_of(storage): AllocatedBlock(0, 0, "") for storage in storages_of(tensors)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,10 +120,9 @@ class Ledger(TorchDispatchMode):
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def _made(self, tensor: torch.Tensor) -> None:
-        for part in parts_of(stored_in(tensor)):
-            storage = part.untyped_storage()
+        for storage in storages_of([tensor]):
             number = number_of(storage)
-            if number in self._alive or not part.is_meta:
+            if number in self._alive or storage.device.type != "meta":
                 continue
             block = self._alive[number] = AllocatedBlock(rounded_up(storage.nbytes()), self.clock, self.place, read=self.clock)
             self.blocks.append(block)
@@ -135,8 +132,7 @@ class Ledger(TorchDispatchMode):
         self._alive.pop(number).end = self.clock
 
     def _read(self, tensor: torch.Tensor) -> None:
-        for part in parts_of(stored_in(tensor)):
-            number = number_of(part.untyped_storage())
+        for number in map(number_of, storages_of([tensor])):
             if (module := self.weights.get(number)) is not None and module != self.place:
                 self.place = module
                 self.places.append((self.clock, module))
@@ -156,8 +152,8 @@ class Ledger(TorchDispatchMode):
 
     def of(self, tensor: torch.Tensor) -> Iterator[AllocatedBlock]:
         """The blocks of a tensor that is alive and was made inside."""
-        for part in parts_of(stored_in(tensor)):
-            block = self._alive.get(number_of(part.untyped_storage()))
+        for number in map(number_of, storages_of([tensor])):
+            block = self._alive.get(number)
             if block is not None and block.size:
                 yield block
 
@@ -207,6 +203,11 @@ _WITHOUT_VALUES = (_aten.empty.memory_format, _aten.empty_strided.default, _aten
 
 def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.is_meta and not tensor.is_floating_point() and tensor.numel() <= KNOWN and type(tensor) is torch.Tensor
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    """The memory of tensors, of quantized ones that of each part."""
+    return (part.untyped_storage() for tensor in tensors for part in parts_of(stored_in(tensor)))
 
 
 def tensors_within(value: Any) -> Iterator[torch.Tensor]:

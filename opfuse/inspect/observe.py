@@ -160,12 +160,12 @@ def copied_call(model: nn.Module, given: CallInputs) -> Iterator[Callable[[], An
     _check(model, given)
     call = given.copied()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with undone(model), _other_main_grads(model):
+    with undone(model), other_main_grads(model):
         yield lambda: torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
 
 
 @contextmanager
-def _other_main_grads(model: nn.Module) -> Iterator[None]:
+def other_main_grads(model: nn.Module) -> Iterator[None]:
     """Afterwards the caller's buffers and flags are those that there were."""
     kept = [(p, {name: vars(p)[name] for name in _OF_MAIN_GRAD if name in vars(p)}) for p in model.parameters()]
     try:

@@ -27,7 +27,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -43,12 +43,12 @@ from opfuse.core.operation import FusibleOperation
 from opfuse.domains import SIZE, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
 from opfuse.inspect.charts import thinned
-from opfuse.inspect.ledger import BLOCK, AllocatedBlock, Ledger, curve, rounded_up, tensors_within
-from opfuse.inspect.observe import parts_of, undone
+from opfuse.inspect.ledger import BLOCK, AllocatedBlock, Ledger, curve, rounded_up, storages_of, tensors_within
+from opfuse.inspect.observe import other_main_grads, undone
 from opfuse.inspect.step_memory import LayerMemory, Memory, MemorySettings, Proposal
+from opfuse.ops import Sequential
 from opfuse.recipes import RECIPES, Recipe, as_recipe, autocast, recipe_of
 from opfuse.runtime.plans.misses import trial_plans
-from opfuse.tensors.masters import stored_in
 from opfuse.torch_private.tensors import number_of
 
 
@@ -130,6 +130,9 @@ def memory(
     most, chosen = None if budget is None else bytes_of(budget), _recipe(recipe)
     settings = MemorySettings("none" if chosen is None else repr(chosen), optimizer, world, checkpointing, loss, main_grads)
     step = _MemoryStep(model, inputs, named, chosen, settings)
+    if loss == "fused" and not step.converts:
+        got, cure = "one of opfuse's ops, or one that is converted", "pass the model before fuse_, with its recipe"
+        raise ConversionError(describe('memory(loss="fused")', wanted="a model to convert", got=got, cure=cure))
     found = step.estimate()
     if most is None:
         return found
@@ -173,33 +176,65 @@ class _MemoryStep:
     settings: MemorySettings
 
     def estimate(self) -> Memory:
-        """Run the step on meta."""
-        model, settings = copy.deepcopy(self.model), self.settings
-        of_ops = any(isinstance(part, FusibleOperation) for part in model.modules()) and not any(map(converted, model.modules()))
-        if not of_ops and (self.recipe is not None or settings.loss == "fused"):
+        """Run the step on meta. ConversionError where the settings do not fit the model."""
+        model, settings = self.model, self.settings
+        if self.converts:
+            model = copy.deepcopy(model)
             fuse_(model, self.recipe, pack=True, loss=settings.loss)  # type: ignore[arg-type]
-        if settings.checkpointing == "layers":
-            _checkpoint_layers(model)
-        parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        weights = {
-            number_of(part.untyped_storage()): layer_of(n) for n, p in model.named_parameters() for part in parts_of(stored_in(p))
-        }
+        with ExitStack() as stack:
+            if settings.checkpointing == "layers":
+                stack.enter_context(_checkpointed_layers(model))
+            stack.enter_context(undone(model))
+            stack.enter_context(other_main_grads(model))
+            stack.enter_context(_no_gradients((*model.parameters(), *tensors_within((self.inputs, self.named)))))
+            stack.enter_context(trial_plans())
+            if self.recipe is not None and not self.converts:
+                stack.enter_context(autocast(recipe=self.recipe))
+            return self._run(model)
+
+    @property
+    def converts(self) -> bool:
+        """Whether a copy of the model is converted: not one of opfuse's ops, and none that is to stay as it is."""
+        if _is_of_ops(self.model):
+            return False
+        return self.recipe is not None or (self.settings.loss == "fused" and not _is_converted(self.model))
+
+    def _run(self, model: nn.Module) -> Memory:
+        """Both passes."""
+        weights = {number_of(s): layer_of(name) for name, p in model.named_parameters() for s in storages_of([p])}
         ledger = Ledger(weights)
         ledger.known(*model.parameters(), *model.buffers(), *tensors_within((self.inputs, self.named)))
-        with ExitStack() as stack:
-            stack.enter_context(undone(model))
-            stack.enter_context(trial_plans())
-            if of_ops and self.recipe is not None:
-                stack.enter_context(autocast(recipe=self.recipe))
-            stack.enter_context(ledger.following())
+        with ledger.following():
             root = _root(model(*self.inputs, **self.named))
-            forward = ledger.clock
-            results = {*ledger.of(root)}
+            forward, results = ledger.clock, {*ledger.of(root)}
             saved = [block for block in ledger.alive() if block not in results]
             torch.autograd.backward(root, None if root.numel() == 1 else root.detach())
             ledger.clock += 1
-            gradients = {name: [*ledger.of(p.grad)] for name, p in parameters.items() if p.grad is not None}
+            grads = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
+            gradients = {name: [*ledger.of(grad)] for name, grad in grads if grad is not None}
         return _MemoryAccount(self, model, ledger, forward, saved, gradients).memory()
+
+
+def _is_converted(model: nn.Module) -> bool:
+    return any(converted(module) is not None for module in model.modules())
+
+
+def _is_of_ops(model: nn.Module) -> bool:
+    """Whether a model computes by ops of opfuse as it is."""
+    return not _is_converted(model) and any(isinstance(module, FusibleOperation) for module in model.modules())
+
+
+@contextmanager
+def _no_gradients(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside the block, leaves begin without gradients."""
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    for tensor, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient
 
 
 def _root(output: Any) -> torch.Tensor:
@@ -227,12 +262,33 @@ def _is_layer(path: str) -> bool:
     return path.rpartition(".")[2].isdigit()
 
 
-def _checkpoint_layers(model: nn.Module) -> None:
-    """Have each element of the outermost lists run in a checkpoint."""
+@contextmanager
+def _checkpointed_layers(model: nn.Module) -> Iterator[None]:
+    """Have each element of the outermost lists run in a checkpoint. ConversionError if none is called by itself."""
     paths = dict.fromkeys(layer_of(name) for name, _ in model.named_parameters())
-    for path in filter(_is_layer, paths):
-        layer = model.get_submodule(path)
+    called = [model.get_submodule(path) for path in paths if _is_layer(path) and not _in_pipeline(model, path)]
+    if not called:
+        wanted, cure = "a model that calls the elements of a list of layers", "leave checkpointing out"
+        got = "one whose layers are parts of pipelines" if any(map(_is_layer, paths)) else "one without such a list"
+        raise ConversionError(describe('memory(checkpointing="layers")', wanted=wanted, got=got, cure=cure))
+    before = [(layer, vars(layer).get("forward")) for layer in called]
+    for layer in called:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer, forward in before:
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _in_pipeline(model: nn.Module, path: str) -> bool:
+    """Whether a module above runs what is at ``path`` without calling it."""
+    steps = path.split(".")
+    above = (model.get_submodule(".".join(steps[:i])) for i in range(len(steps)))
+    return any(converted(module) is not None or isinstance(module, (FusibleOperation, Sequential)) for module in above)
 
 
 class MemorySpan(NamedTuple):
@@ -318,13 +374,11 @@ class _MemoryAccount:
     @cached_property
     def _weights(self) -> Mapping[str, int]:
         """Bytes of the weights of each layer, each storage once."""
-        of_layer: dict[str, list[torch.Tensor]] = {}
-        seen: set[int] = set()
-        for name, parameter in self.model.named_parameters():
-            parts = [part for part in parts_of(stored_in(parameter)) if number_of(part.untyped_storage()) not in seen]
-            seen.update(number_of(part.untyped_storage()) for part in parts)
-            of_layer.setdefault(layer_of(name), []).extend(parts)
-        return {layer: _bytes_of_all(parts) for layer, parts in of_layer.items()}
+        storages = {number_of(s): (layer_of(n), s) for n, p in self.model.named_parameters() for s in storages_of([p])}
+        sizes = dict.fromkeys((layer_of(name) for name, _ in self.model.named_parameters()), 0)
+        for layer, storage in storages.values():
+            sizes[layer] += rounded_up(storage.nbytes())
+        return sizes
 
     def _while_stepping(self) -> int:
         """Bytes that the optimizer takes beside its states and the gradients. Main gradients are those of masters."""
@@ -408,7 +462,7 @@ class _MemoryAccount:
 
 def _bytes_of_all(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages of tensors, each once."""
-    storages = {number_of(s): s for tensor in tensors for part in parts_of(tensor) for s in (part.untyped_storage(),)}
+    storages = {number_of(storage): storage for storage in storages_of(tensors)}
     return sum(rounded_up(storage.nbytes()) for storage in storages.values())
 
 
@@ -436,7 +490,7 @@ def _proposals(step: _MemoryStep, peak: int, budget: int) -> Iterator[Proposal]:
 def _changes(step: _MemoryStep) -> Iterator[tuple[str, Callable[[_MemoryStep], _MemoryStep]]]:
     """Changes in the order of what they cost."""
     settings = step.settings
-    if settings.loss == "own":
+    if settings.loss == "own" and replace(step, settings=replace(settings, loss="fused")).converts:
         yield 'loss="fused"', partial(_with, loss="fused")
     if step.recipe is not None and step.recipe.keep is None:
         for keep in ("recompute", "quantized"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_a_run_that_goes_on_from_its_checkpoint_has_the_bits_of_one_that_did_not
     monkeypatch.chdir(tmp_path)
     executed("torch.load(")
     assert capsys.readouterr().out == "True True\n"
+
+
+def test_memory_is_estimated_as_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="of the extra `test`")
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    others = {"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **others}))
+    (command,) = re.findall(r"^opfuse (memory .*)$", PAGE, re.MULTILINE)
+    (output,) = re.findall(r"```text\n(recipe .*?)```", PAGE, re.DOTALL)
+    assert main([str(tmp_path / "config.json") if part.endswith(".json") else part for part in command.split()]) == 0
+    assert capsys.readouterr().out == output
+    found = executed("opfuse.memory(")["found"]
+    assert found.place in capsys.readouterr().out
 
 
 def test_a_run_is_recorded_and_the_commands_make_pages_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

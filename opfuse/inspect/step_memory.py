@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.charts import PageChart
-from opfuse.inspect.page import Cell, Page, PageBytes, PageSection, PageTable
-
-GIB = 2**30
+from opfuse.inspect.page import Cell, Page, PageBytes, PageSection, PageTable, rounded_bytes
 
 
 class LayerMemory(NamedTuple):
@@ -117,7 +115,7 @@ def _folded(found: Memory) -> Iterator[tuple[str, *tuple[int, ...]]]:
 def _lines(found: Memory) -> Iterator[str]:
     yield str(found.settings)
     yield ""
-    rows = [HEAD, *((name, *(f"{size / GIB:.3f}" for size in sizes)) for name, *sizes in _folded(found))]
+    rows = [HEAD, *((name, *map(rounded_bytes, sizes)) for name, *sizes in _folded(found))]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for name, *cells in rows:
         yield "  ".join((name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:]))))
@@ -134,12 +132,12 @@ def _lines(found: Memory) -> Iterator[str]:
 
 
 def _line(name: str, size: int, more: str = "") -> str:
-    return f"{name:<28}{size / GIB:9.3f} GiB  {more}".rstrip()
+    return f"{name:<28}{rounded_bytes(size):>10}  {more}".rstrip()
 
 
 def _made(found: Memory) -> str:
     """Of what the peak consists."""
-    return ", ".join(f"{name} {size / GIB:.3f}" for name, size in found.at_peak.items() if size >= GIB / 1000)
+    return ", ".join(f"{name} {rounded_bytes(size)}" for name, size in found.at_peak.items() if size >= found.peak / 1000)
 
 
 # -- page ----------------------------------------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ def _made(found: Memory) -> str:
 def _page(found: Memory) -> Page:
     facts: dict[str, Cell] = {"peak": PageBytes(found.peak), "at": found.place, "settings": str(found.settings)}
     if found.budget is not None:
-        facts["budget"] = f"{found.budget / GIB:.3f} GiB: {'fits' if found.fits else 'does not fit'}"
+        facts["budget"] = f"{rounded_bytes(found.budget)}: {'fits' if found.fits else 'does not fit'}"
     parts = {**found.held, "saved by the forward pass": found.saved, "gradients": found.gradients}
     parts |= {"peak": found.peak, "peak of the first two steps": found.first_peak}
     sections = [

@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -167,20 +167,22 @@ def _recipe(given: object) -> Recipe | None:
 
 @dataclass(frozen=True)
 class _MemoryStep:
-    """A step to estimate."""
+    """A step to estimate. made: converted copies of the model, by recipe and form of the loss; steps with changed settings share
+    them.
+    """
 
     model: nn.Module
     inputs: tuple[Any, ...]
     named: Mapping[str, Any]
     recipe: Recipe | None
     settings: MemorySettings
+    made: dict[tuple[Recipe | None, str], nn.Module] = field(default_factory=dict, repr=False)
 
     def estimate(self) -> Memory:
         """Run the step on meta. ConversionError where the settings do not fit the model."""
         model, settings = self.model, self.settings
         if self.converts:
-            model = copy.deepcopy(model)
-            fuse_(model, self.recipe, pack=True, loss=settings.loss)  # type: ignore[arg-type]
+            model = self._converted()
         with ExitStack() as stack:
             if settings.checkpointing == "layers":
                 stack.enter_context(_checkpointed_layers(model))
@@ -191,6 +193,14 @@ class _MemoryStep:
             if self.recipe is not None and not self.converts:
                 stack.enter_context(autocast(recipe=self.recipe))
             return self._run(model)
+
+    def _converted(self) -> nn.Module:
+        key = self.recipe, self.settings.loss
+        if key not in self.made:
+            model = copy.deepcopy(self.model)
+            fuse_(model, self.recipe, pack=True, loss=self.settings.loss)  # type: ignore[arg-type]
+            self.made[key] = model
+        return self.made[key]
 
     @property
     def converts(self) -> bool:
@@ -470,17 +480,19 @@ def _bytes_of_all(tensors: Iterable[torch.Tensor]) -> int:
 
 
 MOST_RANKS = 1024
+WORTH = 0.01
+"""The least share of the peak by which a change that is proposed lowers it."""
 
 
 def _proposals(step: _MemoryStep, peak: int, budget: int) -> Iterator[Proposal]:
-    """Changes on top of each other, those alone that lower the peak, until a step fits."""
+    """Changes on top of each other, without those that lower the peak by nothing to speak of, until a step fits."""
     for change, changed in _changes(step):
         try:
             tried = changed(step)
             found = replace(tried.estimate(), budget=budget)
         except ConversionError:  # as of a loss that cannot be fused
             continue
-        if found.most < peak:
+        if found.most < (1 - WORTH) * peak:
             step, peak = tried, found.most
             yield Proposal(change, peak, found.fits)
             if found.fits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from opfuse.cli.app import main
 
@@ -53,7 +55,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_has_the_bits_of_one_that_did_not
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    executed("torch.load(")
+    executed("prepare_delayed(")
     assert capsys.readouterr().out == "True True\n"
 
 
@@ -68,6 +70,34 @@ def test_memory_is_estimated_as_the_page_says(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == output
     found = executed("opfuse.memory(")["found"]
     assert found.place in capsys.readouterr().out
+
+
+def test_moments_in_8_bits_go_on_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Uncompiled, since torchao's step compiles long."""
+    pytest.importorskip("torchao", reason="of the extra `test`")
+    monkeypatch.chdir(tmp_path)
+    with torch.compiler.set_stance("force_eager"):
+        executed("AdamW8bit(")
+    assert capsys.readouterr().out == "True\nTrue\n"
+
+
+def test_bytes_of_an_element_are_those_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two matrices of the page's example: weight, master and moments."""
+    pytest.importorskip("torchao", reason="of the extra `test`")
+    monkeypatch.chdir(tmp_path)
+    with torch.compiler.set_stance("force_eager"):
+        start, train = operator.itemgetter("start", "train")(executed("AdamW8bit("))
+        for stored, beside in ((False, 2 + 2.03), (True, 1 + 2 + 2.03)):
+            model, optimizer = start(stored)
+            train(model, optimizer, range(1))
+            matrix = model[0].weight
+            state = optimizer.state_dict()["state"][0]
+            held = [*(matrix.record.tensors() if stored else [matrix])]
+            held += [state["master"]] if stored else []
+            held += [part for name in ("exp_avg", "exp_avg_sq") for part in (state[name].codes, state[name].scale)]
+            assert sum(each.nbytes for each in held) / matrix.numel() == pytest.approx(beside, abs=0.01)
 
 
 def test_a_run_is_recorded_and_the_commands_make_pages_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,8 +227,9 @@ def _add_product(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, **how: Any
     goes in parts, of which one takes about as much memory as the logits of a chunk.
     """
     if as_on_gpu(dw) and dy.dtype != dw.dtype:
-        with torch.autocast("cuda", enabled=False):
-            torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
+        if not dw.is_meta:  # nothing is to be added, and torch 2.11 has no such product there in modes of dispatch
+            with torch.autocast("cuda", enabled=False):
+                torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
         return
     count = min(-(-dw.shape[1] // len(dy)), MOST_SLICES)
     size = max(-(-len(dw) // count), 1)

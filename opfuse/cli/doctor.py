@@ -47,6 +47,8 @@ def _print_environment(found: Any) -> None:
     for name, meaning in found.items():
         value = os.environ[name].strip()
         echo(f"{name}={value}: {_effect(name, value, meaning)}")
+    if not found:
+        echo("no variable of opfuse is set")
     echo("")
 
 

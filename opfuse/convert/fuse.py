@@ -145,12 +145,16 @@ def report(model: nn.Module) -> Report:
         told = {path: line for path, line in told.items() if not _is_below(path, part)}
         told |= {_relative(part, within, line.path): line for line in given_then if _is_below(line.path, within)}
     lines: list[Conversion] = []
+    changed: list[str] = []
     for path, module in model.named_modules():
         line, forward = told.get(path), forwards.get(path)
         if forward is not None and forward.report is not None and (not path or forward.path in forward.report):
             line = forward.entry  # a part of another module's pipeline has no line but where it is the model
         if forward is not None and forward.entry is not None and (change := forward.change()) is not None:
             line = _unfused(forward.entry, f"it has changed since fuse_ ({change.got})", change.cure, weights=0)
+            changed.append(path)
+        elif line is None and forward is not None and any(_is_below(path, each) for each in changed):
+            line = _alone(module, forward)
         elif line is not None and line.status in ("fused", "joined") and module not in given:
             line = _unfused(line, UNFUSED, "call opfuse.fuse_ again")
         elif line is None and module not in given and not any(_is_below(path, part) for part in parts):
@@ -158,6 +162,14 @@ def report(model: nn.Module) -> Report:
         if line is not None:
             lines.append(replace(line, path=path))
     return Report(tuple(lines))
+
+
+def _alone(module: nn.Module, forward: Converted) -> Conversion:
+    """The line of a part of a pipeline that is called by itself, since the module of the pipeline has changed."""
+    names = [type(op).__name__.removeprefix("Basic") for op in forward.run.ops]
+    became = " → ".join(name for name in names if name != "Bias")
+    weights = _matrix_elements(_parameters(module))
+    return Conversion("", type(module).__name__, "fused", became=became, recipe=_recipe_name(forward), weights=weights)
 
 
 def _part(path: str, forward: Converted) -> tuple[str, str, Report] | None:

@@ -64,7 +64,7 @@ class States:
         type(self.module)._save_to_state_dict(self.module, destination, prefix, keep_vars)
         for name, op in self.ops.items():
             op.note_shown(self.module.parameters())
-            op.quantizer_states.warn_of_left_out(op.label)
+            op.quantizer_states.warn_of_left_out("")
             if op.quantizer_states.tracked:
                 found = op.saved_states(self.device)
                 start = f"{prefix}{NAMESPACE}.{name}."

@@ -146,9 +146,11 @@ class StatefulModule(WatchedModule):
         If it has the op's own parameters, written since they were shown, torch's checkpoints filled it.
         """
         self.__dict__.pop("_shown_unused", None)
-        filled = {place for parameter in _written(self.__dict__.get("_shown", ())) for place in _places(parameter)}
-        if filled and any(filled & _places(value) for value in state_dict.values() if isinstance(value, torch.Tensor)):
-            self._states().unread |= not self._states().saved
+        shown = [(parameter, writes) for ref, writes in self.__dict__.get("_shown", ()) if (parameter := ref()) is not None]
+        if shown and not self._states().saved:
+            own = {place: writes for parameter, writes in shown for place in _places(parameter)}
+            given = [value for value in state_dict.values() if isinstance(value, torch.Tensor)]
+            self._states().unread |= any(_is_filled(value, own) for value in given)
 
     def note_called(self) -> None:
         """Note, at a call, that a state dict without states was filled in place before the op ever ran.
@@ -198,6 +200,18 @@ def _written(shown: Iterable[tuple[weakref.ref[torch.Tensor], list[int]]]) -> li
     return [parameter for ref, writes in shown if (parameter := ref()) is not None and _writes(parameter) != writes]
 
 
+def _is_filled(value: torch.Tensor, own: Mapping[int, list[int]]) -> bool:
+    """Whether a value of a state dict is one of an op's parameters, and was written since it was shown.
+
+    own: by the address of a parameter's values, how often it had been written. A DTensor in a state dict counts anew, from 0.
+    """
+    before = next((own[place] for place in _places(value) if place in own), None)
+    if before is None:
+        return False
+    held = stored_in(value)
+    return any(versions(held)) if held is not value and type(held) is torch.Tensor else versions(held) != before
+
+
 def _places(value: torch.Tensor) -> set[int]:
     """The addresses of a tensor's values, or of its planes."""
     held = stored_in(value)
@@ -235,7 +249,7 @@ def prepare_delayed(model: nn.Module, recipe: object = None) -> nn.Module:
     the recipe gives no delayed scaling are left alone. Returns the model; RecipeError where there are no others.
     """
     wanted = DelayedScaling() if recipe is None else as_recipe(recipe)
-    delayed = [op for op in _stateful(model) if any(wanted.delayed_scaling(role) for role, _ in op._state_roles())]
+    delayed = [op for _, op in stateful(model) if any(wanted.delayed_scaling(role) for role, _ in op._state_roles())]
     for op in delayed:
         op._states().tracked = True
     if not delayed:
@@ -245,13 +259,16 @@ def prepare_delayed(model: nn.Module, recipe: object = None) -> nn.Module:
     return model
 
 
-def _stateful(model: nn.Module) -> Iterator[StatefulModule]:
-    """What may have states: modules, and the ops of those that :func:`opfuse.fuse_` has converted."""
-    for module in model.modules():
+def stateful(model: nn.Module) -> Iterator[tuple[str, StatefulModule]]:
+    """What may have states: modules, by their paths, and the ops of those that :func:`opfuse.fuse_` has converted.
+
+    Of these the roles have the path, so their own is empty.
+    """
+    for path, module in model.named_modules():
         if isinstance(module, StatefulModule):
-            yield module
+            yield path or type(module).__name__, module
         else:
-            yield from getattr(vars(module).get(NAMESPACE), "ops", {}).values()
+            yield from (("", op) for op in getattr(vars(module).get(NAMESPACE), "ops", {}).values())
 
 
 def is_delayed_state(key: str) -> bool:

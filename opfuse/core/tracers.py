@@ -166,6 +166,10 @@ def check_partial(label: str) -> None:
         _refuse(label, "a graph break", "torch.compile(fullgraph=True)", "compile with fullgraph=False")
 
 
+MADE_BEFORE = "make it before, as in the constructor of your module, or in a function under torch.compiler.disable"
+"""What to do about an op that compiled code makes."""
+
+
 def check_constructed_outside(label: str) -> None:
     """UnsupportedError where code under torch.compile makes an op or a pipeline.
 
@@ -173,10 +177,9 @@ def check_constructed_outside(label: str) -> None:
     attribute already, as these have their ticket, it takes for a module that is made, and fails inside.
     """
     if torch.compiler.is_compiling():
-        break_graph("an op that is made in it")
+        break_graph(f"an op that is made in it; {MADE_BEFORE}")
     if callable(frame_callback()):
-        cure = "make it before, as in the constructor of your module, or in a function under torch.compiler.disable"
-        _refuse(label, "to be made before compiled code runs", "a constructor in code under torch.compile", cure)
+        _refuse(label, "to be made before compiled code runs", "a constructor in code under torch.compile", MADE_BEFORE)
 
 
 def _refuse(label: str, wanted: str, got: str, cure: str) -> NoReturn:

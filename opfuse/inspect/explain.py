@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from opfuse.core.state import stateful
 from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError
 from opfuse.inspect.observe import CallInputs, observe
@@ -32,9 +33,9 @@ def explain(model: nn.Module, *inputs: Any, overrides: bool = False, **named: An
     """
     given = CallInputs(inputs, named)
     found = observe(model, given)
-    for name, module in model.named_modules():
-        if isinstance(states := getattr(module, "quantizer_states", None), DelayedScalingStates):
-            states.warn_of_left_out(name or type(module).__name__)
+    for name, op in stateful(model):
+        if isinstance(states := getattr(op, "quantizer_states", None), DelayedScalingStates):
+            states.warn_of_left_out(name)
     recipes = recipes_of(found)
     if not recipes:
         reason = "; ".join(filter(None, ("no recipe is active", kernels_in_torch())))

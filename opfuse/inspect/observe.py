@@ -14,10 +14,12 @@ from torch import nn
 
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
+from opfuse.core.protocol import RunsOps
 from opfuse.errors import PipelineError, describe
 from opfuse.events import PlanUsed, ProductChosen, TensorSaved, collected, silenced, subscribed
 from opfuse.formats import dtype_name
 from opfuse.kernels.engine.variants import VECTOR
+from opfuse.recipes import current_recipe
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.interpret.call_checks import check_tensors
@@ -137,8 +139,7 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
     ):
         torch.func.functional_call(model, buffers, call.inputs, dict(call.named))
     if of_opfuse and not used:
-        cure = "convert the model, opfuse.fuse_(model, recipe), or pass a module of opfuse.ops"
-        raise PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=type(model).__name__, cure=cure))
+        raise _no_op_ran(model)
     weights: dict[str, Value] = {f"parameter {name}": stored_in(parameter) for name, parameter in model.named_parameters()}
     weights |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
     scopes = scopes_of(model)
@@ -190,6 +191,16 @@ def _check(model: object, given: CallInputs) -> None:
     if not given.tensors:
         cure = "pass what the model is called with, by place or by name"
         raise PipelineError(describe(WHERE, wanted="inputs", got="no tensor", cure=cure))
+
+
+def _no_op_ran(model: nn.Module) -> PipelineError:
+    """The error for a call in which no op ran."""
+    got, cure = type(model).__name__, "convert the model, opfuse.fuse_(model, recipe), or pass a module of opfuse.ops"
+    if any(isinstance(getattr(vars(module).get("forward"), "__self__", None), RunsOps) for module in model.modules()):
+        without = " since no recipe is active" if current_recipe() is None else ""
+        got = f"a converted {got} whose modules ran their own forwards{without}"
+        cure = "call it under a recipe: inside of opfuse.autocast(recipe=...), or outside of autocast(enabled=False)"
+    return PipelineError(describe(WHERE, wanted="a module that runs ops of opfuse", got=got, cure=cure))
 
 
 def _input_names() -> Iterator[str]:

@@ -33,7 +33,7 @@ ALARMS: Mapping[str, float] = {"nonfinite": 0.0, "saturated": 0.01, "flushed": 0
 _WARNINGS = {
     "nonfinite": (
         "are NaN or infinite",
-        "look at the op that made these values; later casts of the step that have such values too are in the records",
+        "look at the op, or the data, that these values come from; later casts of the step with such values are in the records",
     ),
     "saturated": (
         "saturated",

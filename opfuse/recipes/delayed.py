@@ -386,7 +386,10 @@ class DelayedScalingStates:
                 self._states.setdefault(key, DelayedScalingState(len(state.amax_history), device=device))._load(state)
 
     def warn_of_left_out(self, where: str) -> None:
-        """OpfuseWarning for amaxes that were not finite since the last time that this was asked. Waits for the device."""
+        """OpfuseWarning for amaxes that were not finite since the last time that this was asked. Waits for the device.
+
+        where: the op; empty if roles have its path.
+        """
         for key, state in self._states.items():
             count = 0 if state.left_out.is_meta else int(state.left_out.item())
             if count > state._warned_left_out:
@@ -396,7 +399,7 @@ class DelayedScalingStates:
                 cure = (
                     "if losses were not finite either, find the op by opfuse.watch(model, every=1), which names it and the step"
                 )
-                warnings.warn(notice(f"{where} {key}", got=got, cure=cure), OpfuseWarning, stacklevel=3)
+                warnings.warn(notice(f"{where} {key}".strip(), got=got, cure=cure), OpfuseWarning, stacklevel=3)
                 state._warned_left_out = count
 
 

@@ -17,7 +17,7 @@ import opfuse
 from opfuse import ops
 from opfuse.convert.converted import converted
 from opfuse.convert.weights import joined
-from opfuse.errors import ConversionError, OpfuseWarning, SavedTensorError, UnsupportedError
+from opfuse.errors import ConversionError, OpfuseWarning, PipelineError, SavedTensorError, UnsupportedError
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.recipes.availability import Support, support
 from opfuse.runtime.compile.saved_call import saved_calls
@@ -860,6 +860,27 @@ def test_a_report_of_a_model_that_is_converted_in_parts_says_what_each_module_is
     opfuse.unfuse_(model["head"])
     assert opfuse.report(model)["head"].got == "it was put there after fuse_, or unfuse_ was called on it"
     assert opfuse.report(model).share < now.share
+
+
+def test_a_report_has_the_parts_of_a_pipeline_that_run_by_themselves_since_a_change():
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    opfuse.fuse_(model, FP8)
+    assert [line.path for line in opfuse.report(model)] == [""]
+    model[1].register_forward_hook(lambda *_: None)
+    whole, *parts = opfuse.report(model)
+    assert (whole.status, whole.weights) == ("kept", 0)
+    assert [(line.path, line.status, line.became, line.recipe) for line in parts] == [
+        (path, "fused", "Linear", type(FP8).__name__) for path in ("0", "2")
+    ]
+    assert opfuse.report(model).share == 1.0
+
+
+def test_a_call_of_a_converted_model_without_a_recipe_is_not_taken_for_one_that_is_not_converted():
+    model, x = nn.Sequential(nn.Linear(64, 96), nn.GELU()), torch.randn(32, 64)
+    opfuse.fuse_(model, FP8)
+    for ask in (opfuse.explain, opfuse.saved):
+        with opfuse.autocast(enabled=False), pytest.raises(PipelineError, match=r"a converted Sequential .* no recipe is active"):
+            ask(model, x)
 
 
 def test_a_report_of_modules_that_were_moved_says_what_they_are():

@@ -118,6 +118,14 @@ def test_states_that_a_checkpoint_has_and_the_model_did_not_ask_for_are_missed_a
     model(WORDS)
 
 
+def test_explain_tells_of_amaxes_that_were_left_out():
+    model = nn.Sequential(nn.Linear(64, 64))
+    opfuse.fuse_(model, RECIPE)
+    model(torch.full((32, 64), torch.inf)).sum().backward()
+    with pytest.warns(OpfuseWarning, match=r"^0:input: 1 amax was infinite or NaN.* Cure: .*opfuse\.watch\(model, every=1\)"):
+        opfuse.explain(model, torch.randn(32, 64))
+
+
 def test_weights_that_no_checkpoint_filled_are_loaded_without_a_word(trained):
     model = made()
     model.state_dict()

@@ -151,7 +151,7 @@ def test_the_cure_of_a_weight_that_is_not_finite_is_not_that_of_an_input() -> No
     assert weight.startswith("op 0, weight, step 1: 0.0977 % of the values are NaN or infinite (limit 0 %), cast to")
     assert "Cure: check the weight after loading" in weight
     assert given.startswith("op 0, input, step 2: ")
-    assert "Cure: look at the op that made these values" in given
+    assert "Cure: look at the op, or the data, that these values come from" in given
 
 
 def test_of_values_that_are_not_finite_the_first_cast_of_a_step_is_told_and_all_are_recorded() -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import opfuse
 from opfuse import ops
@@ -242,6 +244,32 @@ def test_a_checkpoint_that_is_read_into_the_models_own_tensors_is_missed_aloud_t
     used.state_dict()
     torch.optim.SGD(used.parameters(), lr=1.0).step()
     step(used, DELAYED)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize("through", [plain_dictionaries, model_dictionaries])
+def test_states_that_no_sharded_model_asked_for_are_missed_aloud(through, is_converted, tmp_path):
+    """A shard in a state dict counts its writes by itself."""
+
+    def sharded() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) if is_converted else mlp()
+        if is_converted:
+            opfuse.fuse_(model, DELAYED)
+        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        model, fresh, own = sharded(), sharded(), sharded()
+        step(model, DELAYED)
+        through(model, fresh, tmp_path / "kept")
+        with pytest.warns(OpfuseWarning, match="without the keys of states"):
+            step(fresh, DELAYED)
+        own.load_state_dict(own.state_dict())
+        step(own, DELAYED)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_names_of_buffers_are_names_in_their_module():

@@ -566,7 +566,7 @@ def test_ops_that_compiled_code_makes_are_refused_with_the_cure(what):
     with pytest.raises(opfuse.errors.UnsupportedError, match=r"wants to be made before .*torch.compile\. Cure: make it before"):
         torch.compile(call, backend="eager")(torch.randn(4, 32))
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="an op that is made in it"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="an op that is made in it; make it before, as in the constructor"):
         torch.compile(call, backend="eager", fullgraph=True)(torch.randn(4, 32))
 
 

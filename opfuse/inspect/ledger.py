@@ -29,7 +29,7 @@ from opfuse.kernels.engine.sized import standing_for, stands_for_gpu
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.dispatch import TorchDispatchMode
-from opfuse.torch_private.operations import tree_leaves
+from opfuse.torch_private.operations import tree_leaves, tree_map
 from opfuse.torch_private.tensors import number_of
 
 _aten: Any = torch.ops.aten
@@ -189,7 +189,7 @@ class Ledger(TorchDispatchMode):
         """The values of a small tensor of integers that follows from such tensors, and from no input."""
         if func in _WITHOUT_VALUES:
             return
-        there, named = torch.utils._pytree.tree_map(self._beside, (args, kwargs))
+        there, named = tree_map(self._beside, (args, kwargs))
         if "device" in named:
             named["device"] = torch.device("cpu")
         self._values[result] = func(*there, **named)
@@ -247,7 +247,7 @@ def _registered() -> torch.library.Library:
 
 
 def _chosen(op: Any, own: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    return own(*args, **kwargs) if stands_for_gpu(args[0]) else op.decompose(*args, **kwargs)
+    return own(*args, **kwargs) if stands_for_gpu() else op.decompose(*args, **kwargs)
 
 
 def _attention(  # noqa: PLR0917 - torch's arguments

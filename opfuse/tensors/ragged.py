@@ -26,7 +26,7 @@ from opfuse.kernels.casts.tensor import cast_mx
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.engine.launch import is_capturing
 from opfuse.kernels.engine.registry import kernels_run_on
-from opfuse.kernels.engine.sized import stood_for
+from opfuse.kernels.engine.sized import stands_for_gpu
 from opfuse.kernels.products import grouped
 from opfuse.kernels.products.backends import Machine
 from opfuse.kernels.products.native import adds_runs, machine_of, runs_are_right, runs_refusal
@@ -298,7 +298,7 @@ class RaggedProducts(NamedTuple):
     def supported_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether kernels of the device make all of them in one launch each, in ``dtype``, without the host knowing sizes."""
         if device.type == "meta":
-            return stood_for()[0] > (0, 0) and _supported.__wrapped__(self, -1, dtype)
+            return stands_for_gpu() and _supported.__wrapped__(self, -1, dtype)
         index = device.index or 0
         return device.type == "cuda" and kernels_run_on(index) and _supported(self, index, dtype)
 

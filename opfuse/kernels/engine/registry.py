@@ -114,7 +114,7 @@ class Kernel(Generic[P, R]):
             right = self.right.get(x.get_device())
             if right or (right is None and self.is_right(x.get_device())):
                 return self.run(launch, *args, **kwargs)
-        elif x is not None and stands_for_gpu(x) and x.numel():
+        elif x is not None and x.is_meta and x.numel() and stands_for_gpu():
             return self._sized(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
@@ -247,7 +247,7 @@ def runs_kernels(x: torch.Tensor) -> bool:
 
 def on_kernels(x: torch.Tensor) -> bool:
     """Whether ``x`` is on a GPU whose kernels run on it, or stands for such a tensor (sized.py)."""
-    return runs_kernels(x) if x.is_cuda else stands_for_gpu(x)
+    return runs_kernels(x) if x.is_cuda else x.is_meta and stands_for_gpu()
 
 
 def kernels_run_on(device: int) -> bool:

@@ -29,14 +29,14 @@ stood_for = _stands_for.get
 """Compute capability and CUDA version of what meta tensors stand for; zeros where they stand for nothing."""
 
 
-def stands_for_gpu(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a meta tensor that stands for one of a GPU."""
-    return x.is_meta and stood_for()[0] > (0, 0)
+def stands_for_gpu() -> bool:
+    """Whether meta tensors stand for those of a GPU."""
+    return stood_for()[0] > (0, 0)
 
 
 def as_on_gpu(x: torch.Tensor) -> bool:
     """Whether ``x`` is on a GPU, or stands for a tensor there."""
-    return x.is_cuda or stands_for_gpu(x)
+    return x.is_cuda or (x.is_meta and stands_for_gpu())
 
 
 def arch_of(device: int) -> tuple[int, int]:

@@ -260,19 +260,18 @@ def _attention(  # noqa: PLR0917 - torch's arguments
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash attention without a mask, memory-efficient attention with one, the formula in fp32, which stores all weights."""
-    if query.dtype not in (torch.bfloat16, torch.float16):
-        result: torch.Tensor = _aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-        return result
-    if attn_mask is None:
-        result = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    """Flash attention in 16 bits without a mask, else memory-efficient attention."""
+    how = {"scale": scale}
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        result: torch.Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, **how)[0]
         return result
     if key.shape[-3] != query.shape[-3]:
         key, value = (each.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for each in (key, value))
-    mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    result = _aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        added = torch.empty_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+        attn_mask = added.expand(*query.shape[:-1], key.shape[-2])
+    efficient = _aten._scaled_dot_product_efficient_attention
+    result = efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, **how)[0]
     return result
 
 

@@ -325,6 +325,9 @@ def test_attention_and_norms_save_what_they_save_on_a_gpu() -> None:
     size = 4 * 512 * 64 * 2
     assert saved_by(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True)) < 1.2 * size
     assert saved_by(lambda x: F.rms_norm(x, (64,))) < 1.2 * size
+    mask = torch.ones(512, 512, dtype=torch.bool, device="meta")
+    assert saved_by(lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=mask)) < 1.2 * size + 2 * 512 * 512
+    assert saved_by(lambda x: F.scaled_dot_product_attention(x.float(), x.float(), x.float())) < 8.2 * size
     x = torch.zeros(2, 4, 8, 16, device="meta")
     assert F.scaled_dot_product_attention(x, x, x).shape == x.shape
     assert F.rms_norm(x, (16,)).shape == x.shape

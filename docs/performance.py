@@ -167,6 +167,7 @@ _DIGITS = {
     "MiB between the passes": 0,
     **dict.fromkeys(("MiB saved", "MiB peak", "% saved", "% peak"), 0),
     "MiB a step": 0,
+    "% of torch.compile bf16": 0,
     "% of copies beside kernels": 0,
 }
 
@@ -257,7 +258,9 @@ def sections(record: Mapping[str, Any], today: str) -> Sequence[tuple[str, str]]
         "converted": ("Llama converted with fuse_", lambda record: prose.CONVERTED + problems(record, "converted")),
         "libraries": ("Llama beside torchao", lambda record: prose.LIBRARIES + problems(record, "libraries")),
         "mixtures": ("Mixtures converted with fuse_", mixtures),
+        "steps": ("Whole training steps", lambda record: prose.STEPS + problems(record, "steps")),
         "memory": ("Memory", memory),
+        "memory_estimates": ("Estimated memory", lambda record: prose.ESTIMATES + others(record, "memory_estimates")),
         "training": ("Training", lambda record: prose.TRAINING + others(record, "training")),
         "compiling": ("Compiling kernels", lambda record: prose.COMPILING + others(record, "compiling")),
         "memcheck": ("compute-sanitizer", lambda record: f"{others(record, *TOOLS)}\n\n{prose.SANITIZER}"),

@@ -252,6 +252,23 @@ under current scaling, 1.05 and 1.13 under block scaling.
 
 """
 
+STEPS = """\
+A step of a whole Llama with random weights on 32 768 tokens (1.1 B parameters) or 8192 tokens (8 B): layers compiled one by one
+and packed, head, loss, the gradient's norm and the optimizer. *adamw* is torch's fused one over fp32 masters, *adamw8bit*
+torchao's with moments in 8 bits on bf16 weights that are rounded at random ([moments in 8 bits](howto.md#moments-in-8-bits)).
+*compiled loss* is transformers' own under torch.compile, *fused loss* that of `fuse_(loss="fused")`, which never has the logits
+of all tokens. Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with
+moments in 8 bits, since masters would not fit. Each case ran by itself, so rows differ by a few percent from run to run
+(`python -m benchmarks.steps`).
+
+"""
+
+ESTIMATES = """\
+How far [`opfuse.memory`](howto.md#estimate-memory) is off: the estimate from a model without values, beside the most that a step
+allocated on this GPU.
+
+"""
+
 MEMORY = """\
 *saved* is what autograd keeps for the backward pass, in parentheses what the formats require; *peak* is that of one forward
 and backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In

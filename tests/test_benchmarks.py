@@ -35,6 +35,7 @@ from benchmarks import (
     pytorch,
     record,
     sanitizer,
+    steps,
     timing,
     training,
 )
@@ -329,6 +330,25 @@ def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: py
     assert "| torch.compile bf16 |" in page
     assert "Llama of 1 layers 32x64:" in page
     assert all(f"| {kind} {how} |" in page for kind in converted.KINDS for how in ("called", "compiled"))
+
+
+@pytest.mark.usefixtures("_no_device")
+@pytest.mark.filterwarnings("ignore")
+def test_whole_steps_are_compared_with_the_first_in_bf16_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("transformers", "torchao"):
+        pytest.importorskip(library, reason="of the extra `test`")
+    sizes = {"layers": 1, "hidden": 64, "inner": 64, "heads": 2, "groups": 1, "vocabulary": steps.WORDS, "compile": False}
+    few = {"sequence": 16, "micro": 2, "step_tokens": 32, "validation_tokens": 32, "tokens": 512}
+    monkeypatch.setattr(steps, "SIZES", {name: replace(each, **sizes, **few) for name, each in steps.SIZES.items()})
+    cases = (steps.BASES[steps.ONE], steps.Case(steps.ONE, "fp8_current", "adamw8bit", "fused"))
+    with torch.compiler.set_stance("force_eager"):
+        assert all(steps.measured(case, 1, "cpu")[0] > 0 for case in cases)
+    found = [each for case, took in zip(cases, ((3.0, 100), (2.0, 64))) for each in steps.compared(case, *took, (3.0, 100))]
+    limits = [(each["value"], each["limit"], each["met"]) for each in found if each["limit"] is not None]
+    assert limits == [(1.5, 1.3, True), (64.0, 65, True)]
+    page = performance.problems({"results": [{**each, "script": "steps"} for each in found]}, "steps")
+    assert "| bf16 + adamw + compiled loss |" in page
+    assert "64 (65) % of torch.compile" in page
 
 
 @pytest.mark.usefixtures("_no_device")

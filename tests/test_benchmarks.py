@@ -332,7 +332,6 @@ def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: py
     assert all(f"| {kind} {how} |" in page for kind in converted.KINDS for how in ("called", "compiled"))
 
 
-@pytest.mark.usefixtures("_no_device")
 @pytest.mark.filterwarnings("ignore")
 def test_whole_steps_are_compared_with_the_first_in_bf16_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("transformers", "torchao"):

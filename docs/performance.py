@@ -152,7 +152,7 @@ def problems(record: Mapping[str, Any], script: str) -> str:
         _, problem, model, what = name.split(", ", 3)
         cell = ", ".join(f"{shown(figure, _DIGITS.get(unit, 1))} {unit.removesuffix(' bf16')}" for unit, figure in units.items())
         found.setdefault(problem, {}).setdefault(model, {})[what] = cell
-    return "\n\n".join(f"{problem.capitalize()}:\n\n{_by_what(models)}" for problem, models in found.items())
+    return "\n\n".join(f"{problem[:1].upper()}{problem[1:]}:\n\n{_by_what(models)}" for problem, models in found.items())
 
 
 _DIGITS = {

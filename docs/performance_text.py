@@ -258,8 +258,10 @@ and packed, head, loss, the gradient's norm and the optimizer. *adamw* is torch'
 torchao's with moments in 8 bits on bf16 weights that are rounded at random ([moments in 8 bits](howto.md#moments-in-8-bits)).
 *compiled loss* is transformers' own under torch.compile, *fused loss* that of `fuse_(loss="fused")`, which never has the logits
 of all tokens. Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with
-moments in 8 bits, since masters would not fit. Each case ran by itself, so rows differ by a few percent from run to run
-(`python -m benchmarks.steps`).
+moments in 8 bits, since masters would not fit. Each case ran by itself (`python -m benchmarks.steps`). torchao's optimizer
+differs most between machines: on another H200 of the same day steps with it took 363.6 and 398.9 ms under current scaling
+(compiled, fused loss; 1.21 and 1.10 times the speed of the first row there), and 424.9 and 474.2 ms with 128 256 words (1.20,
+1.08).
 
 """
 

@@ -1,7 +1,8 @@
 """``opfuse doctor --certify``: tries every native product and kernel on this device, and times products beside bf16.
 
 Products are compared with exact ones (:mod:`opfuse.kernels.products.certificate`), kernels of casts, chains and norms with their
-definitions on the CPU: bit for bit, but for exponentials, as near as a kernel's tolerance says.
+definitions on the CPU: bit for bit, or, with exponentials, as near as a tolerance says. What this project has not recorded
+gets a new certificate, in the place of one that a fault of the moment may have left.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from opfuse.cli.output import echo, echo_json
 from opfuse.cli.results import show_rows
 from opfuse.errors import UnsupportedError, describe
 from opfuse.formats import E4M3, NVFP4, ROWWISE, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.engine.certificates import facts
+from opfuse.kernels.engine.certificates import facts, is_recorded_arch, keep
 from opfuse.kernels.engine.registry import Kernel, kernels
 from opfuse.kernels.engine.registry import examine as examine_kernel
+from opfuse.kernels.engine.registry import tried as kernel_tried
 from opfuse.kernels.products.backends import BACKENDS, Backend, backend_of
 from opfuse.kernels.products.certificate import PairOperands, examine, random_plane
+from opfuse.kernels.products.certificate import tried as product_tried
 from opfuse.kernels.products.native import library_product, machine, native_refusal
 from opfuse.recipes.availability import device_arch
 
@@ -75,6 +78,8 @@ def _products() -> Iterator[dict[str, Any]]:
             yield {"what": rows[0].name, "result": f"emulated: {backend}", "right": True}
             continue
         found = examine(family, backend, library_product, device)
+        if not backend.recorded:
+            keep(product_tried(family, backend), device.index, found)
         yield _row(backend.name, found.fault, **({} if found.fault else {"x bf16": _speed(family, backend)}))
 
 
@@ -109,8 +114,12 @@ def _milliseconds(call: Callable[[], object]) -> float:
 
 def _kernels() -> Iterator[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
+    recorded = is_recorded_arch(torch.cuda.get_device_capability(device))
     for kernel in certified_kernels():
-        yield _row(f"kernel {kernel.name}, {kernel.tolerance}", examine_kernel(kernel, device).fault)
+        found = examine_kernel(kernel, device)
+        if not recorded:
+            keep(kernel_tried(kernel), device.index, found)
+        yield _row(f"kernel {kernel.name}, {kernel.tolerance}", found.fault)
 
 
 def certified_kernels() -> Iterator[Kernel[Any, Any]]:

@@ -35,7 +35,7 @@ def _show_rule(report: RuleReport) -> None:
         echo(f"\n{first.call}\n  under {first.name}: {first.fault}")
         if len(results) > 1:
             named = "; ".join(result.name for result in results[1:])
-            echo(f"  alike under {named if len(results) < len(report.results) else 'every other recipe'}")
+            echo(f"  the same under {named if len(results) < len(report.results) else 'every other recipe'}")
     for reason in report.left_out:
         echo(f"\nnot tried: {reason}")
     echo(f"\n{report.verdict}")

@@ -243,7 +243,7 @@ def test_the_command_and_its_exit_codes(module, capsys):
     out = capsys.readouterr().out
     assert "\nBasicLinear(in_features=64, out_features=64) ConstantScale(scale=0.3) on bfloat16 of shape (64, 64)\n" in out
     assert "  under none: the output at (0, 0) wants " in out
-    assert "  alike under every other recipe\n" in out
+    assert "  the same under every other recipe\n" in out
     assert out.endswith("fusion 'twice' is wrong under 3 of 3 recipes\n")
     assert main(["check", "--rule", f"{module}:RIGHT", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

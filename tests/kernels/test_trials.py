@@ -456,6 +456,25 @@ def test_certifying_prints_a_block_for_a_report(
 
 
 @pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("before", ["", "element (3, 5) is 7, wants 2"])
+def test_certifying_anew_replaces_what_earlier_trials_found(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a fault of the moment, which would have a right product emulated for good; and the reverse."""
+    now = "" if before else "element (0, 0) is 1, wants 2"
+    for key, name in (("mx", "scaled_mm, MXFP8"), ("kernel cast_mx", "kernel cast_mx")):
+        certificates.keep(Tried(key, name, "", ""), 0, Certificate(before))
+    forget()
+    monkeypatch.setattr(certify, "examine", lambda *_: Certificate(now))
+    monkeypatch.setattr(certify, "examine_kernel", lambda *_: Certificate(now))
+    monkeypatch.setattr(certify, "_speed", lambda family, backend: "1.50")
+    assert bool(doctor.wrong()) is bool(before)
+    assert main(["doctor", "--certify", "--json"]) == (1 if now else 0)
+    for _ in range(2):  # in this process, and in a later one
+        assert bool(doctor.wrong()) is bool(now)
+        assert ("wrong here" in recipes.support("mxfp8").reason) is bool(now)
+        forget()
+
+
+@pytest.mark.usefixtures("blackwell")
 @pytest.mark.parametrize("fault", ["", "bf16: element (3, 5): wants 1, got 2"])
 def test_certifying_fails_of_a_wrong_kernel_and_not_of_what_is_emulated(
     fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -74,6 +74,13 @@ def certificate_of(key: str, device: int) -> Certificate | None:
         return None
 
 
+def keep(tried: Tried, device: int, found: Certificate) -> None:
+    """Keep what trials found on a CUDA device, in the place of what they found before, for later processes."""
+    content = {"what": tried.name, "fault": found.fault, "of": facts(device)}
+    _cache().replace(_digest(tried.key, device), json.dumps(content).encode(), _CERTIFICATE)
+    _known[tried.key, device] = found
+
+
 _CERTIFICATE = "certificate"
 _known: dict[tuple[str, int], Certificate] = {}
 """By what was tried and the device, those that this process knows."""
@@ -90,8 +97,7 @@ def _found(tried: Tried, device: int, examine: Callable[[], Certificate]) -> Cer
             for each in around:
                 stack.enter_context(each)
             kept = examine()
-        content = {"what": tried.name, "fault": kept.fault, "of": facts(device)}
-        _cache().store(digest, json.dumps(content).encode(), _CERTIFICATE)
+        keep(tried, device, kept)
     if not kept.passed:
         where = f"{tried.name} on {torch.cuda.get_device_name(device)}"
         cure = f"report what `opfuse doctor --certify` prints; {tried.instead}"

@@ -104,6 +104,16 @@ class CubinCache:
         if not self._publish(f"{key}-{digest(content)}.{kind}", content):
             self.memory[f"{key}.{kind}"] = content
 
+    def replace(self, key: str, content: bytes, kind: str = CUBIN) -> None:
+        """Keep ``content`` under ``key``, and nothing that was kept under it before."""
+        if self._is_private():
+            self._list()
+            for name in self.names.pop(f"{key}.{kind}", ()):
+                with contextlib.suppress(OSError):
+                    remove(self.directory / name)
+        self.memory.pop(f"{key}.{kind}", None)
+        self.store(key, content, kind)
+
     def store_source(self, key: str, source: str) -> None:
         """Keep the text that a cubin was compiled from, for people to read; nowhere if nothing can be written."""
         self._publish(f"{key}.cu", source.encode())

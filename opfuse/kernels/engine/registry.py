@@ -139,8 +139,8 @@ class Kernel(Generic[P, R]):
             if device not in self.right and self not in _tried:  # which a trial launches itself
                 _tried.append(self)
                 try:
-                    tried = Tried(_key(self), _key(self), "the bits of its definition", _INSTEAD)
-                    self.right[device] = certified(tried, device, lambda: examine(self, torch.device("cuda", device))).passed
+                    found = certified(tried(self), device, lambda: examine(self, torch.device("cuda", device)))
+                    self.right[device] = found.passed
                 finally:
                     _tried.remove(self)
             return self.right.get(device, True)
@@ -172,11 +172,15 @@ def _queues_nothing(variant: Variant, entry: str, grid: Grid, layout: struct.Str
 _trying, _tried = threading.RLock(), list[Kernel[Any, Any]]()
 """The kernels that are tried now, by the thread that has the lock."""
 
-_INSTEAD = "torch computes the definition here, slower, and right"
-
 
 def _key(kernel: Kernel[Any, Any]) -> str:
     return f"kernel {kernel.name}"
+
+
+def tried(kernel: Kernel[Any, Any]) -> Tried:
+    """A kernel, as certificates have it."""
+    instead = "torch computes the definition here, slower, and right"
+    return Tried(_key(kernel), _key(kernel), "the bits of its definition", instead)
 
 
 def wrong_kernels(device: int) -> dict[str, str]:

@@ -335,8 +335,12 @@ def certified_product(family: str, device: int, machine: Machine, product: Multi
         return Certificate(backend)
     if backend.recorded:
         return Certificate("")
-    tried = Tried(family, backend.name, "the exact product", "products of this format are emulated here, and right")
-    return certified(tried, device, lambda: examine(family, backend, product, torch.device("cuda", device)))
+    return certified(tried(family, backend), device, lambda: examine(family, backend, product, torch.device("cuda", device)))
+
+
+def tried(family: str, backend: Backend) -> Tried:
+    """The library's product of a family, as certificates have it."""
+    return Tried(family, backend.name, "the exact product", "products of this format are emulated here, and right")
 
 
 def standing(family: str, machine: Machine) -> str:

@@ -20,6 +20,7 @@ from opfuse.convert.code import CONSTANTS, FUNCTIONS, names_read, reach_of
 from opfuse.convert.pipeline import is_matrix
 from opfuse.errors import Described, notice
 from opfuse.runtime.compile.saved_call import autocast_dtype
+from opfuse.runtime.weights.cast_cache import sharded_part
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.sharding import is_flat_parameter
 from opfuse.torch_private.tensors import base_of, no_torch_function
@@ -30,6 +31,9 @@ SHOWN = 100
 FLAT = "its parameters are views into a flat one, as FullyShardedDataParallel makes them"
 FULLY_SHARD = "shard the model with torch.distributed.fsdp.fully_shard, which keeps parameters as they are"
 """What a message says of a module in FSDP1, whose pipelines would not find their parameters."""
+
+SHARD_WHOLE = "convert the model as it was built, and then call fully_shard on modules that run as a whole: layers, or the model"
+"""What to do where parts of a pipeline were sharded."""
 
 # -- the call --------------------------------------------------------------------------------------------------------------------
 
@@ -307,7 +311,8 @@ class ModuleGuard:
             if path not in self.inlined:
                 continue
             if has_hooks(part):
-                return self._told(path, "a hook was added to a module that is fused into another; it is called by itself now")
+                hooked = "a hook was added to a module that is fused into another; it is called by itself now"
+                return self._told(path, hooked, SHARD_WHOLE if sharded_part(part) else None)
             own = vars(part).get("forward")
             if getattr(own, "__self__", own) is not self.forwards.get(path):
                 return self._told(path, "its forward was replaced")

@@ -13,7 +13,10 @@ from types import MethodType
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
@@ -734,3 +737,34 @@ def test_what_a_config_calculates_is_seen(name, monkeypatch):
     for each in (plain, model):
         change(each, monkeypatch)
     torch.testing.assert_close(model(x), plain(x))
+
+
+SHARDED = {
+    "FSDP1": (
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+        "a flat one.*fully_shard, which keeps",
+    ),
+    "FSDP2 of parts": (
+        lambda model: [fully_shard(part, mesh=init_device_mesh("cpu", (1,))) for part in (model[0], model[2])] and model,
+        "a hook was added.* call fully_shard on modules that run as a whole",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:FSDP.device_id")
+@pytest.mark.parametrize("how", SHARDED)
+def test_what_no_pipeline_runs_in_is_told_with_the_way_to_shard_it(how, tmp_path):
+    shard, told = SHARDED[how]
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+        opfuse.fuse_(model, FP8)
+        model = shard(model)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model(torch.randn(32, 64)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    messages = [str(each.message) for each in found if "has changed since fuse_" in str(each.message)]
+    assert messages
+    assert all(re.search(told, message) for message in messages), messages

@@ -337,8 +337,29 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
     """What differs between settings, by name."""
     for name in {**before, **now}:
         if not _is_same(before.get(name), now.get(name)):
-            was, became = (_shortened(each[name]) if name in each else "missing" for each in (before, now))
+            values = before.get(name, MISSING), now.get(name, MISSING)
+            was, became = map(_shortened, _apart(*values))
             yield f"{name!r} was {was}, is {became}"
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
+
+
+def _apart(one: Any, other: Any) -> tuple[Any, Any]:
+    """What differs between two values: of tuples, such as the fields of a config, the elements that do."""
+    while type(one) is tuple is type(other) and len(one) == len(other):
+        if one and isinstance(one[0], str) and one[0] == other[0]:
+            break  # a name and its value
+        pairs = [(before, now) for before, now in zip(one, other) if not _is_same(before, now)]
+        if len(pairs) != 1:
+            return tuple([before for before, _ in pairs]), tuple([now for _, now in pairs])
+        ((one, other),) = pairs
+    return one, other
 
 
 def _shortened(value: object) -> str:

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -87,8 +87,8 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow what runs inside, as it would run on an H200."""
-        _registered()
         with ExitStack() as stack:
+            stack.enter_context(_registered())
             stack.enter_context(standing_for(H200, CUDA))
             stack.enter_context(subscribed(lambda event: self._reads(event.arguments), KernelSized))
             stack.enter_context(subscribed(self._segment, SegmentRan))
@@ -237,13 +237,19 @@ def curve(spans: Sequence[tuple[int, int, int]], length: int) -> list[int]:
 # -- what torch computes by other ops on a GPU ----------------------------------------------------------------------------------
 
 
-@cache
-def _registered() -> torch.library.Library:
-    """Registers :data:`FUNCTIONS` with the dispatcher, for meta tensors that stand for those of a GPU."""
+@contextmanager
+def _registered() -> Iterator[None]:
+    """Inside, the dispatcher has :data:`FUNCTIONS`, for meta tensors that stand for those of a GPU; others take the formulas.
+
+    What a Library registers goes with it.
+    """
     library = torch.library.Library("aten", "IMPL")
     for op, own in FUNCTIONS.items():
         library.impl(op, partial(_chosen, op, own), "AutogradMeta")
-    return library
+    try:
+        yield
+    finally:
+        del library
 
 
 def _chosen(op: Any, own: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:

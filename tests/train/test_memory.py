@@ -449,3 +449,15 @@ def test_advice_for_a_budget(config: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_curve_has_both_ends_of_each_span() -> None:
     assert curve([(5, 0, 1), (2, 1, 3)], 3) == [5, 7, 2, 2]
+
+
+def test_an_estimate_leaves_torchs_dispatcher_as_it_was() -> None:
+    def registered() -> list[bool]:
+        names = ("aten::rms_norm", "aten::scaled_dot_product_attention")
+        return [torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutogradMeta") for name in names]
+
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64)), torch.empty(32, 64)
+    before = registered()
+    assert opfuse.memory(model, x).peak == opfuse.memory(model, x).peak > 0
+    assert registered() == before == [False, False]

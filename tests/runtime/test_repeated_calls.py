@@ -23,6 +23,7 @@ from opfuse.events import GroupRan, PlanUsed, subscribed
 from opfuse.runtime.compile.saved_call import saved_calls
 from tests.ops.test_op_errors import raised
 from tests.runtime.test_entered import entered
+from tests.turns import in_turn
 
 pytestmark = pytest.mark.cpu
 FP8 = recipes.Float8CurrentScaling()
@@ -161,8 +162,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     return found
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize(("kind", "recipe"), in_turn(MODELS, KINDS, of=2))
 def test_every_recipe_has_the_numbers_of_eager_calls(kind, recipe):
     pair = Pair(kind)
     for _ in range(6):
@@ -259,7 +259,9 @@ def evaluated(model: nn.Module) -> None:
     model.eval()
 
 
-@pytest.mark.parametrize("change", [frozen, scaled, moved, misaligned, replaced, evaluated])
+@pytest.mark.parametrize(
+    ("pair", "change"), in_turn(MODELS, [frozen, scaled, moved, misaligned, replaced, evaluated], of=2), indirect=["pair"]
+)
 def test_what_changes_in_a_model(pair, change):
     for _ in range(2):
         pair.both(change)
@@ -298,7 +300,7 @@ ALIKE = {"rules without fusions", "torch.autocast", "no plans"}
 """What a call is repeated inside of, by a key of its own."""
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(("pair", "around"), in_turn(MODELS, AROUND, of=2), indirect=["pair"])
 def test_what_stands_around_a_call(pair, around):
     least = pair.functions()
     for _ in range(2):
@@ -312,8 +314,9 @@ def test_what_stands_around_a_call(pair, around):
         assert (pair.functions() > least + STEPS) is (around not in ALIKE)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    ("pair", "reentrant", "recipe"), in_turn(MODELS, [False, True], ["current", "delayed"], of=2), indirect=["pair"]
+)
 def test_checkpoints_repeat_a_call_under_its_first_recipe(pair, reentrant, recipe):
     for _ in range(3):
         pair.step(KINDS[recipe])

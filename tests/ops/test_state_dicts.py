@@ -17,6 +17,7 @@ import opfuse
 from opfuse import ops
 from opfuse.errors import OpfuseWarning
 from opfuse.recipes import DelayedScaling, Float8CurrentScaling
+from opfuse.tensors.masters import stored_in
 
 DELAYED = DelayedScaling(amax_history_len=4)
 
@@ -257,7 +258,11 @@ def test_states_that_no_sharded_model_asked_for_are_missed_aloud(through, is_con
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) if is_converted else mlp()
         if is_converted:
             opfuse.fuse_(model, DELAYED)
-        return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                stored_in(parameter).mul_(1)  # a write of its own, as an initialization makes it
+        return model
 
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
     try:

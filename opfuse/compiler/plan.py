@@ -138,9 +138,13 @@ class Plan:
     @cached_property
     def postponed(self) -> frozenset[int]:
         """The nodes of collectives of which a plane travels in the backward pass only."""
-        nodes = self.graph.nodes
+        return frozenset(i for i in self.remade if self.graph.nodes[i].transfer is not None)
+
+    @cached_property
+    def remade(self) -> frozenset[int]:
+        """The nodes of ops whose results the backward pass makes anew."""
         rematerialized = (operand for operands in self.rematerialized.values() for operand in operands)
-        return frozenset(i for operand in rematerialized for i in operand.chain if nodes[i].transfer is not None)
+        return frozenset(i for operand in rematerialized for i in operand.chain)
 
     @property
     def fusions(self) -> tuple[str, ...]:

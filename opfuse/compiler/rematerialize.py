@@ -1,9 +1,13 @@
 """Operands of products that the backward pass makes anew, as a recipe's ``keep`` says: from what, and by which cast.
 
 An operand is rematerialized if it is a cast of a parameter, or of a result that follows from saved state: that of a norm or of an
-elementwise op that saved its input, and of elementwise ops after it. All code that this takes must be the library's own and
-deterministic; any other operand is saved. By default these are casts of parameters alone: they would be as many bytes as the
-model has parameters, and to cast the weight again took at most 2 % of a step of 4096 tokens of Llama layers on an H200.
+elementwise op that saved its input, of elementwise ops after it, and of an op that gives rows of its input to experts. All code
+that this takes must be the library's own and deterministic; any other operand is saved.
+
+By default these are the operands that take little time to make. Casts of parameters would be as many bytes as the model has
+parameters, and to cast the weight again took at most 2 % of a step of 4096 tokens of Llama layers on an H200. A norm's kernel
+that writes one plane is nearly as fast as a copy, and one that writes two is not, so each pass writes its own in about the time
+of both. Rows for experts are each token once for each of its experts, from an input that a router keeps as well.
 
 Whatever ``keep`` says, a plane that a collective left where it was cast travels when the backward pass reads it.
 
@@ -30,7 +34,10 @@ from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
 from opfuse.tensors.quantizers.base import draws, is_library_code, is_library_quantizer
 
-_FOLLOWED = frozenset(("elementwise", "norm"))
+_CHEAP = frozenset(("norm", "routes"))
+"""Traits of ops whose results are made anew by default."""
+
+_FOLLOWED = _CHEAP | {"elementwise"}
 """Traits of ops whose results may follow from their saved state."""
 
 
@@ -103,7 +110,7 @@ def _of_reader(
         source = graph.nodes[graph.producer[value]] if value is not None and value in graph.producer else None
         if source is None or not source.is_cast or graph.consumers[source.outputs[0]] != (reader.index,):
             continue
-        if env.keep is None and (not source.side or getattr(ops[source.op].owner, "copied", False)):
+        if env.keep is None and source.side and getattr(ops[source.op].owner, "copied", False):
             continue  # of a copy that is made for the call, the cast is the smaller one to keep
         readers = ops[reader.op].rematerialized_as.keys() - {"input"} if role == "input" else {"input"}  # whose gradients read it
         cast, saved = casts[source.index], OVERRIDES[env.backward_override].saved
@@ -113,6 +120,8 @@ def _of_reader(
             continue
         chain = () if source.side else _chain(graph, ops, env, source.inputs[0])
         if chain is None or (source.side and _saves_the_parameter(cast.quantizer, saved)):
+            continue
+        if env.keep is None and any(_CHEAP.isdisjoint(graph.nodes[i].traits) for i in chain):
             continue
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE

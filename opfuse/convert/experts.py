@@ -34,7 +34,8 @@ from opfuse.convert.record import (
 )
 from opfuse.convert.weights import LocalParameters, MadeParameters
 from opfuse.core.operation import BasicOperation
-from opfuse.ops.activation import ClampedSwiGLU, GatedActivation
+from opfuse.core.spec import spec_fields
+from opfuse.ops.activation import ClampedSwiGLU, GatedActivation, ScaledSiTUGLU, ScaledSwiGLU, SiTUGLU, SwiGLU
 from opfuse.ops.all_to_all import AllToAllDispatch, AllToAllReturn
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.routing import TokenCombine, TokenPermute
@@ -264,11 +265,11 @@ class _Gate(torch.autograd.Function):
         return da, db, None
 
 
-SPLITS, PLACES = "splits", "places"
-"""The channels that carry the number of rows of each expert, and where the rows of each token lie."""
+SPLITS, PLACES, WEIGHTS = "splits", "places", "weights"
+"""The channels that carry the number of rows of each expert, where the rows of each token lie, and the weight of each row."""
 
-OWN, COUNTS, ORDER = "own", "counts", "order"
-"""Those of experts over ranks: rows of each expert of this rank, and how rows of all ranks came to it."""
+OWN, COUNTS, ORDER, OWN_WEIGHTS = "own", "counts", "order", "own_weights"
+"""Those of experts over ranks: rows of each expert of this rank, how rows of all ranks came to it, and their weights."""
 
 
 class Routed(Converted):
@@ -360,18 +361,33 @@ def pipeline_of(found: Experts, path: str, over: Spread | None = None) -> Pipeli
 
     def add_exchange(name: str, kind: type[AllToAllDispatch | AllToAllReturn], **channels: Sequence[str]) -> None:
         if over is not None:
-            op = kind(experts, over.group, quantized=over.quantized and not found.biases)
+            options = {"weighted": weighs} if kind is AllToAllDispatch else {}
+            op = kind(experts, over.group, quantized=over.quantized and not found.biases, **options)
             add(name, op, **channels)
 
+    # The activation multiplies rows by their weights, before the last product, so that the weights' gradient needs no result of
+    # that product. Of products with biases the weighted sum does it, since weights multiply the biases, too.
+    gate = None if found.biases else _scaled(found.gate)
+    weighs = gate is not None
+    weights, own_weights = ([WEIGHTS], [OWN_WEIGHTS]) if weighs else ([], [])
     sent = OWN, COUNTS, ORDER
-    add("permute", TokenPermute(experts), gives=(SPLITS, PLACES))
-    add_exchange("dispatch", AllToAllDispatch, reads=(SPLITS,), gives=sent)
+    add("permute", TokenPermute(experts, weighted=weighs), gives=(SPLITS, PLACES, *weights))
+    add_exchange("dispatch", AllToAllDispatch, reads=(SPLITS, *weights), gives=(*sent, *own_weights))
     add_product(0, found.both, width, 2 * inner)
-    add(found.gate.kind, found.gate)
+    add(found.gate.kind, gate or found.gate, own_weights if over else weights)
     add_product(1, found.down, inner, width)
     add_exchange("return", AllToAllReturn, reads=(SPLITS, *sent))
-    add("combine", TokenCombine(weighted=True), (PLACES,))
+    add("combine", TokenCombine(weighted=not weighs, typed=True), (PLACES,))
     return run
+
+
+def _scaled(gate: GatedActivation) -> GatedActivation | None:
+    """The unit whose result is multiplied by a scale for each row; None if there is none."""
+    kind = _SCALED.get(type(gate))
+    return None if kind is None else kind(**{name: getattr(gate.spec, name) for name in spec_fields(gate)})
+
+
+_SCALED: Mapping[type[GatedActivation], type[GatedActivation]] = {SwiGLU: ScaledSwiGLU, SiTUGLU: ScaledSiTUGLU}
 
 
 def _grouped(

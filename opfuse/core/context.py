@@ -58,8 +58,9 @@ class Context:
 
     op: the live op. env: the call's environment. needs: what wants a gradient: ``"input"``, parameter names, ``"extra0"`` …;
     empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs. rematerialized: operands,
-    by role, that are not saved, since the backward pass makes them anew. transfer: for a collective, which planes of a quantized
-    input travel in which pass; None: values travel. cast_there: how what goes to experts on other ranks is cast there for a
+    by role, that are not saved, since the backward pass makes them anew. is_remade: whether it makes the op's result anew, from
+    what the op saves. transfer: for a collective, which planes of a quantized input travel in which pass; None: values travel.
+    cast_there: how what goes to experts on other ranks is cast there for a
     grouped product, if nothing else is done to it before. dirty: tensors of the caller that the op changed in place. grad_extras:
     gradients of the op's extra outputs. grad_output: the gradient of its output in high precision, where ``op_backward`` gets a
     cast of it in groups. reader: of a cast of a gradient in groups, the context of the op that reads it. extra_outputs: the op's
@@ -80,6 +81,7 @@ class Context:
         self.extras: tuple[Any, ...] = ()
         self.casts: Mapping[str, Any] = {}
         self.rematerialized: frozenset[str] = frozenset()
+        self.is_remade = False
         self.transfer: PlaneTransfer | None = None
         self.cast_there: Any = None
         self.dirty: list[torch.Tensor] = []

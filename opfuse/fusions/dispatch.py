@@ -30,7 +30,9 @@ def dispatch_exchange(x: torch.Tensor, *, dispatch: Context, exchange: Context) 
     """Rows for experts on other ranks, cast as they are read where codes travel; else copied in the order in which they go."""
     route = dispatch.op.route(dispatch, x)
     dispatch.set_extra_outputs(*route.extra_outputs)
-    y, *extra_outputs = exchange.op.dispatch(exchange, route.x, route.rows, route.extra_outputs[0])
+    given = [route.extra_outputs[0], route.weights][: exchange.op.num_extra_inputs]
+    of_dispatch = (made if extra is None else extra for extra, made in zip(exchange.extras, given))
+    y, *extra_outputs = exchange.op.dispatch(exchange, route.x, route.rows, *of_dispatch)
     exchange.set_extra_outputs(*extra_outputs)
     return y
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from opfuse.compiler.collectives import why_values_go
 from opfuse.compiler.graph import DISPATCHES, RETURNS, CastSpec
 from opfuse.core.context import Context, Value, plain
-from opfuse.core.spec import Size, hyper_parameters
+from opfuse.core.spec import Size, hyper_parameters, spec_fields
 from opfuse.errors import ShapeError, SpecError, describe, number_of
 from opfuse.events import ValuesRead, emit, listeners
 from opfuse.ops.collective import ProcessGroup, _Collective
@@ -42,7 +42,8 @@ class _AllToAll(_Collective):
             raise SpecError(describe(f"{type(self).__name__}.num_groups", wanted=wanted, got=num_groups, cure=cure))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = type(self)(self.num_groups, self.process_group, quantized=self.quantized)
+        options = {name: getattr(self.spec, name) for name in spec_fields(self) if name != "process_group"}
+        copy = type(self)(**options, process_group=self.process_group)
         copy.__dict__.update(name=self.name, _channels=tuple(map(list, self._channels)))
         return copy.train(self.training)
 
@@ -67,19 +68,37 @@ class AllToAllDispatch(_AllToAll):
     and for :class:`AllToAllReturn` ``counts``, int64 (2, ranks) on the CPU, the rows sent to each rank and received from each,
     and ``order``, int64 (rows received,), where each row was among them. The host waits for the device once. DtypeError or
     ShapeError for other splits.
+
+    weighted: a second extra input, ``weights``, floating point (rows,), and a fourth extra output, those of the rows of y, in
+    their dtype; of rows of zeros, 0.
     """
 
     traits = frozenset((DISPATCHES,))
     saves = ("own", "counts", "order")
     num_extra_inputs = 1
+    most_extra_inputs = 2
     num_extra_outputs = 3
 
-    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> Any:
-        return self.dispatch(ctx, input_, None)
+    @hyper_parameters
+    def __init__(
+        self, num_groups: Size, process_group: ProcessGroup = None, *, quantized: bool = True, weighted: bool = False
+    ) -> None:
+        if weighted:
+            self.__dict__.update(num_extra_inputs=2, num_extra_outputs=4)
+        super().__init__(num_groups, process_group, quantized=quantized)
 
-    def dispatch(self, ctx: Context, x: torch.Tensor, index: torch.Tensor | None, splits: torch.Tensor | None = None) -> Any:
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> Any:
+        return self.dispatch(ctx, input_, None, *ctx.extras)
+
+    def dispatch(
+        self,
+        ctx: Context,
+        x: torch.Tensor,
+        index: torch.Tensor | None,
+        splits: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> Any:
         """The outputs for the rows ``x[index]``; None: those of ``x``."""
-        splits = ctx.extras[0] if splits is None else splits
         if x.ndim != 2:
             cure = "flatten the leading dimensions"
             raise ShapeError(describe(f"{self.label} input", wanted="shape (rows, features)", got=tuple(x.shape), cure=cure))
@@ -97,11 +116,21 @@ class AllToAllDispatch(_AllToAll):
         else:
             y = cast_for_experts(quantizer, x, splits, exchange, index)
         ctx.save(**dict.fromkeys(self.saves) if not ctx.needs else {"own": own, "counts": counts, "order": order})
-        return y, own, counts, order
+        if weights is None:
+            return y, own, counts, order
+        self.checked_dtype("weights", weights.dtype)
+        if weights.shape != (rows,):
+            cure = "pass the weights that the op that sorted the rows has given"
+            raise ShapeError(describe(f"{self.label} weights", wanted=(rows,), got=tuple(weights.shape), cure=cure))
+        return y, own, counts, order, to_experts(weights, exchange)
 
-    def op_backward(self, ctx: Context, grad_output: Value) -> tuple[torch.Tensor, tuple[()], tuple[None]]:
+    def op_backward(
+        self, ctx: Context, grad_output: Value | None
+    ) -> tuple[torch.Tensor | None, tuple[()], tuple[torch.Tensor | None, ...]]:
         exchange = self._exchange(ctx.saved.own, ctx.saved.counts, ctx.saved.order)
-        return to_tokens(plain(grad_output), exchange).to(ctx.input_dtype), (), (None,)
+        dx = None if grad_output is None else to_tokens(plain(grad_output), exchange).to(ctx.input_dtype)
+        d_weights = ctx.grad_extras[3] if self.spec.weighted else None
+        return dx, (), (None, None if d_weights is None else to_tokens(d_weights, exchange))[: self.num_extra_inputs]
 
 
 class AllToAllReturn(_AllToAll):

@@ -221,7 +221,8 @@ class GroupedLinear(BasicOperation):
         wgrad, dgrad = not ctx.needs.isdisjoint(self.weight_names), "input" in ctx.needs
         dbias, dscales = self.sums_biases(ctx.needs), "extra1" in ctx.needs
         unknown = vars(ctx).get("sizes") is None and bool(ctx.needs)
-        wanted = {"x": wgrad, "splits": unknown, "scales": dbias and self.scale_bias}
+        kept = "input" not in ctx.rematerialized
+        wanted = {"x": wgrad and kept, "splits": unknown, "scales": dbias and self.scale_bias}
         wanted |= dict.fromkeys(self.weight_names, dgrad) | dict.fromkeys(self.bias_names, dscales)
         return [name for name, read in wanted.items() if read]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from opfuse.core.context import Context
+from opfuse.core.context import Context, Value, values_of
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.errors import DtypeError, ShapeError, SpecError, describe, number_of
@@ -17,11 +19,14 @@ from opfuse.tensors.gemm import gemm
 
 
 class Route(NamedTuple):
-    """Where tokens go: ``rows``, int64 (tokens * top_k,), says which rows of ``x`` (tokens, features) the output is."""
+    """Where tokens go: ``rows``, int64 (tokens * top_k,), says which rows of ``x`` (tokens, features) the output is, ``weights``
+    (tokens * top_k,) their weights, if it has any.
+    """
 
     x: torch.Tensor
     rows: torch.Tensor
     extra_outputs: tuple[torch.Tensor, ...]
+    weights: torch.Tensor | None = None
 
 
 class Sorted(NamedTuple):
@@ -48,7 +53,34 @@ def by_group(chosen: torch.Tensor, groups: int) -> Sorted:
     return Sorted(order, places, begins[1:] - begins[:-1])
 
 
-class TokenDispatch(BasicOperation):
+class _Routing(BasicOperation):
+    """An op whose output are rows of its input, by the groups that they go to, and which saves the input where the backward pass
+    makes these rows anew.
+    """
+
+    forward_kwargs = ()
+
+    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        route = self.route(ctx, input_)
+        return route.x.index_select(0, route.rows), *route.extra_outputs
+
+    @abstractmethod
+    def route(self, ctx: Context, input_: torch.Tensor) -> Route:
+        """All but the copies of rows, with what the backward pass needs kept in ``ctx``."""
+
+    def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
+        return "saved"
+
+    def remake(self, contexts: Sequence[Context], cast: Any) -> Value:
+        ctx, *others = contexts
+        x = values_of(ctx.saved.x)
+        x = x.to(ctx.dtype_of(x))
+        if cast is None or others:
+            return x.index_select(0, ctx.saved.rows)
+        return cast(x, None, ctx.saved.rows)
+
+
+class TokenDispatch(_Routing):
     """Rows of x (tokens, features) once for each of the ``top_k`` groups that a learned gate chooses for them, group by group.
 
     p = softmax(x W^T) with ``weight`` W (num_groups, features), in fp32 of x as it came, under torch.autocast too; the largest
@@ -60,8 +92,8 @@ class TokenDispatch(BasicOperation):
     ``dispatch_cast``), and exist in their format alone.
     """
 
-    saves = ("x", "weight", "probabilities", "chosen", "places")
-    forward_kwargs = ()
+    traits = frozenset(("routes",))
+    saves = ("x", "rows", "weight", "probabilities", "chosen", "places")
     num_extra_outputs = 3
 
     @hyper_parameters
@@ -83,12 +115,7 @@ class TokenDispatch(BasicOperation):
         if not self.weight.is_meta:
             nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
-    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
-        route = self.route(ctx, input_)
-        return route.x.index_select(0, route.rows), *route.extra_outputs
-
     def route(self, ctx: Context, input_: torch.Tensor) -> Route:
-        """All but the copies of rows, with what the backward pass needs kept in ``ctx``."""
         weight = self.weight
         _check_rows(self.label, input_, self.features)
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
@@ -99,14 +126,17 @@ class TokenDispatch(BasicOperation):
         picked, chosen = probabilities.topk(self.top_k)
         order, places, splits = by_group(chosen.to(_narrowest(self.num_groups)), self.num_groups)
         trains, routed = "weight" in ctx.needs, "input" in ctx.needs
+        rows = order // self.top_k
         ctx.save(
-            x=input_ if trains else None,
+            x=input_ if trains or ctx.is_remade else None,
+            rows=rows if ctx.is_remade else None,
             weight=weight if routed else None,
             probabilities=probabilities if ctx.needs else None,
             chosen=chosen if ctx.needs else None,
             places=places if ctx.needs else None,
         )
-        return Route(x, order // self.top_k, (splits, picked.flatten().index_select(0, order).to(x.dtype), places))
+        weights = picked.flatten().index_select(0, order).to(x.dtype)
+        return Route(x, rows, (splits, weights, places), weights)
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor | None) -> tuple[torch.Tensor | None, Any]:
         saved, wide = ctx.saved, ctx.saved.probabilities.dtype
@@ -126,7 +156,7 @@ class TokenDispatch(BasicOperation):
         return dx, (None if d_weight is None else d_weight.to(self.weight.dtype),)
 
 
-class TokenPermute(BasicOperation):
+class TokenPermute(_Routing):
     """Rows of x (tokens, features) once for each group that a router of your own chose for them, by group, then by token.
 
     Extra input: ``chosen``, integers (tokens, top_k) from 0 to ``num_groups`` - 1; another dtype is a DtypeError, another shape a
@@ -135,39 +165,56 @@ class TokenPermute(BasicOperation):
     first or last group, and ~place, a negative number, which sums leave out. The gradient of a token is the sum of those of its
     rows, in fp32, rounded once.
 
+    weighted: one more extra input, ``weights``, floating point (tokens, top_k), and one more extra output, the weight of each row
+    (tokens * top_k,), in their dtype, for ops such as :class:`~opfuse.ops.ScaledSwiGLU`.
+
     Before a :class:`~opfuse.ops.GroupedLinear` that takes the split sizes, the rows are cast as they are read (rule
     ``dispatch_cast``), and exist in their format alone.
     """
 
-    saves = ("places",)
-    forward_kwargs = ()
+    traits = frozenset(("routes",))
+    saves = ("x", "rows", "places")
     num_extra_inputs = 1
+    most_extra_inputs = 2
     num_extra_outputs = 2
 
     @hyper_parameters
-    def __init__(self, num_groups: Size) -> None:
+    def __init__(self, num_groups: Size, *, weighted: bool = False) -> None:
+        if weighted:
+            self.__dict__.update(num_extra_inputs=2, num_extra_outputs=3)
         super().__init__()
 
-    def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
-        route = self.route(ctx, input_)
-        return route.x.index_select(0, route.rows), *route.extra_outputs
-
     def route(self, ctx: Context, input_: torch.Tensor) -> Route:
-        """All but the copies of rows, with what the backward pass needs kept in ``ctx``."""
-        (chosen,) = ctx.extras
+        chosen, *weights = ctx.extras
         _check_rows(self.label, input_, None)
         _check_chosen(self.label, chosen, len(input_))
+        for each in weights:
+            _check_weights(self, each, chosen.shape)
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
+        ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
         chosen = chosen.long()  # narrow integers may not hold the last group
         group = chosen.clamp(0, self.num_groups - 1)
         order, places, splits = by_group(group.to(_narrowest(self.num_groups)), self.num_groups)
-        places = places.where(group == chosen, ~places)
-        ctx.save(places=places if "input" in ctx.needs else None)
-        return Route(x, order // chosen.shape[1], (splits, places))
+        places, rows = places.where(group == chosen, ~places), order // chosen.shape[1]
+        read = not ctx.needs.isdisjoint(("input", "extra1"))
+        ctx.save(
+            x=input_ if ctx.is_remade else None,
+            rows=rows if ctx.is_remade else None,
+            places=places if read else None,
+        )
+        of_rows = [each.flatten().index_select(0, order) for each in weights]
+        return Route(x, rows, (splits, places, *of_rows), *of_rows)
 
-    def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[None]]:
-        dx = combine_rows(grad_output, ctx.saved.places, dtype=ctx.input_dtype) if "input" in ctx.needs else None
-        return dx, (), (None,)
+    def op_backward(
+        self, ctx: Context, grad_output: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, tuple[()], tuple[torch.Tensor | None, ...]]:
+        routed, places, d_weights = grad_output is not None and "input" in ctx.needs, ctx.saved.places, None
+        dx = combine_rows(grad_output, places, dtype=ctx.input_dtype) if routed else None
+        if self.spec.weighted and ctx.grad_extras[2] is not None and "extra1" in ctx.needs:
+            counts = places >= 0
+            d_rows = ctx.grad_extras[2].index_select(0, places.where(counts, ~places).flatten())
+            d_weights = d_rows.view_as(places).where(counts, 0).to(ctx.extra_dtypes[1])
+        return dx, (), (None, d_weights)[: self.num_extra_inputs]
 
 
 class TokenCombine(BasicOperation):
@@ -177,8 +224,10 @@ class TokenCombine(BasicOperation):
     row stands there once, or its gradient is undefined; ~place, a negative number, adds nothing. Another dtype is a DtypeError,
     another shape a ShapeError.
 
-    weighted: two more extra inputs, ``weights``, floating point (tokens, top_k), by which rows are multiplied in fp32, and
-    ``tokens``, floating point, of any shape: y has its dtype, also under torch.autocast; its values are not read.
+    weighted: a second extra input, ``weights``, floating point (tokens, top_k), by which rows are multiplied in fp32. Their
+    gradient reads the rows, which are saved for it; weights that :class:`TokenPermute` hands to an activation before the last
+    product have theirs without that. typed: one more extra input, ``tokens``, floating point, of any shape: y has its dtype, also
+    under torch.autocast; its values are not read.
     """
 
     saves = ("rows", "places", "weights")
@@ -187,13 +236,13 @@ class TokenCombine(BasicOperation):
     most_extra_inputs = 3
 
     @hyper_parameters
-    def __init__(self, *, weighted: bool = False) -> None:
-        if weighted:
-            self.__dict__["num_extra_inputs"] = 3
+    def __init__(self, *, weighted: bool = False, typed: bool = False) -> None:
+        self.__dict__["num_extra_inputs"] = 1 + weighted + typed
         super().__init__()
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        places, weights, tokens = (*ctx.extras, None, None)[:3]
+        places, *others = ctx.extras
+        weights = others.pop(0) if self.spec.weighted else None
         _check_rows(self.label, input_, None)
         _check_places(self.label, places)
         if input_.shape[0] != places.numel():
@@ -201,26 +250,20 @@ class TokenCombine(BasicOperation):
             cure = "pass the places of the TokenDispatch that made the rows"
             raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure))
         if weights is not None:
-            self._check_weights(weights, places)
+            _check_weights(self, weights, places.shape)
         ctx.input_dtype, x = input_.dtype, input_.to(ctx.dtype_of(input_))
         ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
-        routed, scored = "input" in ctx.needs, "extra1" in ctx.needs
+        routed, scored = "input" in ctx.needs, weights is not None and "extra1" in ctx.needs
         ctx.save(
             rows=x if scored else None,
             places=places if routed or scored else None,
             weights=weights if routed else None,
         )
-        dtype = None if tokens is None else self.checked_dtype("tokens", tokens.dtype)
+        dtype = self.checked_dtype("tokens", others[0].dtype) if self.spec.typed else None
         return combine_rows(x, places.long(), weights, dtype=dtype)
 
-    def _check_weights(self, weights: torch.Tensor, places: torch.Tensor) -> None:
-        self.checked_dtype("weights", weights.dtype)
-        if weights.shape != places.shape:
-            wanted, cure = f"shape {tuple(places.shape)}", "pass a weight for each place"
-            raise ShapeError(describe(f"{self.label} weights", wanted=wanted, got=tuple(weights.shape), cure=cure))
-
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[Any, ...]]:
-        routed, scored, saved = "input" in ctx.needs, "extra1" in ctx.needs, ctx.saved
+        routed, scored, saved = "input" in ctx.needs, self.spec.weighted and "extra1" in ctx.needs, ctx.saved
         if not (routed or scored):
             return None, (), (None,) * self.num_extra_inputs
         places, weights = saved.places.long(), None
@@ -228,7 +271,16 @@ class TokenCombine(BasicOperation):
             weights = saved.weights if routed else torch.ones(places.shape, dtype=ctx.extra_dtypes[1], device=places.device)
         options = {"rows": saved.rows if scored else None, "dtype": ctx.input_dtype}
         d_rows, d_weights = combine_rows_backward(grad_output, places, weights, **options)
-        return d_rows if routed else None, (), (None, d_weights, None)[: self.num_extra_inputs]
+        d_extras = (None, *((d_weights,) if self.spec.weighted else ()), *((None,) if self.spec.typed else ()))
+        return d_rows if routed else None, (), d_extras
+
+
+def _check_weights(op: BasicOperation, weights: torch.Tensor, shape: torch.Size) -> None:
+    """DtypeError or ShapeError unless ``weights`` are floating point of ``shape``, (tokens, top_k)."""
+    op.checked_dtype("weights", weights.dtype)
+    if weights.shape != shape:
+        wanted, cure = f"shape {tuple(shape)}", "pass a weight for each group that a token goes to"
+        raise ShapeError(describe(f"{op.label} weights", wanted=wanted, got=tuple(weights.shape), cure=cure))
 
 
 def _narrowest(most: int) -> torch.dtype:

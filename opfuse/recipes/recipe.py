@@ -140,8 +140,9 @@ class Recipe(ABC):
     split_accumulator: which products add partial sums in fp32, ``"all"``, ``"backward"`` (dgrad and wgrad) or ``"none"``, where
         the matrix unit could keep them in fewer bits, faster and less accurately: per-tensor FP8 on compute capability 9.0.
     keep: what is saved for the backward pass where it could also be made anew. None: the operands that its products read, but
-        for casts of weights, which take a byte for each parameter of the model. ``"all"``: these casts, too. ``"recompute"``:
-        only the inputs that ops save; results of activations and norms, and their casts, are made anew as well. No bit changes.
+        for casts of weights, which take a byte for each parameter of the model, of results of norms, and of rows for experts.
+        ``"all"``: these, too. ``"recompute"``: only the inputs that ops save; casts of results of activations are made anew as
+        well. No bit changes.
         ``"quantized"``: as ``"recompute"``, and inputs of activations are saved in E4M3 under one scale, so that gradients are
         those of the dequantized input.
     batch_invariant: a row of the result of a forward pass has the same bits whatever other rows are in the batch. Inputs are cast

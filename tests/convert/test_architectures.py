@@ -56,7 +56,7 @@ class Architecture:
         return {name: LAYERS * count for name, count in self.became.items()} | self.once
 
 
-EXPERTS = "TokenPermute → GroupedLinear → SwiGLU → GroupedLinear → TokenCombine"
+EXPERTS = "TokenPermute → GroupedLinear → ScaledSwiGLU → GroupedLinear → TokenCombine"
 MIXTURE = {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 BERT = {"Linear×3": 1, "Linear → AddExtraInput → LayerNorm": 2, "Linear → GELUErf": 1}
 GPT2 = {"vocab_size": WORDS, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}

@@ -247,7 +247,7 @@ def test_a_mixture_computes_the_same(make):
 
         return called(Fixed(), [x, weights])
 
-    unit = "ClampedSwiGLU" if isinstance(model, Clamped) else "SwiGLU"
+    unit = "ClampedSwiGLU" if isinstance(model, Clamped) else "ScaledSwiGLU"
     assert converted_exactly(model, both).fused == {"": f"TokenPermute → GroupedLinear → {unit} → GroupedLinear → TokenCombine"}
 
 

@@ -130,24 +130,25 @@ def test_a_cast_through_an_index_is_that_of_the_rows(usages):
     assert all(map(torch.equal, found.tensors(), wanted.tensors()))
 
 
-BOTH, ALONE = ("ROWWISE=1", "COLUMNWISE=1"), ("ROWWISE=1", "COLUMNWISE=0")
+FORWARD, BACKWARD = ("ROWWISE=1", "COLUMNWISE=0"), ("ROWWISE=0", "COLUMNWISE=1")
 THROUGH_AN_INDEX = {
-    ("blocks", True): [("cast_block_groups", *BOTH)],
-    ("blocks", False): [("cast_block_groups", *ALONE)],
-    ("rows", True): [("amax_lines", "GROUPED=1"), ("cast_lines", *BOTH)],
-    ("rows", False): [("cast_row",)],
-    ("current", True): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *BOTH)],
-    ("current", False): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *ALONE)],
-    ("delayed", True): [("cast_tensor_groups", "RECORD=1", *BOTH)],
-    ("delayed", False): [("cast_tensor_groups", "RECORD=1", *ALONE)],
+    ("blocks", "forward"): [("cast_block_groups", *FORWARD)],
+    ("blocks", "backward"): [("cast_block_groups", *BACKWARD)],
+    ("rows", "forward"): [("cast_row",)],
+    ("rows", "backward"): [("amax_lines", "GROUPED=1"), ("cast_lines", *BACKWARD)],
+    ("current", "forward"): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *FORWARD)],
+    ("current", "backward"): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *BACKWARD)],
+    ("delayed", "forward"): [("cast_tensor_groups", "RECORD=1", *FORWARD)],
+    ("delayed", "backward"): [("cast_tensor_groups", *BACKWARD)],
 }
-"""What a GPU is asked for, by recipe and whether weights have gradients. Amaxes of tokens, under "current", need no index."""
+"""What a GPU is asked for, by recipe and pass: for weights' gradients the backward pass casts the rows again. Amaxes of tokens,
+under "current", need no index."""
 
 
 @pytest.mark.row("X12")
 @pytest.mark.usefixtures("on_device")
-@pytest.mark.parametrize(("recipe", "grad"), THROUGH_AN_INDEX)
-def test_rows_are_read_by_the_kernel_that_casts_them(recipe, grad, monkeypatch):
+@pytest.mark.parametrize(("recipe", "when"), THROUGH_AN_INDEX)
+def test_rows_are_read_by_the_kernel_that_casts_them(recipe, when, monkeypatch):
     """The only copies of rows left are those of sums over the rows of a token."""
     launched = []
 
@@ -161,11 +162,15 @@ def test_rows_are_read_by_the_kernel_that_casts_them(recipe, grad, monkeypatch):
     model, x = wired(layer()), randn(TOKENS, K)
     copies = {}
     for rules in (RULES, UNFUSED):
-        with Step(RECIPES[recipe], rules).scope(), torch.set_grad_enabled(grad), _Copies() as seen:
-            model(x)
+        with Step(RECIPES[recipe], rules).scope(), _Copies() as seen:
+            y = model(x)
+            if when == "backward":
+                launched.clear()
+                seen.made.clear()
+                torch.autograd.grad(y[0] if isinstance(y, tuple) else y, model[1].weight0, torch.ones(TOKENS, K + 32, dtype=BF16))
         copies[rules] = seen.made
     found = [each for each in launched if "INDEXED=1" in each]
-    for (entry, *defines), (wanted, *among) in zip(found, THROUGH_AN_INDEX[recipe, grad], strict=True):
+    for (entry, *defines), (wanted, *among) in zip(found, THROUGH_AN_INDEX[recipe, when], strict=True):
         assert entry == wanted
         assert {*among} <= {*defines}
     assert [entry for entry, *defines in launched if "INDEXED=1" not in defines] == ["amax_lines"] * (recipe == "current")

@@ -176,7 +176,7 @@ class Weighted(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.op = ops.TokenCombine(weighted=True)
+        self.op = ops.TokenCombine(weighted=True, typed=True)
 
     def forward(self, x, weights):
         rows, cast = x.reshape(-1, 8), torch.is_autocast_enabled("cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import opfuse
 from opfuse import ops
 from opfuse.errors import DtypeError, ShapeError
 from opfuse.ops.routing import by_group
@@ -146,9 +147,76 @@ def test_places_that_are_no_matrix_of_integers_are_refused():
         combine(rows, places.view(4, 1).float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_go_with_the_rows_and_their_gradients_come_back(dtype):
+    """A row of a choice that is no group's has its weight, which gets no gradient: no sum has the row."""
+    draw = torch.Generator().manual_seed(1)
+    chosen = torch.randint(-1, GROUPS, (TOKENS, TOP_K), generator=draw)
+    weights = torch.rand(TOKENS, TOP_K, generator=draw).to(dtype).requires_grad_()
+    x = randn(TOKENS, FEATURES)
+    rows, _, places, of_rows = ops.TokenPermute(GROUPS, weighted=True)(x, chosen, weights)
+    counts, at = chosen >= 0, places.where(places >= 0, ~places)
+    assert torch.equal(rows[at], x.unsqueeze(1).expand(-1, TOP_K, -1))
+    assert of_rows.dtype == dtype
+    assert torch.equal(of_rows[at], weights)
+    d_rows = torch.full((ROWS,), float("nan"))  # of rows that no sum has, anything
+    d_rows[at[counts]] = randn(int(counts.sum()), seed=2).float()
+    (d_weights,) = torch.autograd.grad(of_rows, weights, d_rows.to(dtype))
+    assert torch.equal(d_weights, torch.where(counts, d_rows[at], 0).to(dtype))
+
+
+def test_weights_of_rows_that_are_no_float_for_each_choice_are_refused():
+    permute, x, chosen = ops.TokenPermute(GROUPS, weighted=True), randn(4, FEATURES), torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(ShapeError, match=r"weights: wants shape \(4, 2\), got \(4,\)"):
+        permute(x, chosen, torch.ones(4))
+    with pytest.raises(DtypeError, match="weights: wants a dtype of"):
+        permute(x, chosen, chosen)
+
+
+def mixture(weighs: str) -> ops.Sequential:
+    """Two grouped layers, whose rows are weighted by the activation between them or in the sum behind them."""
+    torch.manual_seed(3)
+    before = weighs == "before"
+    options = {"bias": False, "single_grouped_weight": True, "dtype": torch.float64}
+    permute, combine = ops.TokenPermute(GROUPS, weighted=before), ops.TokenCombine(weighted=not before, typed=True)
+    layers = [ops.GroupedLinear(GROUPS, *sizes, **options) for sizes in ((FEATURES, 32), (16, FEATURES))]
+    act = ops.ScaledSwiGLU() if before else ops.SwiGLU()
+    for number, channel in enumerate(("splits", "places", *(["weights"] if before else []))):
+        permute.set_extra_output_channel(number, channel, output_to_caller=False)
+    for op, channel in (
+        (layers[0], "splits"),
+        (layers[1], "splits"),
+        (combine, "places"),
+        *([(act, "weights")] if before else []),
+    ):
+        op.set_extra_input_channel(0, channel)
+    return ops.Sequential(permute, layers[0], act, layers[1], combine)
+
+
+def test_weights_of_the_activation_are_those_of_the_sum():
+    """Results and gradients in fp64, with weights of zero, a group without rows and choices of none; in fewer saved bytes."""
+    draw = torch.Generator().manual_seed(1)
+    chosen = torch.randint(-1, GROUPS - 1, (TOKENS, TOP_K), generator=draw)
+    x = randn(TOKENS, FEATURES).double().requires_grad_()
+    weights = torch.rand(TOKENS, TOP_K, generator=draw, dtype=torch.float64)
+    weights[::5] = 0
+    weights.requires_grad_()
+    found = []
+    for weighs in ("before", "behind"):
+        model = mixture(weighs)
+        y = model(x, chosen, weights, x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, weights, *model.parameters()))))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+    saved = [
+        {value.name for value in opfuse.saved(mixture(weighs), x, chosen, weights, x).values} for weighs in ("before", "behind")
+    ]
+    assert saved[1] - saved[0] == {"rows", "weights"}
+
+
 def test_weights_multiply_rows_in_fp32_and_the_sum_has_the_dtype_of_the_tokens():
     """Under torch.autocast, too, which would round it to its own. Only gradients that are wanted are made."""
-    combine, draw = ops.TokenCombine(weighted=True), torch.Generator().manual_seed(1)
+    combine, draw = ops.TokenCombine(weighted=True, typed=True), torch.Generator().manual_seed(1)
     places = torch.randperm(ROWS, generator=draw).view(TOKENS, TOP_K)
     rows, weights = randn(ROWS, FEATURES).bfloat16().requires_grad_(), torch.rand(TOKENS, TOP_K, generator=draw)
     for dtype in (torch.float32, torch.bfloat16):
@@ -165,7 +233,7 @@ def test_weights_multiply_rows_in_fp32_and_the_sum_has_the_dtype_of_the_tokens()
 
 
 def test_weights_that_are_no_float_for_each_place_are_refused():
-    combine, rows, places = ops.TokenCombine(weighted=True), randn(4, FEATURES), torch.tensor([[2, 0], [3, 1]])
+    combine, rows, places = ops.TokenCombine(weighted=True, typed=True), randn(4, FEATURES), torch.tensor([[2, 0], [3, 1]])
     with pytest.raises(ShapeError, match=r"weights: wants shape \(2, 2\), got \(2,\)"):
         combine(rows, places, torch.ones(2), rows)
     with pytest.raises(DtypeError, match="weights: wants a dtype of"):

@@ -109,6 +109,7 @@ class Interpreter:
         context = Context(op, self.plan.key.env, node.needs)
         if node.index in self.plan.rematerialized:
             context.rematerialized = frozenset(operand.role for operand in self._rematerialized(node.index))
+        context.is_remade = node.index in self.plan.remade
         if node.transfer is not None:
             context.transfer = node.transfer if node.index in self.plan.postponed else node.transfer.at_once()
         if not RANK_ALONE.isdisjoint(node.traits):

@@ -57,29 +57,31 @@ def plane_bytes(kind: str, rows: int, columns: int, *, rowwise: bool, weight: bo
 
 @dataclass(frozen=True)
 class Operands:
-    """What one linear layer saves. made: its input is a tensor of the pipeline, and not the caller's."""
+    """What one linear layer saves. source: where its input comes from: the caller, a norm, or an activation."""
 
     tokens: int
     inputs: int
     outputs: int
-    made: bool = True
+    source: str
 
     def bytes(self, kind: str, override: str | None, keep: str | None = None) -> int:
         """Of input and weight: one plane of each, or the tensors themselves, of which only a made input costs anything.
 
-        Casts of weights are made anew, unless ``keep`` is "all"; under another ``keep`` so is all that the caller has not given.
-        Of delayed scaling that is under the scale of the call.
+        Casts of weights and of a norm's results are made anew, unless ``keep`` is "all"; under another ``keep`` so is all that
+        the caller has not given. Of delayed scaling that is under the scale of the call.
         """
-        if keep not in (None, "all"):
-            scales = FP32 * (1 + self.made) if kind == "delayed" else 0
-            return scales + (0 if self.made else plane_bytes(kind, self.tokens, self.inputs, rowwise=False, weight=False))
+        remade = kind != "none" and self.source in _REMADE.get(keep, (NORM, ACTIVATION))
         if kind == "none" or override == "high_precision":
-            return BF16 * self.tokens * self.inputs if self.made else 0
-        rowwise = override == "dequantized"
-        x = plane_bytes(kind, self.tokens, self.inputs, rowwise=rowwise, weight=False)
-        if keep == "all":
-            return x + plane_bytes(kind, self.outputs, self.inputs, rowwise=rowwise, weight=True)
-        return x + FP32 * (kind == "delayed")
+            return BF16 * self.tokens * self.inputs if self.source != CALLER and not remade else 0
+        rowwise, scale = override == "dequantized", FP32 if kind == "delayed" else 0
+        x = scale if remade else plane_bytes(kind, self.tokens, self.inputs, rowwise=rowwise, weight=False)
+        return x + (plane_bytes(kind, self.outputs, self.inputs, rowwise=rowwise, weight=True) if keep == "all" else scale)
+
+
+CALLER, NORM, ACTIVATION = "caller", "norm", "activation"
+
+_REMADE: dict[str | None, tuple[str, ...]] = {None: (NORM,), "all": ()}
+"""Whose results the backward pass makes anew, by the values of ``keep`` with which it does not make them all."""
 
 
 # -- pipelines -------------------------------------------------------------------------------------------------------------
@@ -95,12 +97,12 @@ class Saves(NamedTuple):
 
 SAVES: dict[str, Saves] = {
     "A": Saves(
-        lambda s: (Operands(s.tokens, s.hidden, s.ffn, made=False), Operands(s.tokens, s.ffn, s.hidden)),
+        lambda s: (Operands(s.tokens, s.hidden, s.ffn, CALLER), Operands(s.tokens, s.ffn, s.hidden, ACTIVATION)),
         lambda s: s.tokens * s.ffn,
         lambda s: 0,
     ),
     "B": Saves(
-        lambda s: (Operands(s.tokens, s.hidden, 2 * s.ffn), Operands(s.tokens, s.ffn, s.hidden)),
+        lambda s: (Operands(s.tokens, s.hidden, 2 * s.ffn, NORM), Operands(s.tokens, s.ffn, s.hidden, ACTIVATION)),
         lambda s: s.tokens * 2 * s.ffn,
         lambda s: FP32 * s.tokens,
     ),

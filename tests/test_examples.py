@@ -12,6 +12,7 @@ import torch.distributed as dist
 import opfuse
 from opfuse.errors import ConversionError
 from tests.processes import run_ranks
+from tests.turns import in_turn
 
 transformers = pytest.importorskip("transformers", reason="of the extra `test`")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -113,7 +114,7 @@ def test_torchtitan_converts_on_the_meta_device(capsys):
 
 
 @pytest.mark.row("X16")
-@pytest.mark.parametrize("mixture", [False, True], ids=["dense", "mixture"])
+@pytest.mark.parametrize("mixture", in_turn([True, False], of=2))
 def test_the_policy_that_acts_is_the_one_that_learns(mixture):
     rewards, differences = script("rl").main(updates=10, mixture=mixture)
     assert differences == [0.0] * 10

@@ -138,13 +138,12 @@ class Plan:
     @cached_property
     def postponed(self) -> frozenset[int]:
         """The nodes of collectives of which a plane travels in the backward pass only."""
-        return frozenset(i for i in self.remade if self.graph.nodes[i].transfer is not None)
+        return frozenset([i for i in self.remade if self.graph.nodes[i].transfer is not None])
 
     @cached_property
     def remade(self) -> frozenset[int]:
         """The nodes of ops whose results the backward pass makes anew."""
-        rematerialized = (operand for operands in self.rematerialized.values() for operand in operands)
-        return frozenset(i for operand in rematerialized for i in operand.chain)
+        return frozenset([i for operands in self.rematerialized.values() for operand in operands for i in operand.chain])
 
     @property
     def fusions(self) -> tuple[str, ...]:

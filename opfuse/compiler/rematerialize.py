@@ -73,10 +73,10 @@ def rematerialized_operands(
     by_reader = {}
     for node in graph.nodes:
         if GEMM in node.traits and not node.is_cast and node.index not in foreign:
-            candidates = [*_postponed(graph, ops, casts, node)]
+            candidates = [*_postponed(graph, ops, casts, node)] if graph.collective_casts else []
             candidates += _of_reader(graph, ops, env, casts, node) if env.keep != "all" else ()
             by_reader[node.index] = tuple(
-                operand for operand in candidates if foreign.isdisjoint((operand.source, *operand.chain))
+                [operand for operand in candidates if foreign.isdisjoint((operand.source, *operand.chain))]
             )
     return {reader: operands for reader, operands in by_reader.items() if operands}
 
@@ -118,10 +118,8 @@ def _of_reader(
             continue
         if not is_library_quantizer(cast.quantizer) or draws(cast.quantizer):
             continue
-        chain = () if source.side else _chain(graph, ops, env, source.inputs[0])
+        chain = () if source.side else _chain(graph, ops, env, source.inputs[0], _CHEAP if env.keep is None else _FOLLOWED)
         if chain is None or (source.side and _saves_the_parameter(cast.quantizer, saved)):
-            continue
-        if env.keep is None and any(_CHEAP.isdisjoint(graph.nodes[i].traits) for i in chain):
             continue
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
@@ -144,13 +142,13 @@ def _only(quantizer: Quantizer, usage: Usage) -> Quantizer:
     return quantizer.wanting(rowwise=usage == ROWWISE, columnwise=usage == COLUMNWISE)
 
 
-def _chain(graph: Graph, ops: Sequence[BasicOperation], env: Env, value: int) -> tuple[int, ...] | None:
-    """The ops from whose saved state ``value`` follows, in order; None if it does not."""
+def _chain(graph: Graph, ops: Sequence[BasicOperation], env: Env, value: int, followed: frozenset[str]) -> tuple[int, ...] | None:
+    """The ops from whose saved state ``value`` follows, in order; None if it does not. followed: traits that they may have."""
     chain: list[int] = []
     while value in graph.producer:
         node = graph.nodes[graph.producer[value]]
         op = ops[node.op]
-        if node.is_cast or value != node.outputs[0] or _FOLLOWED.isdisjoint(node.traits):
+        if node.is_cast or value != node.outputs[0] or followed.isdisjoint(node.traits):
             return None
         follows = op.remakes(Context(op, env, node.needs))
         if not follows:

@@ -18,6 +18,7 @@ from opfuse import recipes
 from opfuse.errors import ConversionError
 from tests.convert.test_changed import replica, shallow
 from tests.convert.tiny import WORDS, small
+from tests.turns import in_turn
 
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("LlamaForCausalLM", "LlamaConfig", {}),
@@ -340,7 +341,7 @@ def test_a_forward_put_over_it_is_undone_first():
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", in_turn([True, False], of=2))
 def test_trainer_trains_as_with_the_models_own_loss(bf16, tmp_path):
     """Under bf16 Accelerate puts a function over the model's forward, and the model's own logits are rounded to bf16."""
     pytest.importorskip("accelerate")

@@ -16,6 +16,7 @@ from tests.convert.blocks import Attention
 from tests.convert.test_fuse import EXACT, FP8, Layer
 from tests.plans import plans_used
 from tests.runtime.test_compiled import numbers
+from tests.turns import in_turn
 
 
 class Projections(Attention):
@@ -323,8 +324,15 @@ class Twice(torch.nn.Module):
         return one * other
 
 
-@pytest.mark.parametrize("make", [lambda: Twice(1), lambda: Twice(2), Layer])
-@pytest.mark.parametrize("view", VIEWS)
+def once():
+    return Twice(1)
+
+
+def twice():
+    return Twice(2)
+
+
+@pytest.mark.parametrize(("view", "make"), in_turn(VIEWS, (once, twice, Layer), of=3))
 def test_the_gradient_of_an_input_that_is_no_matrix_in_memory(view, make):
     """In a graph it is the one of a call, and nothing is lost on the way to what was called."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from opfuse.errors import ConversionError, DtypeError, RecipeError, ShapeError
 
 transformers = pytest.importorskip("transformers", reason="of the extra `test`")
 from tests.rollouts import decoded, log_probs, model_of, ways  # noqa: E402
+from tests.turns import in_turn  # noqa: E402
 
 RECIPES = {
     "none": None,
@@ -24,13 +25,13 @@ RECIPES = {
 CASES = [
     *[("dense", name, torch.float32) for name in ("none", "mxfp8", "block")],
     *[("mixture", name, torch.float32) for name in ("none", "mxfp8", "row")],
-    *[(kind, "block", torch.bfloat16) for kind in ("dense", "mixture")],
+    *[(kind, "block", torch.bfloat16) for kind in ("mixture", "dense")],
 ]
 LENGTH = TILE + 8
 
 
 @pytest.mark.row("X16")
-@pytest.mark.parametrize(("kind", "name", "dtype"), CASES)
+@pytest.mark.parametrize(("kind", "name", "dtype"), in_turn(CASES, of=2))
 def test_a_token_has_one_log_probability_however_the_model_is_called(kind, name, dtype):
     model = model_of(kind, dtype)
     if RECIPES[name] is not None:

@@ -21,6 +21,7 @@ from opfuse.recipes import CustomRecipe, DelayedScaling, Float8BlockScaling, MXF
 from opfuse.tensors.quantizers import Float8BlockQuantizer, NVFP4Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
 from tests.interchange.training import trained_on
+from tests.turns import in_turn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -275,7 +276,7 @@ READ_FROM_FILES = {
 }
 
 
-@pytest.mark.parametrize("layout", READ_FROM_FILES)
+@pytest.mark.parametrize("layout", in_turn(READ_FROM_FILES, of=2))
 def test_a_plain_model_takes_the_bytes_of_any_layout(layout, tmp_path):
     """By ``load_state_dict(import_weights(...), assign=True)``; it trains from them, and is exported with them."""
     tensors, _ = opfuse.export_weights(plain("dense"), layout)

@@ -10,12 +10,13 @@ from opfuse.fusions.backward import (
     BACKWARD_LINEAR_SCALE,
 )
 from opfuse.fusions.chain import ELEMENTWISE
-from opfuse.fusions.dispatch import DISPATCH_CAST, DISPATCH_EXCHANGE
+from opfuse.fusions.dispatch import BACKWARD_COMBINE, DISPATCH_CAST, DISPATCH_EXCHANGE
 from opfuse.fusions.epilogue import EPILOGUE, EPILOGUE_GROUPS, LINEAR_ADD, LINEAR_SCALE_ADD
 
 __all__ = [
     "BACKWARD_ACTIVATION_BIAS",
     "BACKWARD_ADD_RMS_NORM",
+    "BACKWARD_COMBINE",
     "BACKWARD_ELEMENTWISE",
     "BACKWARD_GROUPS",
     "BACKWARD_LINEAR_ADD",
@@ -42,6 +43,7 @@ RULES = RuleSet(
         BACKWARD_LINEAR_ADD,
         BACKWARD_LINEAR_SCALE,
         BACKWARD_ADD_RMS_NORM,
+        BACKWARD_COMBINE,
         BACKWARD_GROUPS,
         BACKWARD_ACTIVATION_BIAS,
         BACKWARD_ELEMENTWISE,

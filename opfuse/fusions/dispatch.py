@@ -1,12 +1,12 @@
-"""The forward rules that cast rows for experts as they read them, instead of copying them first."""
+"""The rules that cast rows for experts, and gradients of their results, as they read them, instead of copying them first."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from opfuse.compiler.rules import fusion, one_of
+from opfuse.compiler.rules import fusion, is_, one_of
 from opfuse.core.context import Context
 
 
@@ -36,6 +36,23 @@ def dispatch_exchange(x: torch.Tensor, *, dispatch: Context, exchange: Context) 
     exchange.set_extra_outputs(*extra_outputs)
     return y
 
+
+def backward_combine(dy: torch.Tensor, *, quantize: Context, combine: Context) -> Any:
+    """The cast of the gradients of the rows that a token sums: each is the token's, which the kernel reads through an index."""
+    rows, index = combine.op.gradient_rows(combine, dy)
+    reader = cast(Context, quantize.reader)
+    if reader.op.reads_gradient(reader.needs):
+        reader.grad_output = rows.index_select(0, index)
+    combine.set_grads(extras=(None,) * combine.op.num_extra_inputs)
+    return quantize.op(rows, *quantize.extras, index)
+
+
+BACKWARD_COMBINE = fusion(
+    "backward_combine",
+    {"quantize": "quantize_groups", "combine": "token_combine"},
+    when=(one_of("quantize.ragged.gradients.family", "block", "row", "tensor"), is_("combine.weighted", False)),
+    backward=backward_combine,
+)
 
 DISPATCH_EXCHANGE = fusion(
     "dispatch_exchange",

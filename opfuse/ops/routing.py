@@ -262,6 +262,15 @@ class TokenCombine(BasicOperation):
         dtype = self.checked_dtype("tokens", others[0].dtype) if self.spec.typed else None
         return combine_rows(x, places.long(), weights, dtype=dtype)
 
+    def gradient_rows(self, ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A matrix (tokens + 1, features) and the numbers, int64, of its rows that are the gradients of rows without weights."""
+        places = ctx.saved.places.long()
+        counts, zeros = places >= 0, dy.new_zeros(1, dy.shape[1])
+        tokens = torch.arange(len(places), device=places.device).unsqueeze(1).expand_as(places).where(counts, len(places))
+        index = places.new_empty(places.numel())
+        index.scatter_(0, places.where(counts, ~places).flatten(), tokens.flatten())
+        return torch.cat((dy, zeros)).to(ctx.input_dtype), index
+
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, tuple[()], tuple[Any, ...]]:
         routed, scored, saved = "input" in ctx.needs, self.spec.weighted and "extra1" in ctx.needs, ctx.saved
         if not (routed or scored):

@@ -128,6 +128,7 @@ PLACES = {
         ("make_extra_output", "rms_norm"),
     ),
     "backward_groups": Place(gated_experts, ("quantize_groups", "scaled_swiglu"), ()),
+    "backward_combine": Place(gated_experts, ("quantize_groups", "token_combine"), ()),
     "backward_activation_bias": Place(
         lambda: ops.Sequential(ops.Linear(WIDTH, 2 * WIDTH), ops.ConstantScale(1.5), ops.GEGLU(), ops.Linear(WIDTH, WIDTH)),
         ("quantize", "bias", "constant_scale", "geglu"),
@@ -148,12 +149,12 @@ def _no_quantized_gradient(recipe: Recipe | None) -> tuple[str, ...]:
     return ("env.recipe.backward_override", "None", repr(override)) if override else ()
 
 
-def _no_cast_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
+def _no_cast_in_groups(recipe: Recipe | None, of: str = "inputs") -> tuple[str, ...]:
     known = ("fp8_block", "fp8_current", "delayed", "custom")
     return (
         ()
         if recipe is None or recipe.kind in known
-        else ("quantize.ragged.inputs.family", "one of ('block', 'row', 'tensor')", _FAMILIES.get(recipe.kind, "nothing"))
+        else (f"quantize.ragged.{of}.family", "one of ('block', 'row', 'tensor')", _FAMILIES.get(recipe.kind, "nothing"))
     )
 
 
@@ -171,11 +172,16 @@ def _no_gradient_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
     return () if recipe is None or recipe.backward_override else _no_blocks_in_groups(recipe, "gradients")
 
 
+def _no_sum_in_groups(recipe: Recipe | None) -> tuple[str, ...]:
+    return () if recipe is None or recipe.backward_override else _no_cast_in_groups(recipe, "gradients")
+
+
 REFUSED = {
     "backward_activation_bias": _no_quantized_gradient,
     "dispatch_cast": _no_cast_in_groups,
     "epilogue_groups": _no_blocks_in_groups,
     "backward_groups": _no_gradient_in_groups,
+    "backward_combine": _no_sum_in_groups,
 }
 """The guard that keeps a rule from firing under a recipe, what it wants and what it gets; nothing where the rule fires."""
 

@@ -130,19 +130,26 @@ def test_a_cast_through_an_index_is_that_of_the_rows(usages):
     assert all(map(torch.equal, found.tensors(), wanted.tensors()))
 
 
-FORWARD, BACKWARD = ("ROWWISE=1", "COLUMNWISE=0"), ("ROWWISE=0", "COLUMNWISE=1")
+FORWARD, AGAIN, BOTH = ("ROWWISE=1", "COLUMNWISE=0"), ("ROWWISE=0", "COLUMNWISE=1"), ("ROWWISE=1", "COLUMNWISE=1")
+READ = {"forward": (TOKENS, K), "again": (TOKENS, K), "gradient": (TOKENS + 1, K + 32)}
+"""The shape of the matrix whose rows are read: tokens, or gradients of tokens and a row of zeros."""
+
 THROUGH_AN_INDEX = {
     ("blocks", "forward"): [("cast_block_groups", *FORWARD)],
-    ("blocks", "backward"): [("cast_block_groups", *BACKWARD)],
+    ("blocks", "again"): [("cast_block_groups", *AGAIN)],
+    ("blocks", "gradient"): [("cast_block_groups", *BOTH)],
     ("rows", "forward"): [("cast_row",)],
-    ("rows", "backward"): [("amax_lines", "GROUPED=1"), ("cast_lines", *BACKWARD)],
+    ("rows", "again"): [("amax_lines", "GROUPED=1"), ("cast_lines", *AGAIN)],
+    ("rows", "gradient"): [("amax_lines", "GROUPED=1"), ("cast_lines", *BOTH)],
     ("current", "forward"): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *FORWARD)],
-    ("current", "backward"): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *BACKWARD)],
+    ("current", "again"): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *AGAIN)],
+    ("current", "gradient"): [("amax_lines", "IN=float", "GROUPED=1"), ("cast_tensor_groups", "RECORD=0", *BOTH)],
     ("delayed", "forward"): [("cast_tensor_groups", "RECORD=1", *FORWARD)],
-    ("delayed", "backward"): [("cast_tensor_groups", *BACKWARD)],
+    ("delayed", "again"): [("cast_tensor_groups", *AGAIN)],
+    ("delayed", "gradient"): [("cast_tensor_groups", "RECORD=1", *BOTH)],
 }
-"""What a GPU is asked for, by recipe and pass: for weights' gradients the backward pass casts the rows again. Amaxes of tokens,
-under "current", need no index."""
+"""What a GPU is asked for, by recipe, in the forward pass, in the backward pass for gradients of weights, and for the gradient of
+the results. Amaxes of tokens, under "current", need no index."""
 
 
 @pytest.mark.row("X12")
@@ -154,17 +161,19 @@ def test_rows_are_read_by_the_kernel_that_casts_them(recipe, when, monkeypatch):
 
     def call(self, *args, **kwargs):
         if kwargs.get("index") is not None:
-            self.run(lambda variant, entry, *_, device: launched.append((entry, *variant.defines)), *args, **kwargs)
-            assert args[0].shape == (TOKENS, K)
+            assert args[0].shape in READ.values() or args[0].shape[1] == 1  # amaxes of tokens
+            if args[0].shape == READ[when] or args[0].shape == (READ[when][0], 1):
+                self.run(lambda variant, entry, *_, device: launched.append((entry, *variant.defines)), *args, **kwargs)
         return self.reference(*args, **kwargs)
 
     monkeypatch.setattr(Kernel, "__call__", call)
     model, x = wired(layer()), randn(TOKENS, K)
     copies = {}
-    for rules in (RULES, UNFUSED):
+    for rules in (UNFUSED, RULES):
         with Step(RECIPES[recipe], rules).scope(), _Copies() as seen:
+            launched.clear()
             y = model(x)
-            if when == "backward":
+            if when != "forward":
                 launched.clear()
                 seen.made.clear()
                 torch.autograd.grad(y[0] if isinstance(y, tuple) else y, model[1].weight0, torch.ones(TOKENS, K + 32, dtype=BF16))
@@ -174,8 +183,9 @@ def test_rows_are_read_by_the_kernel_that_casts_them(recipe, when, monkeypatch):
         assert entry == wanted
         assert {*among} <= {*defines}
     assert [entry for entry, *defines in launched if "INDEXED=1" not in defines] == ["amax_lines"] * (recipe == "current")
-    assert copies[UNFUSED].count((TOKENS * TOP_K, K)) == 1
-    assert copies[RULES].count((TOKENS * TOP_K, K)) == 1  # that of the definition, which ran in place of the kernel
+    rows = TOKENS * TOP_K, READ[when][1]
+    assert copies[UNFUSED].count(rows) == (when != "gradient")  # whose rows the sum's own backward pass makes
+    assert copies[RULES].count(rows) == 1  # that of the definition, which ran in place of the kernel
 
 
 # -- what is told ----------------------------------------------------------------------------------------------------------------

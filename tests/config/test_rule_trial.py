@@ -208,7 +208,7 @@ class NeedsText(ops.BasicOperation):
         return grad_output, ()
 
 
-class Shifted(ops.PointwiseOperation):
+class MovedBy(ops.PointwiseOperation):
     """An op of a user."""
 
     math = ops.formula("shifted", lambda x, shift: x + shift, constants=("shift",))
@@ -222,7 +222,7 @@ def test_ops_of_a_user_are_built_or_it_is_told_why_not():
     def shifted(x, *, shift, scale):
         return scale.op.op_forward(scale, shift.op.op_forward(shift, x))
 
-    assert try_rule(fusion("shifted", "shift=shifted scale=constant_scale", forward=shifted), cases=FEW[:1]).ok
+    assert try_rule(fusion("shifted", "shift=moved_by scale=constant_scale", forward=shifted), cases=FEW[:1]).ok
     with pytest.raises(FusionError, match="no value is known for the argument 'text' of NeedsText"):
         try_rule(fusion("text", "shift=needs_text scale=constant_scale", forward=shifted), cases=FEW[:1])
 

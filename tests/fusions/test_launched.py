@@ -126,7 +126,7 @@ def test_r4_an_override_that_saves_the_original_stores_and_casts_it_in_the_chain
 def test_r4_an_override_that_saves_the_original_stores_and_casts_it_in_the_norm(name, launched):
     torch.manual_seed(0)
     model, x = to(ops.Sequential(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH)), torch.bfloat16), randn(ROWS, WIDTH)
-    recipe = recipe_for(name, "high_precision")
+    recipe = recipe_for(name, "high_precision", keep="all")
     fused = run(model, x, step=Step(recipe, RULES))
     (defines,) = of(launched, "norm_cast", "norm_cast")
     assert "STORES=1" in defines

@@ -163,7 +163,7 @@ def bias_gradient(dy: Tensor, norm: Norm) -> Tensor | None:
 @functools.cache
 def team(columns: int) -> int:
     """Threads that share a row: enough for four eights each, from a warp to a block."""
-    return min(max(_power_of_two_above(ceil_div(columns, 4 * EIGHT)), LANES), THREADS)
+    return min(max(power_of_two_above(ceil_div(columns, 4 * EIGHT)), LANES), THREADS)
 
 
 def row_sums(values: Tensor) -> Tensor:
@@ -173,12 +173,12 @@ def row_sums(values: Tensor) -> Tensor:
     halves what an eight has, what groups have, what lanes have.
     """
     values = _in_turn(values, 1, CHUNK)
-    eights = _power_of_two_above(ceil_div(values.shape[1], EIGHT))
+    eights = power_of_two_above(ceil_div(values.shape[1], EIGHT))
     if missing := eights * EIGHT - values.shape[1]:
         values = F.pad(values, (0, missing))
     lanes = min(eights, LANES)
-    values = _by_halves(values.view(-1, eights, EIGHT), 2).view(-1, eights // lanes, lanes)
-    return _by_halves(_by_halves(values, 1), 1).view(-1, 1) + 0  # where all is -0
+    values = by_halves(values.view(-1, eights, EIGHT), 2).view(-1, eights // lanes, lanes)
+    return by_halves(by_halves(values, 1), 1).view(-1, 1) + 0  # where all is -0
 
 
 def column_sums(values: Tensor) -> Tensor:
@@ -190,10 +190,10 @@ def column_sums(values: Tensor) -> Tensor:
     columns = values.shape[1]
     teams = THREADS // team(columns)
     values = _in_turn(values, 0, BLOCKS * teams)
-    blocks = _power_of_two_above(ceil_div(values.shape[0], teams))
+    blocks = power_of_two_above(ceil_div(values.shape[0], teams))
     if missing := blocks * teams - values.shape[0]:
         values = F.pad(values, (0, 0, 0, missing))
-    return _by_halves(_by_halves(values.view(blocks, teams, columns), 1), 0) + 0
+    return by_halves(by_halves(values.view(blocks, teams, columns), 1), 0) + 0
 
 
 def _in_turn(values: Tensor, dim: int, size: int) -> Tensor:
@@ -207,14 +207,14 @@ def _in_turn(values: Tensor, dim: int, size: int) -> Tensor:
     return total
 
 
-def _by_halves(values: Tensor, dim: int) -> Tensor:
+def by_halves(values: Tensor, dim: int) -> Tensor:
     """The sum along ``dim``, whose length is a power of two: its second half is added to its first until one is left."""
     while values.shape[dim] > 1:
         values = torch.add(*values.chunk(2, dim))
     return values.squeeze(dim)
 
 
-def _power_of_two_above(n: int) -> int:
+def power_of_two_above(n: int) -> int:
     """The least power of two that is not below ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 

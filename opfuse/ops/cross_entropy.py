@@ -1,6 +1,6 @@
 """The output head of a language model and its loss as one op, which never holds the logits of all rows.
 
-Rows go in chunks: the logits of a chunk, their losses and their gradients are made one after another in the same memory.
+Rows go in chunks: the logits of a chunk are made, and their gradients in the memory of the logits.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from opfuse.core.signature import Env
 from opfuse.core.spec import NonNegative, Positive, Size, hyper_parameters, new_parameter
 from opfuse.domains import numbers
 from opfuse.errors import DtypeError, ShapeError, describe
+from opfuse.kernels.cross_entropy import row_losses
 from opfuse.kernels.engine.sized import as_on_gpu
 from opfuse.numerics import pointwise
-from opfuse.numerics.cross_entropy import CrossEntropy, counted, row_losses
+from opfuse.numerics.cross_entropy import CrossEntropy, counted
 from opfuse.tensors.gemm import gemm
 from opfuse.tensors.masters import stored_in
 
 Smoothing = Annotated[float, numbers("a number from 0 to 1", minimum=0, maximum=1)]
 
-CHUNK = 1024
-"""Rows whose logits exist at a time: products that keep a GPU busy, and 0.5 GB in fp32 for 128 256 words."""
+CHUNK_BYTES, LEAST_ROWS, WHOLE_ROWS = 1 << 30, 1024, 128
+"""Of fp32 logits that exist at a time. Each chunk adds its product to dW, which is read and written for that, so the fewer chunks
+the better; with fewer rows than the second, products would not keep a GPU busy. Rows are a multiple of the third, as tiles are.
+"""
 
 MOST_SLICES = 8
 """Into how many parts of the vocabulary the product of dW is cut at most."""
@@ -60,7 +63,9 @@ class LinearCrossEntropy(BasicOperation):
 
     ``chunk`` rows at a time are multiplied in the dtype of the weight or of torch.autocast, to fp32 logits. ``weight``
     (vocabulary, in_features) may be that of an embedding. It is a plain parameter also inside ``quantized_model_init``, and no
-    recipe casts it, since errors of a head are errors of the loss. A larger chunk is faster on a GPU and takes more memory.
+    recipe casts it, since errors of a head are errors of the loss. The gradient of a chunk's logits is written into their memory.
+    ``chunk=None`` takes as many rows as have 1 GiB of fp32 logits (2048 of 128 256 words), a multiple of 128 and at least 1024. A
+    larger chunk is faster on a GPU and takes more memory.
 
     Where something wants a gradient, the forward pass computes dX and dW, summed over chunks in fp32, and keeps these; the
     backward pass multiplies them by the incoming gradient. So each product is made once, as in Liger Kernel (Hsu et al., 2024,
@@ -90,7 +95,7 @@ class LinearCrossEntropy(BasicOperation):
         z_loss: NonNegative = 0.0,
         softcap: Positive | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
-        chunk: Size = CHUNK,
+        chunk: Size | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -121,6 +126,12 @@ class LinearCrossEntropy(BasicOperation):
     def loss(self) -> CrossEntropy:
         """The loss of a row."""
         return CrossEntropy(*(getattr(self.spec, name) for name in CrossEntropy._fields))
+
+    @property
+    def rows(self) -> int:
+        """How many rows have logits at a time."""
+        chunk: int | None = self.spec.chunk
+        return chunk or max(CHUNK_BYTES // (4 * self.spec.vocabulary) // WHOLE_ROWS * WHOLE_ROWS, LEAST_ROWS)
 
     def reads_saved(self, ctx: Context) -> Collection[str]:
         if not ctx.needs:
@@ -183,7 +194,7 @@ class LinearCrossEntropy(BasicOperation):
         scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, HeadGradients]:
         """The losses of all rows, and the gradients that are ``wanted`` of their sum, each times its scale."""
-        rows, dtype, wide = self.spec.chunk, x.dtype, _sums(x.dtype)
+        rows, dtype, wide = self.rows, x.dtype, _sums(x.dtype)
         losses, dx = [x.new_empty(0, dtype=wide)], [x.new_empty(0, self.spec.in_features)]
         dw = torch.zeros_like(head.weight, dtype=wide) if "weight" in wanted else None
         db = torch.zeros_like(head.bias, dtype=wide) if "bias" in wanted and head.bias is not None else None
@@ -205,6 +216,7 @@ class LinearCrossEntropy(BasicOperation):
                 dx.append(gemm("dgrad", dy, head.weight, dtype=dtype, **ctx.env.product("dgrad")))
             if dw is not None:
                 _add_product(dw, dy, piece, **ctx.env.product("wgrad"))
+            del dy  # and with it the memory of the logits, before the next ones are made
         return torch.cat(losses), HeadGradients(torch.cat(dx) if "input" in wanted else None, dw, db)
 
     def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:

@@ -53,6 +53,7 @@ MOST_REGISTERS = {
 
 TYPES = ({"IN=bf16", "OUT=E4M3"}, {"IN=float", "OUT=E5M2"})
 QUICK = {
+    "cross_entropy.cu": ({"OUT=bf16"}, {"OUT=float"}),
     "combine.cu": ({"IO=bf16", "OUT=bf16", "WEIGHT=float"}, {"IO=float", "OUT=float", "WEIGHT=float"}),
     "dequantize.cu": ({"ELEMENT=E4M3", "OUT=bf16"}, {"ELEMENT=E5M2", "OUT=float"}),
     "dequantize_nvfp4.cu": ({"OUT=bf16"}, {"OUT=float"}),

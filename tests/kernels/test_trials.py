@@ -40,9 +40,9 @@ from tests.turns import in_turn
 CPU = torch.device("cpu")
 
 
-def test_every_kernel_of_a_cast_a_chain_or_a_norm_has_trials() -> None:
+def test_every_kernel_of_a_cast_a_chain_a_norm_or_a_loss_has_trials() -> None:
     rooms = [kernel.run.__module__.split(".")[2] for kernel in kernels()]
-    assert {kernel.name for kernel, room in zip(kernels(), rooms) if room in ("casts", "chains", "norms")} == {
+    assert {kernel.name for kernel, room in zip(kernels(), rooms) if room in ("casts", "chains", "norms", "cross_entropy")} == {
         kernel.name for kernel in certified_kernels()
     }
 

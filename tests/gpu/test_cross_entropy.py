@@ -1,4 +1,7 @@
-"""The head and its loss on a GPU: gradients of chunks that cuBLAS adds to fp32, interpreted and repeated, without a wait."""
+"""The head and its loss on a GPU: gradients of chunks that cuBLAS adds to fp32, interpreted and repeated, without a wait.
+
+tests/gpu/test_kernels.py compares the kernel of the loss with its definition on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import pytest
 import torch
 
 from opfuse import ops
+from opfuse.kernels.cross_entropy import row_losses
+from opfuse.kernels.engine.registry import definitions_alone
+from opfuse.numerics.cross_entropy import CrossEntropy
 from tests.ops.test_cross_entropy import OPTIONS, exact, made
 
 
@@ -27,7 +33,7 @@ def test_loss_and_gradients_are_those_of_fp64(dtype, options, reduction, device)
 
 def test_a_head_of_a_model_takes_no_logits_of_all_rows_and_waits_for_nothing(device):
     rows, features, words = 2048, 512, 32000
-    op = ops.LinearCrossEntropy(features, words, chunk=256, dtype=torch.bfloat16, device=device)
+    op = ops.LinearCrossEntropy(features, words, chunk=512, dtype=torch.bfloat16, device=device)
     x = torch.randn(rows, features, device=device, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(words, (rows,), device=device)
     for _ in range(3):
@@ -42,10 +48,84 @@ def test_a_head_of_a_model_takes_no_logits_of_all_rows_and_waits_for_nothing(dev
     finally:
         torch.cuda.set_sync_debug_mode("default")
     taken = torch.cuda.max_memory_allocated() - before
-    # dW in fp32 and rounded, a chunk of logits, their shares and the gradients of both.
-    assert taken < words * features * 6 + 256 * words * 12 + 2**24
+    # dW in fp32 and rounded, and a chunk of logits, in whose memory their gradients lie; a copy of these would have 32 MB.
+    assert taken < words * features * 6 + 512 * words * 4 + 2**24
     wanted = torch.nn.functional.cross_entropy((x.double() @ op.weight.double().T), targets)
     assert abs(loss.item() - wanted.item()) < 1e-3 * wanted.item()
     exactly = torch.autograd.grad(wanted, (x, op.weight))
     for got, want in zip(grads, exactly, strict=True):
         assert (got.double() - want).norm() < 1e-2 * want.norm()
+
+
+ALL = CrossEntropy(label_smoothing=0.1, z_loss=1e-3, softcap=30.0)
+
+
+def drawn(device, rows, words, seed=0):
+    random = torch.Generator(device).manual_seed(seed)
+    logits = 3 * torch.randn(rows, words, device=device, generator=random)
+    return logits, torch.randint(words, (rows,), device=device, generator=random)
+
+
+@pytest.mark.parametrize("how", [CrossEntropy(), ALL], ids=str)
+@pytest.mark.parametrize("gradient", [torch.bfloat16, torch.float16, torch.float32, None], ids=str)
+@pytest.mark.parametrize("words", [1000, 32768, 50257, 128256, 151936])
+def test_the_kernel_has_the_bits_of_its_definition_on_the_same_gpu(words, gradient, how, device):
+    """More rows than a GPU has blocks at a time; what a block overwrites, no other one reads."""
+    logits, targets = drawn(device, 600, words)
+    other = logits.clone()
+    found = row_losses(logits, targets, how, gradient=gradient)
+    with definitions_alone():
+        wanted = row_losses(other, targets, how, gradient=gradient)
+    assert torch.equal(found.losses, wanted.losses)
+    assert torch.equal(logits.view(torch.int32), other.view(torch.int32))
+    if gradient is not None:
+        assert torch.equal(found.gradient, wanted.gradient)
+        assert found.gradient.data_ptr() == logits.data_ptr() + (4 - gradient.itemsize) * words
+
+
+def test_r11_the_kernel_gives_the_same_bits_each_time(device):
+    logits, targets = drawn(device, 1000, 40000)
+    first = None
+    for _ in range(20):
+        again = logits.clone()
+        found = row_losses(again, targets, CrossEntropy(), gradient=torch.bfloat16)
+        first = first or (found.losses, again)
+        assert torch.equal(found.losses, first[0])
+        assert torch.equal(again.view(torch.int32), first[1].view(torch.int32))
+
+
+@pytest.mark.parametrize("how", [CrossEntropy(), ALL], ids=str)
+def test_r12_the_kernel_is_captured_and_waits_for_nothing(how, device):
+    logits, targets = drawn(device, 300, 33000)
+    room = logits.clone()
+    row_losses(room, targets, how, gradient=torch.bfloat16)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = row_losses(room, targets, how, gradient=torch.bfloat16)
+    for seed in range(5):
+        values, aims = drawn(device, 300, 33000, seed)
+        room.copy_(values)
+        targets.copy_(aims)
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = row_losses(values, aims, how, gradient=torch.bfloat16)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(captured.losses, found.losses)
+        assert torch.equal(captured.gradient, found.gradient)
+
+
+@pytest.mark.slow
+def test_r10_indices_past_2_31(device):
+    rows, words = 17000, 128256
+    random = torch.Generator(device).manual_seed(0)
+    logits = torch.empty(rows, words, device=device).normal_(0, 3, generator=random)
+    targets = torch.randint(words, (rows,), device=device, generator=random)
+    some = torch.tensor([0, 8371, 8372, 16744, 16745, rows - 1], device=device)
+    kept = logits[some]
+    found = row_losses(logits, targets, CrossEntropy(), gradient=torch.bfloat16)
+    wanted = row_losses(kept, targets[some], CrossEntropy(), gradient=torch.bfloat16)
+    assert torch.equal(found.losses[some], wanted.losses)
+    assert torch.equal(found.gradient[some], wanted.gradient)

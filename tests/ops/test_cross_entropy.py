@@ -16,7 +16,9 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.config import loads
 from opfuse.errors import DtypeError, ShapeError, UnsupportedError
+from opfuse.numerics.cross_entropy import room_in
 from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.tensors.gemm import gemm
 
 K, V = 24, 53
 U = 2.0**-24
@@ -115,6 +117,31 @@ def test_a_loss_has_the_same_bits_in_any_chunk_under_a_batch_invariant_recipe():
         assert all(torch.equal(other(x, targets), whole) for other in others)
         assert torch.equal(torch.cat([op(x[i : i + 1], targets[i : i + 1]) for i in range(9)]), whole[:9])
     assert all(torch.allclose(other(x, targets), whole, rtol=1e-5, atol=1e-5) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [(128256, 2048), (32768, 8192), (32000, 8320), (151936, 1664), (256000, 1024), (10**6, 1024), (53, 5064704)],
+)
+def test_a_chunk_has_a_gibibyte_of_logits_unless_it_is_given(words, rows):
+    assert ops.LinearCrossEntropy(8, words, device="meta").rows == rows
+    assert rows % 128 == 0
+    assert 4 * words * rows <= 2**30 or rows == 1024
+    assert ops.LinearCrossEntropy(8, words, chunk=100, device="meta").rows == 100
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 37])
+def test_products_take_a_gradient_where_its_logits_were(rows, dtype):
+    """Rows of 16 bits have gaps between them."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    dy = room_in(torch.empty(rows, V, dtype=wide), dtype).copy_(torch.randn(rows, V))
+    assert dy.is_contiguous() is (dtype == wide or rows == 1)
+    x, weight = torch.randn(rows, K).to(dtype), torch.randn(V, K).to(dtype)
+    for name, other in (("dgrad", weight), ("wgrad", x)):
+        for out_dtype in (dtype, wide):
+            found, wanted = (gemm(name, each, other, dtype=dtype, out_dtype=out_dtype) for each in (dy, dy.contiguous()))
+            torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -363,6 +363,18 @@ def test_a_launch_without_memory_makes_what_the_definition_makes(kernel: Any) ->
         assert _shapes(found) == _shapes(kernel.reference(*given.args, **given.kwargs))
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "label_smoothing": 0.1, "z_loss": 1e-4}], ids=str)
+def test_a_head_with_its_loss_takes_the_logits_of_one_chunk_alone(options: dict[str, float]) -> None:
+    """Their gradient lies in their memory, is not copied for products, and is gone before the next logits are made."""
+    rows, features, words, chunk = 4096, 64, 32768, 1024
+    with torch.device("meta"):
+        op = opfuse.ops.LinearCrossEntropy(features, words, chunk=chunk, dtype=BF16, **options)
+        x, targets = torch.zeros(rows, features, dtype=BF16).requires_grad_(), torch.zeros(rows, dtype=torch.int64)
+    found = opfuse.memory(opfuse.ops.Sequential(op), x, targets, optimizer="none")
+    taken, logits, dw = found.first_peak - sum(found.held.values()), 4 * chunk * words, 4 * words * features
+    assert logits + dw <= taken <= logits + dw + 4 * MIB
+
+
 # -- the record -------------------------------------------------------------------------------------------------------------
 
 

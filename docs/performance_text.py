@@ -246,8 +246,8 @@ Two layers of transformers' models with random weights, one sequence, forward an
 `grouped_mm`. *called* and *compiled* are as above, and so is what speeds are over. Below the wall time stands what the device
 does, by the names of kernels, with launches in parentheses, how long the host takes to queue a step, and what a forward pass
 leaves for the backward pass, also under `keep="quantized"`. Of Qwen3's shape at 8192 tokens the CPU decides, and machines with
-this GPU differ: on two other H200s of the same day, with `keep="all"`, compiled layers had 0.92 and 1.09 times the speed of bf16
-under current scaling, 1.05 and 1.13 under block scaling.
+this GPU differ: on four H200s of one day compiled layers had 0.92, 0.99, 0.99 and 1.09 times the speed of bf16 under current
+scaling, 1.00, 1.05, 1.05 and 1.13 under block scaling.
 [mixtures-part-by-part](decisions/mixtures-part-by-part.md) says what was tried.
 
 """
@@ -258,10 +258,14 @@ and packed, head, loss, the gradient's norm and the optimizer. *adamw* is torch'
 torchao's with moments in 8 bits on bf16 weights that are rounded at random ([moments in 8 bits](howto.md#moments-in-8-bits)).
 *compiled loss* is transformers' own under torch.compile, *fused loss* that of `fuse_(loss="fused")`, which never has the logits
 of all tokens. Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with
-moments in 8 bits, since masters would not fit. Each case ran by itself (`python -m benchmarks.steps`). torchao's optimizer
-differs most between machines: on another H200 of the same day steps with it took 363.6 and 398.9 ms under current scaling
-(compiled, fused loss; 1.21 and 1.10 times the speed of the first row there), and 424.9 and 474.2 ms with 128 256 words (1.20,
-1.08).
+moments in 8 bits, since masters would not fit. Each case ran by itself (`python -m benchmarks.steps`). Under torchao's optimizer
+the GPU waits for the CPU, so machines differ: in a trace of a step with 128 256 words and the fused loss the kernels took 415 ms
+(408 with the compiled loss), and the step 480 to 515 (460 to 480). On another H200 of the same day the 8 B took 619 ms under
+current and 684 under block scaling, 1.32 and 1.19 times the speed of bf16.
+
+Of the 415 ms the head and its loss take 87 ms: products 76, the loss kernel 11, where torch's ops
+took 42. Compiled they take 80,
+as one product each.
 
 """
 
@@ -276,9 +280,11 @@ MEMORY = """\
 and backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In
 the peak of one pipeline, what its largest layer holds for a while counts as much as what is saved; over several layers, what
 they save decides. The peaks are those of a second step, which records what later steps repeat. By default casts of weights are
-made anew in the backward pass. With `keep="all"`, which saves them, four layers saved 90 to 91 % in place of 74, and peaks were
-101 and 94 % in place of 87 and 80. Converted and compiled, four layers of Llama took as long with them as without on an H200:
-1.379 and 1.374 times the speed of compiled bf16 under current scaling at 8192 tokens, 1.283 and 1.286 under block scaling.
+made anew in the backward pass, and since 2026-11-29 casts of a norm's results, too. With `keep="all"`, which saves both, four
+layers saved 90 to 91 % in place of 74 (before norms were among them), and peaks were 101 and 94 % in place of 87 and 80. Converted
+and compiled, four layers of Llama took on an H200 in turns, with 8192 tokens, 59.4 ms under `keep="all"`, 59.7 by default and 60.5
+under `"recompute"` in current scaling, and 64.6, 64.4 and 64.1 in block scaling; they saved 4616, 3784 and 3336 MiB (4646, 3810,
+3348).
 
 """
 

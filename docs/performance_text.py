@@ -263,9 +263,8 @@ the GPU waits for the CPU, so machines differ: in a trace of a step with 128 256
 (408 with the compiled loss), and the step 480 to 515 (460 to 480). On another H200 of the same day the 8 B took 619 ms under
 current and 684 under block scaling, 1.32 and 1.19 times the speed of bf16.
 
-Of the 415 ms the head and its loss take 87 ms: products 76, the loss kernel 11, where torch's ops
-took 42. Compiled they take 80,
-as one product each.
+Of the 415 ms the head and its loss take 87 ms: products 76, the loss kernel 11, where torch's ops took 42. Compiled they take
+80, with one product in place of 16.
 
 """
 
@@ -281,10 +280,10 @@ and backward pass. Both are also relative to bf16: to the pipeline without a rec
 the peak of one pipeline, what its largest layer holds for a while counts as much as what is saved; over several layers, what
 they save decides. The peaks are those of a second step, which records what later steps repeat. By default casts of weights are
 made anew in the backward pass, and since 2026-11-29 casts of a norm's results, too. With `keep="all"`, which saves both, four
-layers saved 90 to 91 % in place of 74 (before norms were among them), and peaks were 101 and 94 % in place of 87 and 80. Converted
-and compiled, four layers of Llama took on an H200 in turns, with 8192 tokens, 59.4 ms under `keep="all"`, 59.7 by default and 60.5
-under `"recompute"` in current scaling, and 64.6, 64.4 and 64.1 in block scaling; they saved 4616, 3784 and 3336 MiB (4646, 3810,
-3348).
+layers saved 90 to 91 % in place of 74 (before norms were among them), and peaks were 101 and 94 % in place of 87 and 80.
+Converted and compiled, four layers of Llama took on an H200 in turns, with 8192 tokens, 59.4 ms under `keep="all"`, 59.7 by
+default and 60.5 under `"recompute"` in current scaling, and 64.6, 64.4 and 64.1 in block scaling; they saved 4616, 3784 and 3336
+MiB (4646, 3810, 3348).
 
 """
 

@@ -26,6 +26,9 @@ THREADS, EIGHTS = 512, 2
 TILE = THREADS * EIGHTS * EIGHT
 """Threads that share a row, how many eights of a tile each has, and the columns of a tile."""
 
+AT_ONCE = 1 << 21
+"""Numbers that an op has: a CPU takes several times as long where its results are so large that each is new memory."""
+
 INFINITY = float("inf")
 
 
@@ -77,6 +80,19 @@ def row_losses(
     as torch does on a CPU, the host would have to wait for the device.
     """
     words = logits.shape[1]
+    room = None if gradient is None else room_in(logits, gradient)
+    size = max(AT_ONCE // min(words, TILE), 1)
+    parts = [slice(start, start + size) for start in range(0, max(len(logits), 1), size)]
+    losses = [
+        _losses_of(logits[at], targets[at], how, None if room is None else room[at], None if scales is None else scales[at])
+        for at in parts
+    ]
+    return RowLosses(losses[0] if len(losses) == 1 else torch.cat(losses), room)
+
+
+def _losses_of(logits: Tensor, targets: Tensor, how: CrossEntropy, room: Tensor | None, scales: Tensor | None) -> Tensor:
+    """The losses of some rows, whose gradients are written to ``room``."""
+    words = logits.shape[1]
     ignored = (targets == how.ignore_index).unsqueeze(1)
     index = targets.unsqueeze(1)
     outside = ~ignored & ((index < 0) | (index >= words))
@@ -90,11 +106,10 @@ def row_losses(
     if how.z_loss:
         losses = losses + whole.square() * how.z_loss
     losses = losses.masked_fill(outside, float("nan")).masked_fill_(ignored, 0.0).squeeze(1)
-    if gradient is None:
-        return RowLosses(losses, None)
+    if room is None:
+        return losses
     factors = torch.ones_like(top) if scales is None else scales.unsqueeze(1)
     factors = factors.masked_fill(outside, float("nan")).masked_fill_(ignored, 0.0)
-    room = room_in(logits, gradient)
     for start in reversed(range(0, words, TILE)):  # what is written lies behind what is yet to be read
         values, tangent = _capped(logits[:, start : start + TILE], how)
         made = exponential((values - top) - log_sum)
@@ -103,12 +118,12 @@ def row_losses(
         if how.label_smoothing:
             made.sub_(how.label_smoothing / words)
         at = (index - start).clamp(0, made.shape[1] - 1)
-        share = torch.where(index == at + start, 1 - how.label_smoothing, 0.0)
+        share = (index == at + start).to(made.dtype) * (1 - how.label_smoothing)
         made.scatter_(1, at, made.gather(1, at).sub_(share))
         if tangent is not None:
             made.mul_(1 - tangent * tangent)
         room[:, start : start + TILE].copy_(made.mul_(factors))
-    return RowLosses(losses, room)
+    return losses
 
 
 def room_in(logits: Tensor, dtype: torch.dtype) -> Tensor:

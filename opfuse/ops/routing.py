@@ -77,7 +77,8 @@ class _Routing(BasicOperation):
         x = x.to(ctx.dtype_of(x))
         if cast is None or others:
             return x.index_select(0, ctx.saved.rows)
-        return cast(x, None, ctx.saved.rows)
+        made: Value = cast(x, None, ctx.saved.rows)
+        return made
 
 
 class TokenDispatch(_Routing):
@@ -208,8 +209,9 @@ class TokenPermute(_Routing):
     def op_backward(
         self, ctx: Context, grad_output: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, tuple[()], tuple[torch.Tensor | None, ...]]:
-        routed, places, d_weights = grad_output is not None and "input" in ctx.needs, ctx.saved.places, None
-        dx = combine_rows(grad_output, places, dtype=ctx.input_dtype) if routed else None
+        places, dx, d_weights = ctx.saved.places, None, None
+        if grad_output is not None and "input" in ctx.needs:
+            dx = combine_rows(grad_output, places, dtype=ctx.input_dtype)
         if self.spec.weighted and ctx.grad_extras[2] is not None and "extra1" in ctx.needs:
             counts = places >= 0
             d_rows = ctx.grad_extras[2].index_select(0, places.where(counts, ~places).flatten())

@@ -299,7 +299,15 @@ def _matrix(operand: Operand, plane: str, dtype: torch.dtype) -> torch.Tensor:
     """(M, K) in ``dtype``: from the plane that the product reads, or from the only one that was kept."""
     if isinstance(operand, QuantizedStorage):
         operand = operand.dequantize(dtype, plane if plane in operand.usages else None)
-    return operand.to(dtype).reshape(-1, operand.shape[-1])
+    matrix = operand.to(dtype).reshape(-1, operand.shape[-1])
+    return matrix.contiguous() if _is_misread(matrix) else matrix
+
+
+def _is_misread(matrix: torch.Tensor) -> bool:
+    """Whether rows have gaps that a CPU's product of 16-bit operands reads, times 0: a NaN there would reach the result (oneDNN,
+    as of torch 2.13 and 2.15). cuBLAS takes any distance between rows.
+    """
+    return matrix.element_size() == 2 and matrix.stride(0) > matrix.shape[1] and not as_on_gpu(matrix)
 
 
 def _high_precision(

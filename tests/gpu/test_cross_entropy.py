@@ -11,7 +11,8 @@ import torch
 from opfuse import ops
 from opfuse.kernels.cross_entropy import row_losses
 from opfuse.kernels.engine.registry import definitions_alone
-from opfuse.numerics.cross_entropy import CrossEntropy
+from opfuse.numerics.cross_entropy import CrossEntropy, room_in
+from opfuse.tensors.gemm import gemm
 from tests.ops.test_cross_entropy import OPTIONS, exact, made
 
 
@@ -115,6 +116,21 @@ def test_r12_the_kernel_is_captured_and_waits_for_nothing(how, device):
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(captured.losses, found.losses)
         assert torch.equal(captured.gradient, found.gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "words", "columns"), [(1, 53, 24), (37, 53, 24), (128, 1001, 64), (1000, 1002, 72), (512, 4096, 256)]
+)
+def test_products_read_nothing_between_the_rows_of_a_gradient(rows, words, columns, dtype, device):
+    """Where parts of logits lie, with any bits: those of NaN here."""
+    dy = room_in(torch.full((rows, words), torch.nan, device=device), dtype).normal_()
+    x, weight = (torch.randn(n, columns, device=device).to(dtype) for n in (rows, words))
+    dx = gemm("dgrad", dy, weight, dtype=dtype)
+    torch.testing.assert_close(dx.double(), dy.double() @ weight.double(), rtol=2e-2, atol=2e-2 * words**0.5)
+    dw = torch.ones(words, columns, device=device)
+    torch.addmm(dw, dy.t(), x, out_dtype=torch.float32, out=dw)
+    torch.testing.assert_close(dw.double(), 1 + dy.t().double() @ x.double(), rtol=1e-3, atol=1e-3 * rows**0.5)
 
 
 @pytest.mark.slow

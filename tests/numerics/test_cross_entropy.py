@@ -171,6 +171,23 @@ def test_losses_and_gradients_are_those_of_fp64(words, offset, how):
     assert ((found.gradient.double() - gradient).abs() <= worst).all()
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_losses_of_fp64_are_those_of_torch(default):
+    logits, targets = drawn(300)
+    raw, how = logits.double().requires_grad_(), CrossEntropy(label_smoothing=0.1, z_loss=1e-2, softcap=3.0)
+    capped = 3.0 * torch.tanh(raw / 3.0)
+    wanted = F.cross_entropy(capped, targets, label_smoothing=0.1, reduction="none") + 1e-2 * capped.logsumexp(-1).square()
+    (gradient,) = torch.autograd.grad(wanted.sum(), raw)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = row_losses(raw.detach().clone(), targets, how, gradient=torch.float64)
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found.losses, wanted.detach(), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(found.gradient, gradient, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.row("R18")
 def test_r18_rows_of_nothing_but_minus_infinity_are_nan_and_a_masked_part_is_not():
     logits, targets = drawn(TILE + 100)

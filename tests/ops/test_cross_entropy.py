@@ -131,13 +131,13 @@ def test_a_chunk_has_a_gibibyte_of_logits_unless_it_is_given(words, rows):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [1, 37])
-def test_products_take_a_gradient_where_its_logits_were(rows, dtype):
-    """Rows of 16 bits have gaps between them."""
+@pytest.mark.parametrize(("rows", "words"), [(1, V), (37, V), (128, 1001)])
+def test_products_take_a_gradient_where_its_logits_were(rows, words, dtype):
+    """Rows of 16 bits have gaps between them, with any bits: those of NaN here."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    dy = room_in(torch.empty(rows, V, dtype=wide), dtype).copy_(torch.randn(rows, V))
+    dy = room_in(torch.full((rows, words), torch.nan, dtype=wide), dtype).copy_(torch.randn(rows, words))
     assert dy.is_contiguous() is (dtype == wide or rows == 1)
-    x, weight = torch.randn(rows, K).to(dtype), torch.randn(V, K).to(dtype)
+    x, weight = torch.randn(rows, K).to(dtype), torch.randn(words, K).to(dtype)
     for name, other in (("dgrad", weight), ("wgrad", x)):
         for out_dtype in (dtype, wide):
             found, wanted = (gemm(name, each, other, dtype=dtype, out_dtype=out_dtype) for each in (dy, dy.contiguous()))

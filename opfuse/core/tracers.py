@@ -99,7 +99,8 @@ def enrolled(number: int) -> Any:
 
 def all_enrolled() -> list[Any]:
     """The objects that are alive, oldest first."""
-    return list(_enrolled.values())
+    # ``values()`` runs Python code, in which another thread, or a finalizer, may change what is iterated over.
+    return [thing for ref in _enrolled.valuerefs() if (thing := ref()) is not None]
 
 
 @constant_when_traced

@@ -5,12 +5,16 @@ Where a call can be an op of its graph, ``tests/runtime/test_compiled.py`` has i
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
 from opfuse import ops
+from opfuse.core.tracers import all_enrolled, enrolled
 from opfuse.errors import PipelineError, UnsupportedError
 from tests.ops.test_op_errors import raised
 
@@ -121,3 +125,24 @@ def test_gradients_that_are_many_in_one_are_refused():
         with raised(UnsupportedError, RuntimeError, "wants plain gradients", "vmap"):
             torch.autograd.functional.jacobian(made, X, vectorize=True)
         assert torch.autograd.functional.jacobian(made, X).shape == (4, 8, 4, 8)
+
+
+def test_pipelines_are_listed_while_another_thread_makes_and_drops_some():
+    """A write to a class of ops lists them, and so does a compiler that traces one."""
+    kept, stop = [ops.GELU() for _ in range(300)], threading.Event()
+
+    def work():
+        while not stop.is_set():
+            for op in [ops.ReLU() for _ in range(20)]:
+                enrolled(int(op.ticket))
+
+    other, interval = threading.Thread(target=work), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        other.start()
+        for _ in range(300):
+            assert {*map(id, kept)} <= {*map(id, all_enrolled())}
+    finally:
+        stop.set()
+        other.join()
+        sys.setswitchinterval(interval)

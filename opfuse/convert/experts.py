@@ -35,7 +35,7 @@ from opfuse.convert.record import (
 from opfuse.convert.weights import LocalParameters, MadeParameters
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import spec_fields
-from opfuse.ops.activation import ClampedSwiGLU, GatedActivation, ScaledSiTUGLU, ScaledSwiGLU, SiTUGLU, SwiGLU
+from opfuse.ops.activation import GEGLU, ClampedSwiGLU, GatedActivation, ScaledGEGLU, ScaledSwiGLU, SwiGLU
 from opfuse.ops.all_to_all import AllToAllDispatch, AllToAllReturn
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.routing import TokenCombine, TokenPermute
@@ -232,7 +232,20 @@ def _computes(found: Experts, each: str, dtype: torch.dtype, tokens: int) -> boo
     pairs = [(one.double() - other, other) for one, other in zip(got, wanted)]
     if dtype is not torch.float64:  # sums of a token may cancel
         return all(off.norm() <= CLOSE[dtype] * other.norm() for off, other in pairs)
-    return all((off.abs().amax(-1) <= CLOSE[dtype] * other.abs().amax(-1)).all() for off, other in pairs)
+    return all((off.abs().amax(-1) <= CLOSE[dtype] * _largest(other, tokens)).all() for off, other in pairs)
+
+
+TAIL = 1e-5
+"""Of what tokens of a magnitude come to, what the result of one counts for at least: torch's GELU, x (1 + tanh u) / 2, loses as
+many digits as its result is small beside x."""
+
+
+def _largest(values: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The largest magnitude in the last dimension; of what tokens have, :data:`TAIL` of that of any of the size at least."""
+    largest = values.abs().amax(-1)
+    if values.ndim != 2 or len(values) != tokens:
+        return largest
+    return torch.maximum(largest, TAIL * largest.view(-1, len(SIZES)).amax(0).repeat(tokens // len(SIZES)))
 
 
 def _with_gradients(function: Callable[..., Any], *given: torch.Tensor) -> list[torch.Tensor] | None:
@@ -387,7 +400,7 @@ def _scaled(gate: GatedActivation) -> GatedActivation | None:
     return None if kind is None else kind(**{name: getattr(gate.spec, name) for name in spec_fields(gate)})
 
 
-_SCALED: Mapping[type[GatedActivation], type[GatedActivation]] = {SwiGLU: ScaledSwiGLU, SiTUGLU: ScaledSiTUGLU}
+_SCALED: Mapping[type[GatedActivation], type[GatedActivation]] = {SwiGLU: ScaledSwiGLU, GEGLU: ScaledGEGLU}
 
 
 def _grouped(

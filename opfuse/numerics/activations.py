@@ -232,6 +232,7 @@ GATED = table(
 
 SCALED = table(
     scaled(GATED["swiglu"], "scaled_swiglu"),
+    scaled(GATED["geglu"], "scaled_geglu"),
     scaled(SITUGLU, "scaled_situglu"),
     scaled(CLAMPED_SWIGLU, "scaled_clamped_qgeglu"),
     scaled(SRELU, "scaled_srelu"),

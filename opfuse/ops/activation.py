@@ -195,6 +195,14 @@ class ScaledSwiGLU(SwiGLU):
     sources = {"scale": "extra0"}
 
 
+class ScaledGEGLU(GEGLU):
+    """GEGLU(x) * s[..., None] with extra input s."""
+
+    kind = "scaled_geglu"
+    math = activations.SCALED["scaled_geglu"]
+    sources = {"scale": "extra0"}
+
+
 class ScaledSiTUGLU(SiTUGLU):
     """SiTUGLU(x) * s[..., None] with extra input s."""
 

@@ -46,6 +46,22 @@ class Interleaved(Mixture):
         return both[..., ::2], both[..., 1::2]
 
 
+class OfGELU(Mixture):
+    """As in Gemma 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.GELU(approximate="tanh")
+
+
+class OfReLU(Mixture):
+    """Of a unit that no op multiplies by a scale for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU()
+
+
 class Clamped(nn.Module):
     """As in GPT-OSS: matrices to be multiplied from the right, biases, and a clamped unit whose halves take turns."""
 
@@ -230,7 +246,12 @@ def test_an_activation_with_hooks_keeps_experts_as_they_are_and_so_does_another_
     assert experts_of(model) is None
 
 
-@pytest.mark.parametrize("make", [Mixture, Interleaved, Clamped, InHalves])
+UNITS = {Mixture: "ScaledSwiGLU", Interleaved: "ScaledSwiGLU", OfGELU: "ScaledGEGLU", OfReLU: "ReGLU"}
+UNITS |= {Clamped: "ClampedSwiGLU", InHalves: "ClampedSwiGLU"}
+"""What stands between the products; where it does not multiply by the weights, the sum behind them does."""
+
+
+@pytest.mark.parametrize("make", UNITS)
 def test_a_mixture_computes_the_same(make):
     """Bitwise without a recipe, and under one that casts nothing as exactly as fp64 sums allow."""
     model = make().double()
@@ -247,7 +268,7 @@ def test_a_mixture_computes_the_same(make):
 
         return called(Fixed(), [x, weights])
 
-    unit = "ClampedSwiGLU" if isinstance(model, Clamped) else "ScaledSwiGLU"
+    unit = UNITS[make]
     assert converted_exactly(model, both).fused == {"": f"TokenPermute → GroupedLinear → {unit} → GroupedLinear → TokenCombine"}
 
 

@@ -220,6 +220,7 @@ def test_gated_values_and_gradients_against_fp64(name):
 def test_scaled_is_the_plain_op_times_its_scale(name):
     plain = {
         "scaled_swiglu": GATED["swiglu"],
+        "scaled_geglu": GATED["geglu"],
         "scaled_situglu": SITUGLU,
         "scaled_clamped_qgeglu": CLAMPED_SWIGLU,
         "scaled_srelu": ACTIVATIONS["srelu"],
@@ -422,7 +423,8 @@ def test_backward_reads_says_what_must_be_saved():
 def test_tables_hold_the_named_ops():
     assert {*ACTIVATIONS} >= {"gelu", "gelu_erf", "qgelu", "relu", "srelu", "silu"}
     assert tuple(GATED) == ("glu", "geglu", "geglu_erf", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu")
-    assert tuple(SCALED) == ("scaled_swiglu", "scaled_situglu", "scaled_clamped_qgeglu", "scaled_srelu", "scaled_tanh_srelu")
+    gated = ("scaled_swiglu", "scaled_geglu", "scaled_situglu", "scaled_clamped_qgeglu")
+    assert tuple(SCALED) == (*gated, "scaled_srelu", "scaled_tanh_srelu")
     assert all(p.is_gated for p in GATED.values())
     assert not any(p.is_gated for p in ACTIVATIONS.values())
 
@@ -452,7 +454,7 @@ BITWISE = {"relu", "srelu", "reglu", "sreglu", "scaled_srelu", "softsign", "scal
 VALUE_ULPS, GRADIENT_ULPS = 5, 10
 
 ARGUMENT64 = {
-    **dict.fromkeys(("gelu", "geglu"), gelu_argument64),
+    **dict.fromkeys(("gelu", "geglu", "scaled_geglu"), gelu_argument64),
     **dict.fromkeys(("gelu_erf", "geglu_erf"), lambda x: x**2 / 2),
     **dict.fromkeys(("qgelu", "qgeglu", "clamped_swiglu", "scaled_clamped_qgeglu"), lambda x: 1.702 * x),
 }

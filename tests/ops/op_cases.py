@@ -305,6 +305,7 @@ CASES: dict[str, list[Case]] = {
         Case(ops.ScaledSwiGLU, glu(F.silu), extras=("row",)),
         Case(lambda: ops.ScaledSwiGLU(glu_interleave_size=2), glu(F.silu, group=2), extras=("row",)),
     ],
+    "scaled_geglu": [Case(ops.ScaledGEGLU, glu(gelu), extras=("row",))],
     "scaled_situglu": [
         Case(ops.ScaledSiTUGLU, pair(situ, 4.0, 25.0), extras=("row",)),
         Case(lambda: ops.ScaledSiTUGLU(beta1=1.5, glu_interleave_size=2), pair(situ, 1.5, 25.0, group=2), extras=("row",)),

@@ -260,8 +260,10 @@ torchao's with moments in 8 bits on bf16 weights that are rounded at random ([mo
 of all tokens. Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with
 moments in 8 bits, since masters would not fit. Each case ran by itself (`python -m benchmarks.steps`). Under torchao's optimizer
 the GPU waits for the CPU, so machines differ: in a trace of a step with 128 256 words and the fused loss the kernels took 415 ms
-(408 with the compiled loss), and the step 480 to 515 (460 to 480). On another H200 of the same day the 8 B took 619 ms under
-current and 684 under block scaling, 1.32 and 1.19 times the speed of bf16.
+(408 with the compiled loss), and the step 480 to 515 (460 to 480). torchao 0.18 calls torch.compile for each parameter at each
+step: for the 199 parameters here that takes 58 of the 103 ms that its step takes the host (measured on a CPU, with small
+parameters). On another H200 of the same day the 8 B took 619 ms under current and 684 under block scaling, 1.32 and 1.19 times
+the speed of bf16.
 
 Of the 415 ms the head and its loss take 87 ms: products 76, the loss kernel 11, where torch's ops took 42. Compiled they take
 80, with one product in place of 16.

@@ -28,7 +28,7 @@ class _Normalization(BasicOperation):
     """A normalisation. ``produce`` gives the result in any dtype, for an epilogue that rounds later."""
 
     traits = frozenset(("norm", "producer"))
-    speaks_for = (*METHODS, "produce")  # a cast norm does without it
+    speaks_for = (*METHODS, "produce", "produce_cast")  # the one runs without the other, and what is made anew without both
     forward_kwargs = ()
     computes: ClassVar[NormKind]
     saves: ClassVar[tuple[str, ...]]

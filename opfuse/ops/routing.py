@@ -9,12 +9,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, values_of
+from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
+from opfuse.core.watched import METHODS
 from opfuse.errors import DtypeError, ShapeError, SpecError, describe, number_of
 from opfuse.kernels.combine import combine_rows, combine_rows_backward
 from opfuse.numerics import pointwise
+from opfuse.ops.chains import remake_chain
 from opfuse.tensors.gemm import gemm
 
 
@@ -59,6 +63,7 @@ class _Routing(BasicOperation):
     """
 
     forward_kwargs = ()
+    speaks_for = (*METHODS, "route")  # rows are made anew without it
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
         route = self.route(ctx, input_)
@@ -71,14 +76,16 @@ class _Routing(BasicOperation):
     def remakes(self, ctx: Context) -> Literal["", "saved", "input"]:
         return "saved"
 
-    def remake(self, contexts: Sequence[Context], cast: Any) -> Value:
+    def remake(self, contexts: Sequence[Context], cast: Cast | None) -> Value:
         ctx, *others = contexts
         x = values_of(ctx.saved.x)
         x = x.to(ctx.dtype_of(x))
-        if cast is None or others:
-            return x.index_select(0, ctx.saved.rows)
-        made: Value = cast(x, None, ctx.saved.rows)
-        return made
+        if isinstance(cast, GroupedCast) and not others:
+            return cast(x, None, ctx.saved.rows)
+        rows = x.index_select(0, ctx.saved.rows)
+        if others:
+            return remake_chain(rows, others, cast)
+        return rows if cast is None else cast(rows)
 
 
 class TokenDispatch(_Routing):
@@ -167,7 +174,7 @@ class TokenPermute(_Routing):
     rows, in fp32, rounded once.
 
     weighted: one more extra input, ``weights``, floating point (tokens, top_k), and one more extra output, the weight of each row
-    (tokens * top_k,), in their dtype, for ops such as :class:`~opfuse.ops.ScaledSwiGLU`.
+    (tokens * top_k,), in their dtype, for ops such as :class:`~opfuse.ops.ScaledSwiGLU`; 0 for a choice that is no group.
 
     Before a :class:`~opfuse.ops.GroupedLinear` that takes the split sizes, the rows are cast as they are read (rule
     ``dispatch_cast``), and exist in their format alone.
@@ -196,14 +203,16 @@ class TokenPermute(_Routing):
         chosen = chosen.long()  # narrow integers may not hold the last group
         group = chosen.clamp(0, self.num_groups - 1)
         order, places, splits = by_group(group.to(_narrowest(self.num_groups)), self.num_groups)
-        places, rows = places.where(group == chosen, ~places), order // chosen.shape[1]
+        counts, rows = group == chosen, order // chosen.shape[1]
+        places = places.where(counts, ~places)
         read = not ctx.needs.isdisjoint(("input", "extra1"))
         ctx.save(
             x=input_ if ctx.is_remade else None,
             rows=rows if ctx.is_remade else None,
             places=places if read else None,
         )
-        of_rows = [each.flatten().index_select(0, order) for each in weights]
+        # A row that no sum has shares its group's scale, and its gradient of 0 is multiplied by what stands here.
+        of_rows = [each.where(counts, 0).flatten().index_select(0, order) for each in weights]
         return Route(x, rows, (splits, places, *of_rows), *of_rows)
 
     def op_backward(
@@ -265,11 +274,13 @@ class TokenCombine(BasicOperation):
         return combine_rows(x, places.long(), weights, dtype=dtype)
 
     def gradient_rows(self, ctx: Context, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A matrix (tokens + 1, features) and the numbers, int64, of its rows that are the gradients of rows without weights."""
+        """A matrix (tokens + 1, features), the last row 0, and the numbers, int64, of its rows that are the gradients of rows
+        without weights.
+        """
         places = ctx.saved.places.long()
         counts, zeros = places >= 0, dy.new_zeros(1, dy.shape[1])
         tokens = torch.arange(len(places), device=places.device).unsqueeze(1).expand_as(places).where(counts, len(places))
-        index = places.new_empty(places.numel())
+        index = places.new_full((places.numel(),), len(places))  # a kernel reads where it points, also for a row without a place
         index.scatter_(0, places.where(counts, ~places).flatten(), tokens.flatten())
         return torch.cat((dy, zeros)).to(ctx.input_dtype), index
 

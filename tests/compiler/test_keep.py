@@ -275,6 +275,78 @@ def test_b35_what_does_not_follow_from_saved_state_is_saved_as_ever(name):
     assert {each.role for each in remade_of(model, recipe)} == {"weight"}
 
 
+def routed(routing, *ops_behind, grouped):
+    """Rows for experts, what is done to them, and a product that reads them."""
+    last = ops.GroupedLinear(3, WIDTH, 32, bias=False, pad_splits=True) if grouped else ops.Linear(WIDTH, 32)
+    if grouped:
+        routing.set_extra_output_channel(0, "splits")
+        last.set_extra_input_channel(0, "splits")
+    return to(ops.Sequential(routing, *ops_behind, last), torch.bfloat16)
+
+
+def routed_steps(model, recipe, *, frozen):
+    model, found = copy.deepcopy(model), []
+    for step in range(3):
+        x = randn(ROWS, WIDTH, seed=step).requires_grad_(not frozen)
+        chosen = torch.randint(-1, 3, (ROWS, 2), generator=torch.Generator().manual_seed(step))
+        with opfuse.autocast(recipe=recipe):
+            y, *_ = model(x, *[chosen] * (model[0].num_extra_inputs))
+        wanted = [*([] if frozen else [x]), *model[-1].parameters()]
+        found += [y, *torch.autograd.grad(y, wanted, randn(*y.shape, seed=9))]
+    return found
+
+
+def of_gate():
+    return ops.TokenDispatch(3, WIDTH, top_k=2)
+
+
+BEHIND = {
+    "none": list,
+    "scale": lambda: [ops.ConstantScale(0.5)],
+    "activation and scale": lambda: [ops.GELU(), ops.ConstantScale(0.5)],
+}
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen input"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
+@pytest.mark.parametrize("routing", [lambda: ops.TokenPermute(3), of_gate], ids=["permute", "dispatch"])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_b35_rows_for_experts_are_made_anew_for_every_reader(behind, routing, grouped, frozen):
+    """A product without groups, or with them; under "recompute" also behind ops that do not save what they read."""
+    model, recipe = routed(routing(), *BEHIND[behind](), grouped=grouped), Float8BlockScaling()
+    wanted = routed_steps(model, recipe.replace(keep="all"), frozen=frozen)
+    for keep in (None, "recompute"):
+        assert equal(routed_steps(model, recipe.replace(keep=keep), frozen=frozen), wanted), keep
+
+
+class Squared(ops.TokenPermute):
+    """Code of one's own where rows are found."""
+
+    def route(self, ctx, input_):
+        route = super().route(ctx, input_)
+        return route._replace(x=route.x * route.x)
+
+
+class Tripled(ops.RMSNorm):
+    """Code of one's own where a norm's result is cast."""
+
+    def produce_cast(self, ctx, x, cast):
+        return cast(3 * self.produce(ctx, x))
+
+
+@pytest.mark.row("B35")
+def test_b35_nothing_is_made_anew_without_code_of_ones_own():
+    """A method that the backward pass would not call: the op's, or one that was put on an object."""
+    permute = ops.TokenPermute(3)
+    permute.route = lambda ctx, x, own=permute.route: (found := own(ctx, x))._replace(x=found.x * found.x)
+    norm = to(ops.Sequential(Tripled(WIDTH), ops.Linear(WIDTH, WIDTH)), torch.bfloat16)
+    default, every = Float8BlockScaling(), Float8BlockScaling(keep="all")
+    for model in (routed(Squared(3), grouped=True), routed(permute, grouped=True)):
+        assert equal(routed_steps(model, default, frozen=False), routed_steps(model, every, frozen=False))
+    assert equal(steps(norm, default), steps(norm, every))
+
+
 def test_a_weight_that_changes_before_the_backward_pass_is_noticed():
     model = made()
     x = randn(ROWS, WIDTH).requires_grad_()

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
-from opfuse import ops
+from opfuse import ops, recipes
+from opfuse.core.context import Context
 from opfuse.errors import DtypeError, ShapeError
 from opfuse.ops.routing import by_group
 from tests.compiler.harness import randn
@@ -149,16 +150,17 @@ def test_places_that_are_no_matrix_of_integers_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_go_with_the_rows_and_their_gradients_come_back(dtype):
-    """A row of a choice that is no group's has its weight, which gets no gradient: no sum has the row."""
+    """A row of a choice that is no group's has weight 0, whatever stands there, which gets no gradient: no sum has the row."""
     draw = torch.Generator().manual_seed(1)
     chosen = torch.randint(-1, GROUPS, (TOKENS, TOP_K), generator=draw)
-    weights = torch.rand(TOKENS, TOP_K, generator=draw).to(dtype).requires_grad_()
+    weights = torch.rand(TOKENS, TOP_K, generator=draw).to(dtype)
+    weights = weights.where(chosen >= 0, float("nan")).requires_grad_()
     x = randn(TOKENS, FEATURES)
     rows, _, places, of_rows = ops.TokenPermute(GROUPS, weighted=True)(x, chosen, weights)
     counts, at = chosen >= 0, places.where(places >= 0, ~places)
     assert torch.equal(rows[at], x.unsqueeze(1).expand(-1, TOP_K, -1))
     assert of_rows.dtype == dtype
-    assert torch.equal(of_rows[at], weights)
+    assert torch.equal(of_rows[at], weights.where(counts, 0))
     d_rows = torch.full((ROWS,), float("nan"))  # of rows that no sum has, anything
     d_rows[at[counts]] = randn(int(counts.sum()), seed=2).float()
     (d_weights,) = torch.autograd.grad(of_rows, weights, d_rows.to(dtype))
@@ -212,6 +214,35 @@ def test_weights_of_the_activation_are_those_of_the_sum():
         {value.name for value in opfuse.saved(mixture(weighs), x, chosen, weights, x).values} for weighs in ("before", "behind")
     ]
     assert saved[1] - saved[0] == {"rows", "weights"}
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e6])
+def test_a_weight_of_a_choice_that_is_no_group_changes_nothing(scale):
+    """Neither gradients of experts, in whose group its row is, nor what its group is scaled by."""
+    draw = torch.Generator().manual_seed(1)
+    chosen, weights = torch.randint(-1, GROUPS, (TOKENS, TOP_K), generator=draw), torch.rand(TOKENS, TOP_K, generator=draw)
+    x, found = randn(TOKENS, 16), []
+    for other in (0.0, scale):
+        model = mixture("before").bfloat16()
+        given = weights.where(chosen >= 0, other).requires_grad_()
+        with opfuse.autocast(recipe=recipes.Float8CurrentScaling()):
+            y = model(x, chosen, given, x)
+        found.append((y, *torch.autograd.grad(y.sum(), (given, *model.parameters()))))
+    assert all(map(torch.equal, *found))
+
+
+def test_rows_that_no_place_names_have_an_index_that_may_be_read():
+    """On a GPU, one that was left as it lay would read what is nobody's."""
+    combine = ops.TokenCombine()
+    ctx = Context(combine, None, frozenset(("input",)))
+    ctx.input_dtype = torch.float32
+    ctx.save(rows=None, places=torch.tensor([[0, 1], [1, ~0]]), weights=None)
+    torch.use_deterministic_algorithms(True)  # memory that is left as it lies has the largest numbers
+    try:
+        rows, index = combine.gradient_rows(ctx, torch.ones(2, 3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(rows[index[2:]], torch.zeros(2, 3))
 
 
 def test_weights_multiply_rows_in_fp32_and_the_sum_has_the_dtype_of_the_tokens():

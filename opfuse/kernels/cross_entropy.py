@@ -50,7 +50,7 @@ def row_losses(
 ) -> RowLosses:
     """Reads the logits twice, the second time from L2 as far as they are there, and writes the gradient once.
 
-    What the kernel does not take (fp64, logits with gaps between rows) takes the torch definition.
+    What the kernel does not take (fp64, no rows, logits with gaps between rows) takes the torch definition.
     """
     if not _takes(logits, targets, gradient, scales):
         return definition.row_losses(logits, targets, how, gradient=gradient, scales=scales)
@@ -88,6 +88,6 @@ def row_losses(
 
 
 def _takes(logits: torch.Tensor, targets: torch.Tensor, gradient: torch.dtype | None, scales: torch.Tensor | None) -> bool:
-    if logits.dtype != torch.float32 or not logits.is_contiguous() or targets.dtype != torch.int64:
+    if logits.dtype != torch.float32 or not logits.numel() or not logits.is_contiguous() or targets.dtype != torch.int64:
         return False
     return (gradient is None or gradient in C_TYPES) and (scales is None or scales.dtype == torch.float32)

@@ -176,4 +176,4 @@ def _in_thread(values: Tensor) -> Tensor:
 def _over_threads(values: Tensor) -> Tensor:
     """Sums over (M, threads), (M, 1)."""
     lanes = min(values.shape[1], LANES)
-    return by_halves(by_halves(values.view(len(values), -1, lanes), 1), 1).unsqueeze(1)
+    return by_halves(by_halves(values.unflatten(1, (-1, lanes)), 1), 1).unsqueeze(1)

@@ -131,6 +131,13 @@ def test_a_gradient_as_wide_as_the_logits_takes_their_place(dtype):
     assert (found.gradient.data_ptr(), found.gradient.stride()) == (logits.data_ptr(), logits.stride())
 
 
+@pytest.mark.parametrize("words", [1, 40, TILE + 8])
+def test_no_rows_have_no_losses(words):
+    found = row_losses(torch.empty(0, words), torch.empty(0, dtype=torch.int64), ALL, gradient=torch.bfloat16)
+    assert found.losses.shape == (0,)
+    assert (found.gradient.shape, found.gradient.dtype) == ((0, words), torch.bfloat16)
+
+
 def test_losses_alone_leave_the_logits():
     logits, targets = drawn(1000)
     before = logits.clone()

@@ -325,7 +325,7 @@ def test_b35_keep_is_told_with_its_bytes_beside_its_errors(
     none, as_ever, every, remade, kept = found["summary"]
     assert [row["keep"] for row in found["summary"]] == [None, None, "all", "recompute", "quantized"]
     assert every["saved_bytes"] > none["saved_bytes"] > remade["saved_bytes"] > kept["saved_bytes"]
-    assert every["saved_bytes"] > as_ever["saved_bytes"] > remade["saved_bytes"]
+    assert every["saved_bytes"] > as_ever["saved_bytes"] >= remade["saved_bytes"]  # no product reads an activation here
     assert remade["exact"] == as_ever["exact"] == every["exact"]
     assert kept["exact_float32"]["sqnr"] < as_ever["exact_float32"]["sqnr"]
     head, _, *lines = markdown(found).splitlines()

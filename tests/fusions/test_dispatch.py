@@ -106,6 +106,23 @@ def test_r4_rows_of_a_router_of_ones_own_are_cast_as_they_are_read(recipe):
     assert fused.outcomes("dispatch_cast")[0].status == "fused"
 
 
+@pytest.mark.row("X12")
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_r4_gradients_of_rows_that_tokens_sum_have_the_bits_of_copies(recipe, weighted):
+    """In the dtype of the rows where the sum has another, and 0 where no sum has the row; weights need rows of their own."""
+    layers, combine = layer(single_grouped_weight=True), ops.TokenCombine(weighted=weighted, typed=True)
+    draw = torch.Generator().manual_seed(2)
+    chosen = torch.randint(-1, GROUPS + 1, (TOKENS, TOP_K), generator=draw)
+    x, splits, places = ops.TokenPermute(GROUPS)(randn(TOKENS, K), chosen)
+    extras = splits, places.int(), *([torch.rand(TOKENS, TOP_K, generator=draw)] if weighted else []), torch.zeros(1)
+    model, steps = ops.Sequential(layers, combine), 2 if recipe.kind == "delayed" else 1
+    fused, unfused = (run(model, x, *extras, step=Step(recipe, rules, steps=steps)) for rules in (RULES, UNFUSED))
+    assert differences(fused.tensors, unfused.tensors) == []
+    assert fused.outcomes("backward_combine")[0].status == ("missed" if weighted else "fused")
+
+
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("override", ["dequantized", "high_precision"])
 @pytest.mark.parametrize("recipe", [BLOCKS, RECIPES["current"]], ids=["blocks", "current"])

@@ -263,6 +263,14 @@ def test_weights_multiply_rows_in_fp32_and_the_sum_has_the_dtype_of_the_tokens()
     torch.testing.assert_close(d_weights, (rows.detach()[places].float() * dy.float().unsqueeze(1)).sum(-1))
 
 
+def test_tokens_that_give_a_sum_its_dtype_get_no_gradient():
+    """Also where nothing else wants one."""
+    rows, places, tokens = randn(4, FEATURES), torch.tensor([[2, 0], [3, 1]]), torch.zeros(2, requires_grad=True)
+    y = ops.TokenCombine(typed=True)(rows, places, tokens)
+    assert y.dtype == torch.float32
+    assert torch.autograd.grad(y.sum(), tokens, allow_unused=True) == (None,)
+
+
 def test_weights_that_are_no_float_for_each_place_are_refused():
     combine, rows, places = ops.TokenCombine(weighted=True, typed=True), randn(4, FEATURES), torch.tensor([[2, 0], [3, 1]])
     with pytest.raises(ShapeError, match=r"weights: wants shape \(2, 2\), got \(2,\)"):

@@ -236,12 +236,12 @@ def _computes(found: Experts, each: str, dtype: torch.dtype, tokens: int) -> boo
 
 
 TAIL = 1e-5
-"""Of what tokens of a magnitude come to, what the result of one counts for at least: torch's GELU, x (1 + tanh u) / 2, loses as
-many digits as its result is small beside x."""
+"""The result of a token is compared as if it were at least this part of the largest one among tokens of its magnitude: torch's
+GELU, x (1 + tanh u) / 2, loses as many digits as its result is small beside x."""
 
 
 def _largest(values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The largest magnitude in the last dimension; of what tokens have, :data:`TAIL` of that of any of the size at least."""
+    """The largest magnitude in the last dimension; for a token at least :data:`TAIL` of that of others of its size."""
     largest = values.abs().amax(-1)
     if values.ndim != 2 or len(values) != tokens:
         return largest

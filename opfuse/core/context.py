@@ -60,12 +60,11 @@ class Context:
     empty when nothing does. operands: side inputs by name (a quantized weight). extras: extra inputs. rematerialized: operands,
     by role, that are not saved, since the backward pass makes them anew. is_remade: whether it makes the op's result anew, from
     what the op saves. transfer: for a collective, which planes of a quantized input travel in which pass; None: values travel.
-    cast_there: how what goes to experts on other ranks is cast there for a
-    grouped product, if nothing else is done to it before. dirty: tensors of the caller that the op changed in place. grad_extras:
-    gradients of the op's extra outputs. grad_output: the gradient of its output in high precision, where ``op_backward`` gets a
-    cast of it in groups. reader: of a cast of a gradient in groups, the context of the op that reads it. extra_outputs: the op's
-    extra outputs, if a rule ran it. An op may set further attributes on it; plain Python values only, tensors go through
-    :meth:`save`.
+    cast_there: how what goes to experts on other ranks is cast there for a grouped product, if nothing else is done to it before.
+    dirty: tensors of the caller that the op changed in place. grad_extras: gradients of the op's extra outputs. grad_output: the
+    gradient of its output in high precision, where ``op_backward`` gets a cast of it in groups. reader: of a cast of a gradient
+    in groups, the context of the op that reads it. extra_outputs: the op's extra outputs, if a rule ran it. An op may set further
+    attributes on it; plain Python values only, tensors go through :meth:`save`.
 
     Beside the saved values, the backward pass of a built-in op finds here, whether the op itself or a rule ran the forward pass:
     ``input_dtype``, ``input_shape``, ``extra_dtypes``, and ``compute_dtype``, in which the op computes, also under the names

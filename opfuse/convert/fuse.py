@@ -29,7 +29,14 @@ from opfuse.convert.weights import Weight
 from opfuse.core.operation import FusibleOperation
 from opfuse.domains import BOOLEAN, Domain, checked_arguments, domain_of
 from opfuse.errors import ConversionError, describe, listed, nearest, with_article
-from opfuse.interchange.stored_modules import hold_arrays, hold_stored, stored_arrays, why_not_held
+from opfuse.interchange.stored_modules import (
+    decompress_the_rest,
+    hold_arrays,
+    hold_stored,
+    stored_arrays,
+    stored_kind,
+    why_not_held,
+)
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
@@ -291,6 +298,7 @@ def _release(model: nn.Module, forwards: Mapping[nn.Module, Converted]) -> None:
     for module in model.modules():
         if module not in forwards:
             hold_arrays(module)
+    decompress_the_rest(model)
 
 
 def _restore(forwards: Mapping[nn.Module, GivenForward]) -> None:
@@ -330,23 +338,23 @@ class _Walk:
         """Have the modules of other libraries that hold their matrices quantized hold them as parameters, if they are to multiply
         under a recipe; without one they compute what they did.
         """
-        dtype, tied = _dtype_of(model), dict[int, nn.Parameter]()
+        plain, tied = _plain_parameters(model), dict[int, nn.Parameter]()
+        dtype, trains = _dtype_of(plain), not plain or any(parameter.requires_grad for parameter in plain)
         for path, module in model.named_modules():
-            if not (arrays := stored_arrays(module)):
+            if (kind := stored_kind(module)) is None:
                 continue
+            arrays = stored_arrays(module)
             choice, left = self.policies.of(module, path), {"weights": max(array.numel() for array in arrays)}
             if choice.convert and choice.recipe is None:
                 got = "its weights are quantized, and it has no recipe"
-                cure = "to convert it, pass a recipe that multiplies FP8 blocks"
+                cure = "to convert it, pass a recipe that multiplies its format"
                 choice = Choice(False, got=got, cure=cure)
             if not choice.convert:
                 self.left[module] = {"status": "kept", "got": choice.got, "cure": choice.cure, **left}
             elif got := why_not_held(module):
-                cure = "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)"
-                wanted = "FP8 codes with a scale for each 128 x 128, and scales of activations from each call"
-                self.left[module] = {"status": "refused", "wanted": wanted, "got": got, "cure": cure, **left}
+                self.left[module] = {"status": "refused", "wanted": kind.wanted, "got": got, "cure": kind.cure, **left}
             else:
-                hold_stored(module, path, dtype, tied)
+                hold_stored(module, path, dtype, trains, tied)
 
     def visit(self, module: nn.Module, path: str) -> None:
         """Convert ``module``, or what is in it."""
@@ -471,16 +479,20 @@ class _Walk:
         self.entries[path] = replace(self.entries[path], **fields)
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    """The dtype that a model computes in whose matrices are quantized: that of most elements of its other parameters.
-
-    Adapters may have another one.
+def _plain_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model whose matrices are quantized that are values, without those of adapters, which may have another
+    dtype, and are trained over a model that is not.
     """
     skipped = {id(array) for module in model.modules() for array in stored_arrays(module)}
+    named = [(name, p) for name, p in model.named_parameters() if id(p) not in skipped and p.dtype in NORM_DTYPES]
+    return [parameter for name, parameter in named if not {*ADAPTERS}.intersection(name.split("."))]
+
+
+def _dtype_of(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """That of most elements."""
     elements: Counter[torch.dtype] = Counter()
-    for name, p in model.named_parameters():
-        if id(p) not in skipped and p.dtype in NORM_DTYPES and not {*ADAPTERS}.intersection(name.split(".")):
-            elements[p.dtype] += p.numel()
+    for parameter in parameters:
+        elements[parameter.dtype] += parameter.numel()
     return elements.most_common(1)[0][0] if elements else torch.bfloat16
 
 

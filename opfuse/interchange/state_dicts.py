@@ -25,7 +25,7 @@ from opfuse.interchange.layouts import (
     recognized,
     values_of,
 )
-from opfuse.interchange.stored_modules import LAYOUT, stored_arrays, stored_parameters
+from opfuse.interchange.stored_modules import stored_kind, stored_layout, stored_parameters
 from opfuse.ops.linear import BasicLinear, Linear
 from opfuse.recipes import Recipe
 from opfuse.tensors.groups import groups_of, sizes_of
@@ -121,9 +121,9 @@ class LayoutWriter:
     def written(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """The entries of the file for one of the state dict."""
         path, _, own = name.rpartition(".")
-        if path in self.matrices and stored_arrays(self.matrices[path]):  # of transformers, and not converted
+        if path in self.matrices and stored_kind(self.matrices[path]) is not None:  # of another library, and not converted
             self.ignored.discard(path)
-            return {name: _of_layout(name, value, self.layout)}
+            return {name: _of_layout(name, value, stored_layout(self.matrices[path]), self.layout)}
         is_matrix = path in self.matrices and (value.dim() == 3 or (own == "weight" and value.dim() == 2))
         if (
             is_matrix
@@ -192,10 +192,11 @@ def _cure(stored: QuantizedTensor) -> str:
     return f"write it as {' or '.join(known)}" if known else "dequantize() the weight first"
 
 
-def _of_layout(name: str, array: torch.Tensor, layout: str) -> torch.Tensor:
-    if layout != LAYOUT:
-        cure = f"write it as {LAYOUT!r}, or convert the model first"
-        got = "codes and scales that transformers has read"
+def _of_layout(name: str, array: torch.Tensor, read: str | None, layout: str) -> torch.Tensor:
+    """An array of a module that another library holds in the layout ``read``."""
+    if layout != read:
+        cure = "convert the model first" if read is None else f"write it as {read!r}, or convert the model first"
+        got = "codes and scales that another library has read"
         raise ConversionError(describe(f"export_weights {name}", wanted="a weight of opfuse or torch", got=got, cure=cure))
     return array
 

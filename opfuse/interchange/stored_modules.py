@@ -1,4 +1,4 @@
-"""Modules of other libraries that hold their weights quantized, as transformers' ``FP8Linear``: read as stored parameters.
+"""Modules of other libraries that hold their weights quantized, such as transformers' ``FP8Linear``: read as stored parameters.
 
 :func:`hold_stored` puts a :class:`~opfuse.tensors.tensor.QuantizedTensor` over the bytes of codes and scales in their place. A
 module is then what its parameters say, such as an ``nn.Linear``, and gets that class, as ``fully_shard`` gives modules one: the
@@ -8,6 +8,7 @@ has changed is written bit for bit as it was read. :func:`hold_arrays` undoes it
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import nn
 
 from opfuse.errors import ConversionError, describe, number_of
 from opfuse.formats import ROWWISE
-from opfuse.interchange.layouts import LAYOUTS
+from opfuse.interchange.layouts import LAYOUTS, Foreign
 from opfuse.numerics.scales import e8m0_of_pow2
 from opfuse.tensors.dispatch import DECODED_DTYPES
 from opfuse.tensors.groups import GroupedPlane, groups_of, sizes_of
@@ -54,28 +55,46 @@ class StoredExperts(nn.Module):
 
 
 class StoredKind(NamedTuple):
-    """A class of transformers that multiplies with stored matrices, in the layout of DeepSeek.
+    """Modules that multiply with stored matrices.
 
-    becomes: the class of a module once its matrices are parameters. matrices: the names of these. The codes of a matrix have its
-    name, the scales the name of a file's with that of the matrix in the place of ``weight``; those of experts are stacks.
+    becomes: the class of a module once its matrices are parameters. matrices: the names of these. layouts: those of
+    :data:`LAYOUTS` that their arrays may have. Arrays have the names of a file's with that of the matrix in the place of
+    ``weight``; those of experts are stacks. attributes: what the library reads of a module of its own, and takes out of one that
+    it leaves alone. wanted, cure: which modules can have stored parameters, and what to do with others.
     """
 
     becomes: type[nn.Module]
     matrices: tuple[str, ...]
+    layouts: tuple[str, ...]
+    attributes: tuple[str, ...]
+    wanted: str
+    cure: str
 
 
+_FP8: dict[str, Any] = {
+    "layouts": ("deepseek",),
+    "attributes": (),
+    "wanted": "FP8 codes with a scale for each 128 x 128, and scales of activations from each call",
+    "cure": "load the model with quantization_config=FineGrainedFP8Config(dequantize=True)",
+}
 KINDS: Mapping[str, StoredKind] = MappingProxyType(
     {
-        "FP8Linear": StoredKind(nn.Linear, ("weight",)),
-        "FP8Experts": StoredKind(StoredExperts, ("gate_up_proj", "down_proj")),
+        "FP8Linear": StoredKind(nn.Linear, ("weight",), **_FP8),
+        "FP8Experts": StoredKind(StoredExperts, ("gate_up_proj", "down_proj"), **_FP8),
     }
 )
 """By the name of the class in ``transformers.integrations.finegrained_fp8``."""
 
-LAYOUT = "deepseek"
-"""The layout of their arrays, in :data:`LAYOUTS`."""
-
-_LAYOUT = LAYOUTS[LAYOUT]
+_SCHEMES = tuple(name for name, layout in LAYOUTS.items() if any(part.suffix == "weight_scale" for part in layout.parts))
+COMPRESSED = StoredKind(
+    nn.Linear,
+    ("weight",),
+    layouts=_SCHEMES,
+    attributes=("quantization_status", "quantization_scheme"),
+    wanted=f"weights as in {', '.join(_SCHEMES)}, and scales of activations from each call",
+    cure="load the model with quantization_config=CompressedTensorsConfig(dequantize=True)",
+)
+"""Linear layers that compressed-tensors has compressed. At a model's first call it decompresses those with the attributes."""
 
 
 class _Array(NamedTuple):
@@ -87,49 +106,75 @@ class _Array(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a module was: its class, and its arrays by matrix."""
+    """What a module was: its class, the layout of its matrices, its arrays by matrix, and the library's attributes."""
 
     kind: type[nn.Module]
+    layout: str
     matrices: dict[str, list[_Array]]
+    attributes: dict[str, Any]
 
 
 _HELD = "_opfuse_stored"
 """The attribute of a module that says what it was; its matrices are none once :func:`hold_arrays` has undone it."""
 
 
-def _held(module: nn.Module) -> dict[str, list[_Array]]:
+def _held(module: nn.Module) -> _Held | None:
     held: _Held | None = vars(module).get(_HELD)
+    return held
+
+
+def _matrices_held(module: nn.Module) -> dict[str, list[_Array]]:
+    held = _held(module)
     return {} if held is None else held.matrices
 
 
-def _kind_of(module: nn.Module) -> StoredKind | None:
+def stored_kind(module: nn.Module) -> StoredKind | None:
+    """What a module is whose matrices another library holds quantized; None of any other module."""
+    if type(module) is nn.Linear:
+        status = getattr(vars(module).get("quantization_status"), "value", None)
+        return COMPRESSED if status == "compressed" else None
     library = sys.modules.get("transformers.integrations.finegrained_fp8")
     return next((kind for name, kind in KINDS.items() if type(module) is getattr(library, name, None)), None)
 
 
-def _arrays_of(module: nn.Module, matrix: str) -> dict[str, torch.Tensor]:
-    """The arrays that a module has of a matrix, by name."""
-    keys = (matrix + part.suffix.removeprefix("weight") for part in _LAYOUT.parts)
+def stored_layout(module: nn.Module) -> str | None:
+    """The layout of :data:`LAYOUTS` that the arrays of a module of another library have; None if they have none of its kind."""
+    kind = stored_kind(module)
+    for name in kind.layouts if kind is not None else ():
+        if all(_fits(LAYOUTS[name], _arrays_of(module, matrix, LAYOUTS[name])) for matrix in cast(Any, kind).matrices):
+            return name
+    return None
+
+
+def _arrays_of(module: nn.Module, matrix: str, layout: Foreign) -> dict[str, torch.Tensor]:
+    """The arrays of a layout that a module has of a matrix, by name."""
+    keys = (matrix + part.suffix.removeprefix("weight") for part in layout.parts)
     return {key: array for key in keys if (array := module._parameters.get(key)) is not None}
 
 
-def _apart(arrays: Iterable[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _apart(layout: Foreign, arrays: Iterable[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """The arrays of each matrix, by their names in a file."""
-    codes, scales = (array.detach().contiguous() for array in arrays)
-    pairs = [(codes, scales)] if codes.dim() == 2 else zip(codes, scales)
-    return [dict(zip((part.suffix for part in _LAYOUT.parts), pair)) for pair in pairs]
+    whole = [array.detach().contiguous() for array in arrays]
+    each = [whole] if whole[0].dim() == 2 else zip(*whole)
+    return [dict(zip((part.suffix for part in layout.parts), one)) for one in each]
 
 
-def _fits(arrays: Mapping[str, torch.Tensor]) -> bool:
+def _fits(layout: Foreign, arrays: Mapping[str, torch.Tensor]) -> bool:
+    if len(arrays) != len(layout.parts):
+        return False
     dims = [array.dim() for array in arrays.values()]
-    alike = dims == [2, 2] or (dims == [3, 3] and len({len(array) for array in arrays.values()}) == 1)
-    return alike and all(map(_LAYOUT.fits, _apart(arrays.values())))
+    alike = dims[:2] == [2, 2] or (dims == [3, 3] and len({len(array) for array in arrays.values()}) == 1)
+    return alike and all(map(layout.fits, _apart(layout, arrays.values())))
 
 
 def stored_arrays(module: nn.Module) -> list[torch.Tensor]:
-    """The arrays of a module of :data:`KINDS` that :func:`hold_stored` would replace; none of any other module."""
-    kind = _kind_of(module)
-    return [] if kind is None else [array for matrix in kind.matrices for array in _arrays_of(module, matrix).values()]
+    """What a module holds of matrices that :func:`hold_stored` would replace; nothing of a module that holds none quantized."""
+    kind = stored_kind(module)
+    if kind is None:
+        return []
+    layouts, matrices = [LAYOUTS[name] for name in kind.layouts], kind.matrices
+    found = {k: array for layout in layouts for matrix in matrices for k, array in _arrays_of(module, matrix, layout).items()}
+    return [*found.values()]
 
 
 _OTHERWISE = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softcap")
@@ -137,42 +182,59 @@ _OTHERWISE = ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap", "up_softc
 
 
 def why_not_held(module: nn.Module) -> str:
-    """What keeps a module of :data:`KINDS` from having stored parameters; empty if nothing does."""
-    kind = _kind_of(module)
+    """What keeps a module that :func:`stored_kind` knows from having stored parameters; empty if nothing does."""
+    kind, layout = cast(StoredKind, stored_kind(module)), stored_layout(module)
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
         return "static scales of activations, where recipes find scales in each call"
     if given := [name for name in _OTHERWISE if getattr(module, name, None) is not None]:
         return f"a gated unit with {' and '.join(given)}"
-    for matrix in kind.matrices if kind is not None else ():
-        arrays = _arrays_of(module, matrix)
-        if matrix == "gate_up_proj" and (rows := arrays[matrix].shape[1] // 2) % 128:
-            return f"gate and up of {number_of(rows, 'row')}, whose scales transformers joins as if blocks of 128 ended there"
-        if not _fits(arrays):
-            return ", ".join(f"{key} {array.dtype} {tuple(array.shape)}" for key, array in arrays.items()) or f"no {matrix}"
+    if (joined := module._parameters.get("gate_up_proj")) is not None and (rows := joined.shape[1] // 2) % 128:
+        return f"gate and up of {number_of(rows, 'row')}, whose scales transformers joins as if blocks of 128 ended there"
+    if layout is None:
+        named = {key: array for key, array in module._parameters.items() if array is not None and key != "bias"}
+        return ", ".join(f"{key} {array.dtype} {tuple(array.shape)}" for key, array in named.items()) or "no weight"
+    return _why_not_compressed(module, LAYOUTS[layout]) if kind is COMPRESSED else ""
+
+
+def _why_not_compressed(module: nn.Module, layout: Foreign) -> str:
+    arrays = _arrays_of(module, "weight", layout)
+    has = {key for key, array in [*module._parameters.items(), *module._buffers.items()] if array is not None}
+    if others := sorted(has - {*arrays, "bias"}):
+        return f"{' and '.join(others)} beside {' and '.join(arrays)}"
+    if getattr(module.quantization_scheme, "output_activations", None) is not None:
+        return "a cast of what the layer returns"
+    try:
+        layout.amax("", {part.suffix: array for part, array in zip(layout.parts, arrays.values())})
+    except ConversionError:
+        return "a global scale that follows from no fp32 amax; import_weights(..., nearest_scale=True) takes the next one"
     return ""
 
 
 @torch.no_grad()
-def hold_stored(module: nn.Module, path: str, dtype: torch.dtype, tied: dict[int, nn.Parameter]) -> None:
-    """Hold the matrices of a module of :data:`KINDS` as stored parameters of the nominal ``dtype``, over the same bytes.
+def hold_stored(module: nn.Module, path: str, dtype: torch.dtype, trains: bool, tied: dict[int, nn.Parameter]) -> None:
+    """Hold the matrices of a module as stored parameters of the nominal ``dtype``, over the same bytes.
 
-    Gradients are in ``dtype``, and reach a matrix if its codes had ``requires_grad``. :func:`why_not_held` finds nothing.
+    Gradients are in ``dtype``, and reach a matrix if its codes had ``requires_grad``; ``trains`` says whether they reach one of
+    integers, which cannot have it. :func:`stored_kind` knows the module, and :func:`why_not_held` finds nothing.
     tied: the parameters that were made, by the ``id()`` of their codes, so that modules with one matrix share it again.
     """
-    kind = _kind_of(module)
-    if kind is None:
+    kind, name = stored_kind(module), stored_layout(module)
+    if kind is None or name is None:
         return
     if _HELD not in vars(module):
         module.register_state_dict_post_hook(_write)
         module.register_load_state_dict_pre_hook(_read)
-    held = _Held(type(module), {})
+    held = _Held(type(module), name, {}, {key: vars(module).pop(key) for key in kind.attributes})
+    if kind is COMPRESSED:
+        vars(module).pop("forward", None)  # which casts activations around that of nn.Linear
     for matrix in kind.matrices:
-        arrays = _arrays_of(module, matrix)
+        arrays = _arrays_of(module, matrix, LAYOUTS[name])
         held.matrices[matrix] = [_Array(key, array.dtype, array.requires_grad) for key, array in arrays.items()]
-        codes = arrays[matrix]
+        codes = next(iter(arrays.values()))
         if id(codes) not in tied:
-            stored = _stored(f"{path}.{matrix}", arrays.values(), dtype)
-            tied[id(codes)] = nn.Parameter(stored, requires_grad=codes.requires_grad)
+            stored = _stored(f"{path}.{matrix}", LAYOUTS[name], arrays.values(), dtype)
+            wanted = codes.requires_grad if codes.dtype.is_floating_point else trains
+            tied[id(codes)] = nn.Parameter(stored, requires_grad=wanted)
         module._parameters.update(dict.fromkeys(arrays))
         module._parameters[matrix] = tied[id(codes)]
     vars(module)[_HELD] = held
@@ -185,17 +247,49 @@ def hold_arrays(module: nn.Module) -> None:
 
     A parameter that something else was put in the place of, such as plain values or a shard, stays: the library multiplies it.
     """
-    held: _Held | None = vars(module).get(_HELD)
+    held = _held(module)
     if held is None or not held.matrices:
         return
+    stays = False
     for matrix, before in held.matrices.items():
         stored = module._parameters[matrix]
         if isinstance(stored, QuantizedTensor):
-            arrays, trains = _written(stored, before), (stored.requires_grad, *(each.trained for each in before[1:]))
-            made = {key: nn.Parameter(array, requires_grad=each) for (key, array), each in zip(arrays.items(), trains)}
-            module._parameters.update(made)
+            arrays, trains = (
+                _written(LAYOUTS[held.layout], stored, before),
+                (stored.requires_grad, *[a.trained for a in before[1:]]),
+            )
+            if matrix not in arrays:
+                del module._parameters[matrix]
+            for (key, array), each in zip(arrays.items(), trains):
+                module._parameters[key] = nn.Parameter(array, requires_grad=each and array.dtype.is_floating_point)
+        else:
+            stays = True
     held.matrices.clear()
     module.__class__ = held.kind
+    if held.attributes and not stays:
+        vars(module).update(held.attributes)
+        importlib.import_module("compressed_tensors.quantization.lifecycle.forward").set_forward_quantized(module)
+
+
+def decompress_the_rest(model: nn.Module) -> None:
+    """Have linear layers that are still as compressed-tensors made them decompressed at the next call of their model.
+
+    So does the library's own hook, which also puts forwards that move weights between devices in the place of all others.
+    """
+    for root in model.modules():
+        library: Any = vars(root).get("ct_decompress_hook")
+        if library is not None:
+            library.remove()
+            if any(stored_kind(module) is COMPRESSED for module in root.modules()):
+                vars(root)["ct_decompress_hook"] = root.register_forward_pre_hook(_decompress)
+
+
+def _decompress(root: nn.Module, _: Any) -> None:
+    vars(root)["ct_decompress_hook"].remove()
+    compressors = importlib.import_module("compressed_tensors.compressors")
+    for module in root.modules():
+        if stored_kind(module) is COMPRESSED:
+            compressors.decompress_module(module)
 
 
 def stored_parameters(model: nn.Module) -> dict[str, tuple[QuantizedTensor, tuple[str, ...]]]:
@@ -206,7 +300,7 @@ def stored_parameters(model: nn.Module) -> dict[str, tuple[QuantizedTensor, tupl
             tuple(f"{path}.{array.key}".lstrip(".") for array in before),
         )
         for path, module in model.named_modules(remove_duplicate=False)
-        for matrix, before in _held(module).items()
+        for matrix, before in _matrices_held(module).items()
         if isinstance(module._parameters[matrix], QuantizedTensor)
     }
 
@@ -214,10 +308,11 @@ def stored_parameters(model: nn.Module) -> dict[str, tuple[QuantizedTensor, tupl
 # -- between arrays and planes ---------------------------------------------------------------------------------------------------
 
 
-def _stored(name: str, arrays: Iterable[torch.Tensor], dtype: torch.dtype) -> QuantizedTensor:
-    codes, scales = arrays
-    layout = _LAYOUT if scales.dtype != E8M0 else replace(_LAYOUT, quantizer=_POWERS_OF_TWO)
-    matrices = [layout.read(name, each, dtype) for each in _apart((codes, scales))]
+def _stored(name: str, layout: Foreign, arrays: Iterable[torch.Tensor], dtype: torch.dtype) -> QuantizedTensor:
+    codes, scales, *_ = whole = [*arrays]
+    if layout is LAYOUTS["deepseek"] and scales.dtype == E8M0:
+        layout = replace(layout, quantizer=_POWERS_OF_TWO)
+    matrices = [layout.read(name, each, dtype) for each in _apart(layout, whole)]
     if codes.dim() == 2:
         return matrices[0]
     sizes = (codes.shape[1],) * len(matrices)
@@ -226,17 +321,17 @@ def _stored(name: str, arrays: Iterable[torch.Tensor], dtype: torch.dtype) -> Qu
     return QuantizedTensor(storage, quantizer=GroupedQuantizer(tuple([layout.quantizer] * len(matrices))))
 
 
-_POWERS_OF_TWO = replace(cast(Any, _LAYOUT.quantizer), force_pow_2_scales=True)
+_POWERS_OF_TWO = replace(cast(Any, LAYOUTS["deepseek"].quantizer), force_pow_2_scales=True)
 
 
-def _written(stored: QuantizedTensor, before: list[_Array]) -> dict[str, torch.Tensor]:
+def _written(layout: Foreign, stored: QuantizedTensor, before: list[_Array]) -> dict[str, torch.Tensor]:
     """The arrays of a matrix by their names in the module, in the dtypes in which it held them; copies.
 
     Planes are no plain arrays: one is a transposed copy, scales may be padded. Who writes to arrays of them would write a part.
     """
     sizes = sizes_of(stored.held)
     records = [stored.held] if sizes is None else groups_of(stored.held, sizes)
-    found = [[*_LAYOUT.written("", record).values()] for record in records]
+    found = [[*layout.written("", record).values()] for record in records]
     whole = [arrays[0].clone() if sizes is None else torch.stack(arrays) for arrays in zip(*found)]
     return {array.key: _as_held(made, array) for made, array in zip(whole, before)}
 
@@ -260,10 +355,11 @@ def _as_held(made: torch.Tensor, array: _Array) -> torch.Tensor:
 
 def _write(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """The hook of a state dict: arrays in the place of stored parameters."""
-    for matrix, before in _held(module).items():
+    for matrix, before in _matrices_held(module).items():
         stored = state.get(prefix + matrix)
         if isinstance(stored, QuantizedTensor):
-            arrays = _written(cast(QuantizedTensor, stored.detach()), before)
+            layout = LAYOUTS[cast(_Held, _held(module)).layout]
+            arrays = _written(layout, cast(QuantizedTensor, state.pop(prefix + matrix).detach()), before)
             state.update({prefix + key: array for key, array in arrays.items()})
 
 
@@ -273,18 +369,23 @@ def _read(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -
     Codes without their scales are no values: the scales are missing then. So torch says of those of other sizes and dtypes.
     """
     _, _, missing, _, errors = others  # beside the metadata and whether loading is strict: keys that are missing and unexpected
-    for matrix, before in _held(module).items():
-        keys, codes = [prefix + array.key for array in before], state.get(prefix + matrix)
+    for matrix, before in _matrices_held(module).items():
+        layout, keys = LAYOUTS[cast(_Held, _held(module)).layout], [prefix + array.key for array in before]
+        codes = state.get(keys[0])
         if codes is None or isinstance(codes, QuantizedTensor) or codes.dtype in DECODED_DTYPES:
             continue
         absent = [key for key in keys if key not in state]
         given = {key: state.pop(key) for key in keys if key in state}
         missing += absent
-        shape = module._parameters[matrix].shape  # type: ignore[union-attr]
-        if not absent and (codes.shape != shape or not _fits(given)):
-            got = ", ".join(f"{key} {array.dtype} {tuple(array.shape)}" for key, array in given.items())
-            wanted = f"codes {tuple(shape)} and a scale for each 128 x 128"
-            errors.append(describe(prefix + matrix, wanted=wanted, got=got, cure="load a checkpoint of this model"))
+        parameter = cast(torch.Tensor, module._parameters[matrix])
+        stored = None if absent or not _fits(layout, given) else _read_copies(prefix + matrix, layout, given, parameter.dtype)
+        if stored is not None and stored.shape == parameter.shape:
+            state[prefix + matrix] = stored
         elif not absent:
-            copies = [array.detach().clone() for array in given.values()]
-            state[prefix + matrix] = _stored(prefix + matrix, copies, module._parameters[matrix].dtype)  # type: ignore[union-attr]
+            got = ", ".join(f"{key} {array.dtype} {tuple(array.shape)}" for key, array in given.items())
+            wanted = f"arrays of {cast(_Held, _held(module)).layout} for {tuple(parameter.shape)}"
+            errors.append(describe(prefix + matrix, wanted=wanted, got=got, cure="load a checkpoint of this model"))
+
+
+def _read_copies(name: str, layout: Foreign, given: Mapping[str, torch.Tensor], dtype: torch.dtype) -> QuantizedTensor:
+    return _stored(name, layout, [array.detach().clone() for array in given.values()], dtype)

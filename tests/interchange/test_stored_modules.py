@@ -559,10 +559,10 @@ def test_import_refuses_codes_without_their_scales(layout):
 @pytest.mark.parametrize("scales", [(1, 1), (2, 1), (2, 3)])
 def test_arrays_of_other_sizes_or_dtypes_are_refused(scales):
     model, state = converted_body()
-    with pytest.raises(RuntimeError, match="wants codes"):
+    with pytest.raises(RuntimeError, match="wants arrays of deepseek"):
         model.load_state_dict(state | {"linear.weight_scale_inv": torch.ones(scales)})
     for dtype in (torch.float8_e5m2, torch.int8):
-        with pytest.raises(RuntimeError, match="wants codes"):
+        with pytest.raises(RuntimeError, match="wants arrays of deepseek"):
             model.load_state_dict(state | {"linear.weight": state["linear.weight"].view(torch.uint8).view(dtype)})
     assert equal(dict(model.state_dict()), state)
 

@@ -8,7 +8,8 @@ not to be had, transformers' model is left out, which a line says.
 
 Memory is what a process that trains one model has: its weights, and at most in a step. The gradient of the layers' input is not
 asked for, as in a model whose embedding is frozen. All 32 layers of the model are called in checkpoints, as adapters are trained
-where memory is short; there weights are most of it.
+where memory is short; there weights are most of it. Compiled layers have their checkpoints around them: that of
+``gradient_checkpointing_enable()`` would be inside.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import opfuse
 from benchmarks.calls import in_turns
@@ -109,7 +111,19 @@ def in_checkpoints(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-HOW: dict[str, Callable[[Any], object]] = {"called": lambda model: model, "compiled": compiled, "in checkpoints": in_checkpoints}
+def compiled_in_checkpoints(model: nn.Module) -> nn.Module:
+    layers: Any = compiled(model).get_submodule("layers")
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer)
+    return model
+
+
+HOW: dict[str, Callable[[Any], object]] = {
+    "called": lambda model: model,
+    "compiled": compiled,
+    "in checkpoints": in_checkpoints,
+    "compiled in checkpoints": compiled_in_checkpoints,
+}
 
 
 def made(name: str, how: str, stack: Stack, device: str) -> nn.Module:
@@ -138,12 +152,13 @@ def memory_of(name: str, how: str, stack: Stack, device: str) -> tuple[float, fl
 def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> Iterator[Record]:
     """Figures for the record."""
     names, twice = [name for name in MODELS if name != THEIRS or has_kernel()], 2 * stack.sizes.tokens
-    longer = stack._replace(sizes=stack.sizes._replace(tokens=twice))
+    longer, whole = stack._replace(sizes=stack.sizes._replace(tokens=twice)), stack._replace(layers=ALL)
     for how, each in (
         ("called", stack),
         ("called", longer),
         ("compiled", longer),
-        ("in checkpoints", stack._replace(layers=ALL)),
+        ("in checkpoints", whole),
+        ("compiled in checkpoints", whole),
     ):
         yield from _records(names, how, each, device, rounds)
 

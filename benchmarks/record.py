@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 import torch
 
 from benchmarks import (
+    adapters,
     calls,
     casts,
     chained,
@@ -40,6 +41,7 @@ from benchmarks import (
     products,
     profiles,
     pytorch,
+    rollout,
     sanitizer,
     steps,
     training,
@@ -125,6 +127,8 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "libraries": libraries.records,
     "mixtures": mixtures.records,
     "steps": steps.records,
+    "adapters": adapters.records,
+    "rollout": rollout.records,
     "overhead": overhead.records,
     "pytorch": pytorch.records,
     "training": training.records,

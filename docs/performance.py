@@ -150,7 +150,7 @@ def problems(record: Mapping[str, Any], script: str) -> str:
     found: dict[str, dict[str, dict[str, str]]] = {}
     for name, units in of_script(record, script).items():
         _, problem, model, what = name.split(", ", 3)
-        cell = ", ".join(f"{shown(figure, _DIGITS.get(unit, 1))} {unit.removesuffix(' bf16')}" for unit, figure in units.items())
+        cell = ", ".join(f"{shown(figure, _digits(unit))} {unit.removesuffix(' bf16')}" for unit, figure in units.items())
         found.setdefault(problem, {}).setdefault(model, {})[what] = cell
     return "\n\n".join(f"{problem[:1].upper()}{problem[1:]}:\n\n{_by_what(models)}" for problem, models in found.items())
 
@@ -170,6 +170,10 @@ _DIGITS = {
     "% of torch.compile bf16": 0,
     "% of copies beside kernels": 0,
 }
+
+
+def _digits(unit: str) -> int:
+    return _DIGITS.get(unit, 2 if unit.startswith("x ") else 1)
 
 
 def mixtures(record: Mapping[str, Any]) -> str:
@@ -259,6 +263,8 @@ def sections(record: Mapping[str, Any], today: str) -> Sequence[tuple[str, str]]
         "libraries": ("Llama beside torchao", lambda record: prose.LIBRARIES + problems(record, "libraries")),
         "mixtures": ("Mixtures converted with fuse_", mixtures),
         "steps": ("Whole training steps", lambda record: prose.STEPS + problems(record, "steps")),
+        "adapters": ("Adapters over stored weights", lambda record: prose.ADAPTERS + problems(record, "adapters")),
+        "rollout": ("Rollout and training with equal bits", lambda record: prose.ROLLOUT + problems(record, "rollout")),
         "memory": ("Memory", memory),
         "memory_estimates": ("Estimated memory", lambda record: prose.ESTIMATES + others(record, "memory_estimates")),
         "training": ("Training", lambda record: prose.TRAINING + others(record, "training")),

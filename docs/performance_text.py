@@ -270,6 +270,21 @@ themselves, take 42. Compiled, head and loss take 80, with one product in place 
 
 """
 
+ADAPTERS = """\
+LoRA of rank 16 at every linear layer of Llama 3 8B's layers, with adapters in bf16, both passes and AdamW over the adapters:
+PEFT over weights in bf16, and PEFT over transformers' `FP8Linear` as `fuse_(pack=True)` converts it under `Float8BlockScaling()`,
+which multiplies the stored bytes in both passes. Peaks are those of a process that trains one model. *In checkpoints* are all 32
+layers. transformers' own FP8 is compared where its kernel can be had; [weights.md](weights.md#train-an-fp8-model-of-transformers)
+has a run with it.
+
+"""
+
+ROLLOUT = """\
+Four layers of Llama 3 8B's width, eight sequences of 1024 tokens, under `Float8BlockScaling(backward_override="dequantized")`:
+decoding 32 tokens more, and a forward and a backward pass, with `opfuse.invariant` and without it, in turns.
+
+"""
+
 ESTIMATES = """\
 How far [`opfuse.memory`](howto.md#estimate-memory) is off: the estimate from a model without values, beside the most that a step
 allocated on this GPU.

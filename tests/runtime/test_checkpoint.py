@@ -78,6 +78,21 @@ def test_recomputed_is_bitwise_what_was_not(recipe: str, checkpoint: Checkpoint)
         assert not torch.equal(wanted[0], trained(plain, None)[0])
 
 
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_all_calls_of_a_checkpoint_within_another_are_those_of_a_plain_run(outer: bool, inner: bool) -> None:
+    """Also the calls after the first one, which do not search again for what is around them. outer, inner: reentrant."""
+
+    def within(first: ops.Sequential, second: ops.Sequential, x: torch.Tensor) -> torch.Tensor:
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            return torch_checkpoint(lambda x: second(first(x)), x, use_reentrant=inner)
+
+        return torch_checkpoint(inside, x, use_reentrant=outer)
+
+    delayed = RECIPES["delayed"]
+    assert all(map(torch.equal, trained(within, delayed), trained(plain, delayed)))
+
+
 def test_it_keeps_no_activations_and_recomputes_each_block_once() -> None:
     model, calls = block(), []
     saved: list[int] = []

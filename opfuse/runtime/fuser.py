@@ -40,7 +40,7 @@ from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, Miss, digest, record, token
 from opfuse.recipes import Recipe, current_recipe
 from opfuse.recipes.autocast import current_amax_group, default_group, mark_region_used, region_source
-from opfuse.recipes.passes import current_pass, is_recomputing, is_trained
+from opfuse.recipes.passes import Pass, current_pass, is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
 from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance
@@ -373,7 +373,8 @@ class OperationFuser:
         if PlanUsed in listeners():
             emit(PlanUsed(plan))
         if isinstance(instead, BackwardTape):
-            instead.use = partial(self.cache.use_of, plan)
+            recomputed = plan.delays and current_pass() is not None  # a step counts in the pass that recomputes it
+            instead.use = None if recomputed else partial(self.cache.use_of, plan)
         for i, op in self._called_before:
             op.pre_fuser_forward(requires_grad=i >= plan.first_trained)
         tensors = x, *extras
@@ -405,9 +406,10 @@ class OperationFuser:
     def surroundings(self) -> tuple[Any, ...] | None:
         """What a call inside of an op depends on beside its tensors and modes; None if it is to be made step by step.
 
-        It is made so if somebody looks at calls, in a checkpoint, and by ops that want to know of each call.
+        It is made so if somebody looks at calls, and by ops that want to know of each call.
         """
-        if self._called_before or self._reset_by_recipes or plan_policy().trial or current_pass() or not repeats_here():
+        run = current_pass()
+        if self._called_before or self._reset_by_recipes or plan_policy().trial or run is Pass.DRY_RUN or not repeats_here():
             return None
         if self._epoch != WatchedModule.epoch or self._trees:
             self._refresh()
@@ -416,7 +418,7 @@ class OperationFuser:
             return None
         mark_region_used()
         group = current_amax_group() or default_group()
-        return self.structure, current_recipe(), None if group is None else token(group), rules.level, rules.digest
+        return self.structure, current_recipe(), None if group is None else token(group), rules.level, rules.digest, run
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """The call inside of an op of torch.compile: its segments are all that it runs."""

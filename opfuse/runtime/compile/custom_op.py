@@ -243,6 +243,9 @@ def _checked_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor
     if len(own) == len(given) and all(map(is_, own, given)):
         return own
     if list(map(_place, map(_memory, own))) != list(map(_place, given)):
+        if True in map(torch.Tensor.is_neg, own):  # of which a graph may make a copy
+            cure = "assign it anew: weight.data = weight.data.resolve_neg()"
+            raise _refusal(pipeline, "parameters to read as they lie in memory", "one with the negative bit", cure)
         wanted = "the parameters of its ops"
         got = "others, as torch.func.functional_call passes them, or what the graph wrote to them"
         cure = "assign parameters to the ops, write to them outside of the graph, and compile the model itself"

@@ -233,7 +233,8 @@ class CallInside:
             self.saved_call.backward = self._backward_of(tape)
             return tuple(results)
         self._calls = calls, key
-        with self._modes():
+        # What steps save is on the tape, which the hooks of a checkpoint around do not see.
+        with self._modes(), saved_tensors_hooks(self._packer.pack, SavedTensor.unpacked):
             entries = [tensor.detach().resolve_neg() for tensor in self.given]
             for entry, want in zip(entries, self.wanted):
                 if want:

@@ -95,10 +95,10 @@ def runner_of(
 
 
 def repeats_here() -> bool:
-    """Whether a call that was repeated in this context depends on its key alone: nobody looks at calls or keeps casts, nothing
-    but the call saves tensors, and no CUDA graph is captured.
+    """Whether a call that was repeated in this context depends on its key alone: nobody looks at calls, keeps casts or counts
+    what is saved, and no CUDA graph is captured.
     """
-    return _enabled.get() and not (listeners() or active_modes() or keeps_casts() or hooked() or is_capturing())
+    return _enabled.get() and not (listeners() or active_modes() or keeps_casts() or hooked() == HOOKED or is_capturing())
 
 
 def _key(

@@ -57,6 +57,24 @@ def few_samples(monkeypatch):
     monkeypatch.setattr("opfuse.train.comparison.EVALUATION_SAMPLES", 64)
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Commands write files of plots without a picture, which takes half a second each; tests/train draws them."""
+    for module in ("report", "study_report"):
+        monkeypatch.setattr(f"opfuse.train.{module}._plot", lambda *_: b"")
+
+
+@pytest.fixture
+def own_pipelines(monkeypatch):
+    """A trace has the pipelines that a test makes, and not the thousands that earlier tests have left in caches."""
+    from opfuse.core.tracers import all_enrolled
+
+    before = {id(each): each for each in all_enrolled()}
+    monkeypatch.setattr(
+        "opfuse.runtime.plans.trace.all_enrolled", lambda: [each for each in all_enrolled() if id(each) not in before]
+    )
+
+
 @pytest.fixture(autouse=True)
 def _without_hooks_left():
     """torch 2.11 leaves the hooks of a checkpoint whose function raised, until its generator is garbage: for the next test."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "opfuse.ops", "opfuse.recipes"])
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "opfuse.ops", "opfuse.recipes", "opfuse.cli.commands"])
+FORKSERVER = torch.multiprocessing.get_context("forkserver")
 
 
 def run_ranks(worker: Callable[..., None], *args: Any, ranks: int = 2, grace: float | None = None) -> None:

@@ -27,7 +27,9 @@ watch: {every: 1}
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_samples: None) -> Iterator[Path]:
+def place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_samples: None, own_pipelines: None, undrawn: None
+) -> Iterator[Path]:
     """A process with secrets in its command line and in its environment, which writes everything that there is to write."""
     for name in NAMES:
         monkeypatch.setenv(name, SECRET)

@@ -88,6 +88,7 @@ def test_a_configuration(name: str, tmp_path: Path) -> None:
     assert "epilogue" in text
 
 
+@pytest.mark.usefixtures("own_pipelines")
 def test_a_trace_has_plans_over_time(tmp_path: Path) -> None:
     model, x = ops.Sequential(ops.Linear(32, 32), ops.GELU()), torch.randn(32, 32)
     for rounding in ("per_op", "single"):

@@ -7,8 +7,9 @@ import json
 import os
 import signal
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from opfuse.errors import OpfuseWarning, OutputError
 from opfuse.train import comparison
 from opfuse.train.checkpoints import read
 from opfuse.train.files import sole_writer
+from tests.processes import FORKSERVER
 
-pytestmark = pytest.mark.usefixtures("few_samples")
+pytestmark = pytest.mark.usefixtures("few_samples", "undrawn", "own_pipelines")
 
 CONFIG = """
 version: 1
@@ -43,7 +45,27 @@ def configured(folder: Path, recipe: str) -> list[str]:
     """The command line of a run."""
     (folder / "own.txt").write_bytes(b"to be or not to be, " * 50)
     (folder / "own.yaml").write_text(CONFIG % recipe)
+    return command_of(folder)
+
+
+def command_of(folder: Path) -> list[str]:
     return ["run", str(folder / "own.yaml"), "--json", "--device", "cpu", "--out"]
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The run of a recipe that never stopped, made once. more: lines of the configuration."""
+
+    @cache
+    def made(recipe: str, more: str = "") -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        run = configured(folder, recipe)
+        with (folder / "own.yaml").open("a") as file:
+            file.write(more)
+        assert main([*run, str(folder / "whole")]) == 0
+        return folder / "whole"
+
+    return made
 
 
 def losses(directory: Path) -> list[dict[str, object]]:
@@ -65,17 +87,16 @@ def _killed(arguments: list[str], at: int) -> None:
     main(arguments)
 
 
-@pytest.mark.parametrize(("at", "step"), [(3, 2), (4, 2), (5, 4)])
+@pytest.mark.parametrize(("at", "step"), [pytest.param(3, 2, marks=pytest.mark.slow), (4, 2), (5, 4)])
 def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bit(
-    at: int, step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    at: int, step: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], wholes: Callable[..., Path]
 ) -> None:
     """Delayed scaling, whose states are saved; a dropout, whose generator is.
 
     Files are put in place for the configuration, step 2, then two for each step: the last checkpoint beside, the new one.
     """
     run, out = configured(tmp_path, "delayed"), tmp_path / "out"
-    assert main([*run, str(tmp_path / "whole")]) == 0
-    child = torch.multiprocessing.get_context("forkserver").Process(target=_killed, args=([*run, str(out)], at))
+    child = FORKSERVER.Process(target=_killed, args=([*run, str(out)], at))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
@@ -86,8 +107,8 @@ def test_a_run_that_was_killed_loses_one_interval_at_most_and_goes_on_bit_for_bi
     told = capsys.readouterr().err
     assert f"delayed: goes on after step {step}" in told
     assert "bfloat16: no checkpoint to go on from, so it begins anew" in told
-    assert losses(out) == losses(tmp_path / "whole")
-    report, whole = (json.loads((each / "report.json").read_text()) for each in (out, tmp_path / "whole"))
+    assert losses(out) == losses(wholes("delayed"))
+    report, whole = (json.loads((each / "report.json").read_text()) for each in (out, wholes("delayed")))
     assert report["fusion_counts"] == whole["fusion_counts"]
     assert not [path for path in out.rglob("*") if path.name.endswith(".tmp")]
 
@@ -143,10 +164,10 @@ def test_without_locks_there_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wholes: Callable[..., Path]
 ) -> None:
     run, out = configured(tmp_path, "fp8_current"), tmp_path / "out"
-    assert main([*run, str(tmp_path / "whole")]) == 0
+    whole = losses(wholes("fp8_current"))
     numbers, sync = count(1), os.fsync
 
     def fsync(handle: int) -> None:
@@ -161,7 +182,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoints(
     assert "fp8_current.pt: wants room for what a run can go on from, got OSError: No space left on device. Cure: make" in told
     assert [read(out / "checkpoints" / f"fp8_current{name}.pt")["step"] for name in ("", ".before")] == [4, 2]
     assert main([*run, str(out), "--resume"]) == 0
-    assert losses(out) == losses(tmp_path / "whole")
+    assert losses(out) == whole
 
 
 @contextmanager
@@ -178,11 +199,16 @@ def interrupting(at: int) -> Iterator[object]:
 
 @pytest.mark.parametrize(("recipe", "at"), [("nvfp4, backward_override: dequantized", 3), ("fp8_current", 7)])
 def test_ctrl_c_keeps_what_there_is(
-    recipe: str, at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    at: int,
+    *,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    wholes: Callable[..., Path],
 ) -> None:
     """Stochastic rounding draws from the generator; the seventh step is the first of the baseline."""
     run, out = configured(tmp_path, recipe), tmp_path / "out"
-    assert main([*run, str(tmp_path / "whole")]) == 0
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         patch.setattr(command, "reporter", lambda: interrupting(at))
@@ -192,29 +218,34 @@ def test_ctrl_c_keeps_what_there_is(
     assert f"stopped after step {(at - 1) % 6 + 1} of 6; what there is lies in {out}" in told
     assert signal.getsignal(signal.SIGINT) is before
     assert main([*run, str(out), "--resume"]) == 0
-    assert losses(out) == losses(tmp_path / "whole")
+    assert losses(out) == losses(wholes(recipe))
 
 
-@pytest.mark.parametrize("at", [2, 4, 6, 7, 8])
+WATCH = "watch: {every: 2, alarms: {}}\n"
+
+
+@pytest.mark.parametrize("at", [2, 4, 6, 7, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_record_of_a_resumed_run_is_that_of_one_that_never_stopped(
-    at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    at: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    wholes: Callable[..., Path],
 ) -> None:
     """Before and after the first evaluation, at the end of the run, and in the baseline, when the run itself has ended."""
-    run, out = configured(tmp_path, "fp8_current"), tmp_path / "out"
-    own = tmp_path / "own.yaml"
-    own.write_text(own.read_text() + "watch: {every: 2, alarms: {}}\n")
-    assert main([*run, str(tmp_path / "whole")]) == 0
+    never_stopped, out = wholes("fp8_current", WATCH), tmp_path / "out"
+    run = command_of(never_stopped.parent)  # of one file, whose lines plans name
     with monkeypatch.context() as patch:
         patch.setattr(command, "reporter", lambda: interrupting(at))
         assert main([*run, str(out)]) == 130
     assert main([*run, str(out), "--resume"]) == 0
     capsys.readouterr()
-    assert main(["diff", str(tmp_path / "whole"), str(out)]) == 0, capsys.readouterr().out
-    report, whole = (json.loads((each / "report.json").read_text()) for each in (out, tmp_path / "whole"))
+    assert main(["diff", str(never_stopped), str(out)]) == 0, capsys.readouterr().out
+    report, whole = (json.loads((each / "report.json").read_text()) for each in (out, never_stopped))
     assert report["plans"] == whole["plans"]
     steps = [[step for step, *_ in curve] for curve in report["measured"]]
     assert steps == [[1, 2, 3, 4, 5, 6]] * 2
-    assert (out / "values.jsonl").read_text() == (tmp_path / "whole" / "values.jsonl").read_text()
+    assert (out / "values.jsonl").read_text() == (never_stopped / "values.jsonl").read_text()
 
 
 def test_a_file_without_data_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

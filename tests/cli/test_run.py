@@ -14,7 +14,7 @@ from opfuse.cli import main
 from opfuse.cli.progress import bars, lines
 from opfuse.train import TrainStep, usable
 
-pytestmark = pytest.mark.usefixtures("few_samples")
+pytestmark = pytest.mark.usefixtures("few_samples", "undrawn")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -125,6 +125,7 @@ def test_keys_have_the_same_digits_on_every_device_of_a_type() -> None:
     assert trace.key_id(iter(leaf)) != trace.key_id(iter([trace.Leaf("inputs.x.device", torch.device("cpu"), None)]))
 
 
+@pytest.mark.usefixtures("own_pipelines")
 def test_dump_writes_what_is_alive(tmp_path: Path) -> None:
     model = mlp()
     call(model)

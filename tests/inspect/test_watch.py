@@ -282,6 +282,7 @@ def test_records_go_to_lines_of_json_and_to_writers(tmp_path: Path) -> None:
     assert sorted(sinks[1].told) == sorted(sinks[2].told)
 
 
+@pytest.mark.usefixtures("own_pipelines")
 def test_figures_of_a_step_go_where_casts_go(tmp_path: Path) -> None:
     seen: list[Any] = []
     sinks: list[Any] = [tmp_path / "values.jsonl", Writer(), Run(), seen.append, tmp_path / "run"]
@@ -312,6 +313,7 @@ def test_figures_of_a_step_go_where_casts_go(tmp_path: Path) -> None:
     assert trace.counts is not None
 
 
+@pytest.mark.usefixtures("own_pipelines")
 def test_what_goes_on_in_a_file_is_a_trace_of_its_own(tmp_path: Path) -> None:
     """As where a container gives each process the same number."""
     model = mlp()

@@ -59,6 +59,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_has_the_bits_of_one_that_did_not
     assert capsys.readouterr().out == "True True\n"
 
 
+@pytest.mark.slow
 def test_memory_is_estimated_as_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="of the extra `test`")
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -68,6 +69,11 @@ def test_memory_is_estimated_as_the_page_says(tmp_path: Path, capsys: pytest.Cap
     (output,) = re.findall(r"```text\n(recipe .*?)```", PAGE, re.DOTALL)
     assert main([str(tmp_path / "config.json") if part.endswith(".json") else part for part in command.split()]) == 0
     assert capsys.readouterr().out == output
+
+
+def test_memory_of_a_model_on_the_meta_device_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    """tests/train/test_memory.py has the command, on a model that is small."""
+    pytest.importorskip("transformers", reason="of the extra `test`")
     found = executed("opfuse.memory(")["found"]
     assert found.place in capsys.readouterr().out
 

@@ -12,7 +12,13 @@ from docs import questions
 PAGES = {document: document.read_text(encoding="utf-8") for document in questions.DOCUMENTS}
 QUESTIONS = {document: questions.questions(page) for document, page in PAGES.items()}
 CASES = [
-    pytest.param(page, question, id=f"{document.stem}: {question.title}")
+    pytest.param(
+        page,
+        question,
+        id=f"{document.stem}: {question.title}",
+        # It starts three interpreters; tests/distributed compares ranks, too.
+        marks=pytest.mark.slow if question.ask.startswith("torchrun ") else (),
+    )
     for document, page in PAGES.items()
     for question in QUESTIONS[document]
 ]

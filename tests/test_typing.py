@@ -56,13 +56,12 @@ def checked(checker: list[str], script: str, folder: Path) -> str:
     return run.stdout
 
 
-CHECKERS = {
-    "mypy": ["mypy", "--strict"],  # over what `make types` has left in its cache: a second instead of twenty
-    "pyright": ["pyright", "--pythonpath", sys.executable],
-}
+CHECKERS = {"mypy": ["mypy", "--strict"], "pyright": ["pyright", "--pythonpath", sys.executable]}
+EACH = pytest.mark.parametrize("checker", ["pyright", pytest.param("mypy", marks=pytest.mark.slow)])
+"""Pyright reads what a script names, in six seconds, and mypy the whole package, which `make types` does with every change."""
 
 
-@pytest.mark.parametrize("checker", CHECKERS)
+@EACH
 def test_a_script_with_every_public_name(checker: str, tmp_path: Path) -> None:
     if find_spec(checker) is None:
         pytest.skip(f"wants {checker}")
@@ -76,7 +75,7 @@ def test_a_script_with_every_public_name(checker: str, tmp_path: Path) -> None:
     assert [name for name, each in zip(asked, types) if "".join(each) in ("Any", "Unknown")] == []
 
 
-@pytest.mark.parametrize("checker", CHECKERS)
+@EACH
 def test_a_name_that_there_is_not_is_an_error(checker: str, tmp_path: Path) -> None:
     if find_spec(checker) is None:
         pytest.skip(f"wants {checker}")

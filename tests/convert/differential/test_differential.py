@@ -1,6 +1,6 @@
 """A converted model does what the plain one does, for generated models, code around them, modes and hooks.
 
-1 000 cases run with every change and 50 000 by ``make fuzz``. A case is its seed; a failure is told as the
+500 cases run with every change and 50 000 by ``make fuzz``. A case is its seed; a failure is told as the
 smallest source that still fails, which can be pasted after ``from tests.convert.differential.ingredients import *``.
 """
 
@@ -37,31 +37,31 @@ def _kind(found: Case) -> str:
     return " ".join(first.partition(": ")[2].split()[:2])
 
 
-@pytest.mark.parametrize("start", range(0, 1_000, STEP))
-def test_1000_cases(start: int) -> None:
+@pytest.mark.parametrize("start", range(0, 500, STEP))
+def test_500_cases(start: int) -> None:
     assert failures(range(start, start + STEP)) == ""
 
 
-@pytest.mark.parametrize("start", range(6))
-def test_6_compiled_cases(start: int) -> None:
+@pytest.mark.parametrize("start", range(4))
+def test_4_compiled_cases(start: int) -> None:
     assert failures(range(start, start + 1), compiled=True) == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(1_000, 50_000, STEP))
+@pytest.mark.parametrize("start", range(500, 50_000, STEP))
 def test_50000_cases(start: int) -> None:
     assert failures(range(start, start + STEP)) == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(6, 206, 10))
+@pytest.mark.parametrize("start", range(4, 204, 10))
 def test_200_compiled_cases(start: int) -> None:
     assert failures(range(start, start + 10), compiled=True) == ""
 
 
 def test_cases_have_what_they_promise() -> None:
-    """Among 1 000: every alternative of the grammar. Among 50: most calls return, and most models are converted."""
-    texts = "\n".join(case(seed).text for seed in range(1_000))
+    """Among 500: every alternative of the grammar. Among 25: most calls return, and most models are converted."""
+    texts = "\n".join(case(seed).text for seed in range(500))
     missing = [
         each
         for name in ("norm", "act", "function", "linear", "condition", "touch", "mixed", "write")
@@ -70,15 +70,15 @@ def test_cases_have_what_they_promise() -> None:
     ]
     assert missing == []
     counts: Counter[str] = Counter()
-    for seed in range(50):
+    for seed in range(25):
         run = Run(case(seed)).execute()
         counts["calls"] += run.calls
         counts["raised"] += sum(name.endswith("raises") for name, _ in run.seen)
         counts["broken"] += any(name == "the script" for name, _ in run.seen)
         counts["left alone"] += Run(case(seed), converts=True).execute().left is not None
     assert counts["raised"] < counts["calls"] / 6
-    assert counts["left alone"] < 15
-    assert counts["broken"] < 3
+    assert counts["left alone"] < 8
+    assert counts["broken"] < 2
 
 
 def test_a_refused_call_hides_no_other_difference() -> None:

@@ -66,7 +66,7 @@ def remade_of(model, recipe):
 
 
 @pytest.mark.row("B35")
-@pytest.mark.parametrize(("kind", "override"), SETTINGS)
+@pytest.mark.parametrize(("kind", "override"), in_turn(SETTINGS, of=2))
 def test_b35_recompute_changes_no_bit(kind, override):
     fields = {"disable_stochastic_rounding": True} if kind == "nvfp4" else {}
     model, every = made(), recipe_for(kind, override, keep="all", **fields)
@@ -167,7 +167,7 @@ def expert_bytes(model, recipe):
 
 
 @pytest.mark.row("B35")
-@pytest.mark.parametrize(("kind", "override", "single"), in_turn(SETTINGS, (True, False), of=2))
+@pytest.mark.parametrize(("kind", "override", "single"), in_turn(SETTINGS, (True, False), of=4))
 def test_b35_casts_of_experts_are_made_anew_group_by_group(kind, override, single):
     """No weight and no result of the activation is saved, and no bit changes, under scales of the groups that move too."""
     model = experts(single=single, bias=kind == "fp8_block")

@@ -28,6 +28,7 @@ from opfuse.errors import OpfuseWarning
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.masters import stored_in
 from tests.processes import run_ranks
+from tests.turns import in_turn
 
 with warnings.catch_warnings():  # of extensions for GPUs that are not here
     warnings.simplefilter("ignore")
@@ -39,11 +40,8 @@ pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore:torch.distribu
 RECIPE = recipes.Float8BlockScaling()
 WIDTH = 128
 STATES = {"8 bits": (AdamW8bit, OptimState8bit), "FP8": (AdamWFp8, OptimStateFp8)}
-every_state = pytest.mark.parametrize("name", STATES)
 MASTERS = {"none": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 """What is beside bf16 weights, which round at random, or beside weights stored in FP8."""
-
-every_master = pytest.mark.parametrize("masters", MASTERS)
 
 
 @pytest.fixture
@@ -129,8 +127,7 @@ reference = functools.cache(by_fp32_masters)
 
 
 @eager
-@every_master
-@every_state
+@pytest.mark.parametrize(("name", "masters"), in_turn(STATES, MASTERS, of=2))
 def test_losses_are_those_of_fp32_masters_and_moments(name: str, masters: str) -> None:
     """Up to 5 % after 60 steps of a tiny model, which fall by more than half; each pipeline keeps its one plan."""
     model, optimizer = trainer(name, masters)
@@ -168,9 +165,7 @@ def test_kept_casts_see_what_a_step_wrote(compiled: bool) -> None:
 
 @eager
 @pytest.mark.row("H28")
-@every_master
-@every_state
-@pytest.mark.parametrize("way", ["torch.save", "DCP"])
+@pytest.mark.parametrize(("way", "name", "masters"), in_turn(["torch.save", "DCP"], STATES, MASTERS, of=2))
 def test_a_run_goes_on_with_the_same_bits(way: str, name: str, masters: str, tmp_path: Path) -> None:
     """Losses and weights, with the generator that rounds; the learning rate is that of the file."""
     model, optimizer = trainer(name, masters)
@@ -213,35 +208,46 @@ def sharded(name: str, masters: str, mesh: Any, *, seed: int = 0, rate: float = 
     return model, opfuse.with_masters(optimizer) if stored else optimizer
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank: int, folder: Path, pairs: list[tuple[str, str]]) -> None:
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")
     warnings.simplefilter("error", OpfuseWarning)
     dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"file://{folder / 'store'}")
     mesh = init_device_mesh("cpu", (2,))
-    for name, (_, kind) in STATES.items():
-        for masters in ("none", "fp32"):
-            place = folder / f"{name} {masters}"
-            model, optimizer = sharded(name, masters, mesh)
-            train(model, optimizer, range(3), rank)
-            moments = [stored_in(each["exp_avg"]) for each in optimizer.state_dict()["state"].values()]
-            assert sum(isinstance(each, kind) for each in moments) == 2
-            dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=place)
-            generator = torch.get_rng_state()
-            losses = train(model, optimizer, range(3, 6), rank)
-            assert losses[-1] < losses[0]
-            other, loaded = sharded(name, masters, mesh, seed=1, rate=1.0)
-            resume(other, loaded, place)
-            torch.set_rng_state(generator)
-            assert train(other, loaded, range(3, 6), rank) == losses
-            for each in (model, other):
-                each.reshard()
-            assert same(bits(other), bits(model))
+    for name, masters in pairs:
+        kind = STATES[name][1]
+        place = folder / f"{name} {masters}"
+        model, optimizer = sharded(name, masters, mesh)
+        train(model, optimizer, range(3), rank)
+        moments = [stored_in(each["exp_avg"]) for each in optimizer.state_dict()["state"].values()]
+        assert sum(isinstance(each, kind) for each in moments) == 2
+        dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=place)
+        generator = torch.get_rng_state()
+        losses = train(model, optimizer, range(3, 6), rank)
+        assert losses[-1] < losses[0]
+        other, loaded = sharded(name, masters, mesh, seed=1, rate=1.0)
+        resume(other, loaded, place)
+        torch.set_rng_state(generator)
+        assert train(other, loaded, range(3, 6), rank) == losses
+        for each in (model, other):
+            each.reshard()
+        assert same(bits(other), bits(model))
     gc.collect()  # a module holds the group through its mesh
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.row("H28", "R17")
-def test_shards_of_fsdp2_have_moments_of_their_own_and_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    run_ranks(worker, tmp_path)
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("8 bits", "none"), ("FP8", "fp32")],
+        pytest.param([("8 bits", "fp32"), ("FP8", "none")], marks=pytest.mark.slow),
+    ],
+    ids=["each", "other pairs"],
+)
+def test_shards_of_fsdp2_have_moments_of_their_own_and_go_on_with_the_same_bits(
+    pairs: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """States and masters in pairs, over the same ranks."""
+    run_ranks(worker, tmp_path, pairs)

@@ -22,6 +22,7 @@ from opfuse.runtime.interpret import checkpoint_replay as recompute
 from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.torch_private import checkpoints as known
 from tests.plans import plans_used
+from tests.turns import in_turn
 
 RECIPES = {
     "none": None,
@@ -68,8 +69,7 @@ def trained(checkpoint: Checkpoint, recipe: recipes.Recipe | None, steps: int = 
 
 
 @pytest.mark.row("H26")
-@pytest.mark.parametrize("checkpoint", [each, nested])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "checkpoint"), in_turn(RECIPES, [each, nested], of=2))
 def test_recomputed_is_bitwise_what_was_not(recipe: str, checkpoint: Checkpoint) -> None:
     wanted, got = trained(plain, RECIPES[recipe]), trained(checkpoint, RECIPES[recipe])
     assert len(wanted) == len(got)
@@ -261,8 +261,7 @@ unchecked = functools.cache(lambda recipe, place: steps("plain", "flat", TORCH_R
 
 
 @pytest.mark.row("H26")
-@pytest.mark.parametrize("kind", ["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("recipe", TORCH_RECIPES)
+@pytest.mark.parametrize(("recipe", "kind"), in_turn(TORCH_RECIPES, ["non-reentrant", "reentrant"], of=2))
 def test_torchs_own_checkpoints_recompute_the_forward_pass(recipe: str, kind: str) -> None:
     assert equal(steps(kind, "flat", TORCH_RECIPES[recipe], "outside", "nothing"), unchecked(recipe, "outside"))
 

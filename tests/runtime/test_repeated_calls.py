@@ -157,8 +157,9 @@ def fresh() -> Iterator[None]:
     assert saved_calls() == 0
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture
 def pair(request: pytest.FixtureRequest) -> Pair:
+    """Of the model that ``of_pipelines``, ``of_converted`` or a test's own parameters name."""
     found = Pair(request.param)
     for _ in range(5):
         found.step()
@@ -168,6 +169,15 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     return found
 
 
+of_pipelines, of_converted = (
+    pytest.mark.parametrize(
+        "pair", [pytest.param(kind, marks=() if kind == first else pytest.mark.slow) for kind in MODELS], indirect=True
+    )
+    for first in MODELS
+)
+"""One model runs every time and the other with -m slow; each is compiled, and called until it is repeated, for every test."""
+
+
 @pytest.mark.parametrize(("kind", "recipe"), in_turn(MODELS, KINDS, of=2))
 def test_every_recipe_has_the_numbers_of_eager_calls(kind, recipe):
     pair = Pair(kind)
@@ -175,6 +185,7 @@ def test_every_recipe_has_the_numbers_of_eager_calls(kind, recipe):
         pair.step(KINDS[recipe])
 
 
+@of_converted
 def test_recipes_sizes_and_modes_in_turns(pair):
     """None of them is taken for another that was repeated."""
     block = KINDS["block"]
@@ -186,6 +197,7 @@ def test_recipes_sizes_and_modes_in_turns(pair):
         pair.step(FP8, torch.randn(2, rows, 64).bfloat16())
 
 
+@of_pipelines
 def test_how_an_input_lies(pair):
     whole, wide = torch.randn(2 * 64 * 64 + 1).bfloat16(), torch.randn(2, 64, 128).bfloat16()
     given = {
@@ -306,22 +318,24 @@ ALIKE = {"rules without fusions", "torch.autocast", "no plans"}
 """What a call is repeated inside of, by a key of its own."""
 
 
-@pytest.mark.parametrize(("pair", "around"), in_turn(MODELS, AROUND, of=2), indirect=["pair"])
-def test_what_stands_around_a_call(pair, around):
-    least = pair.functions()
-    for _ in range(2):
-        for _ in range(4):
-            if around == "no plans":
-                pair.step()
-            pair.step(inside=lambda: AROUND[around](pair))
-        pair.step()
-    assert pair.is_repeated()
-    with AROUND[around](pair):
-        assert (pair.functions() > least + STEPS) is (around not in ALIKE)
+@pytest.mark.parametrize(("pair", "start"), in_turn(MODELS, [0, 1], of=2), indirect=["pair"])
+def test_what_stands_around_a_call(pair, start):
+    """Every second one, around one model."""
+    for around in [*AROUND][start::2]:
+        least = pair.functions()
+        for _ in range(2):
+            for _ in range(4):
+                if around == "no plans":
+                    pair.step()
+                pair.step(inside=lambda around=around: AROUND[around](pair))
+            pair.step()
+        assert pair.is_repeated(), around
+        with AROUND[around](pair):
+            assert (pair.functions() > least + STEPS) is (around not in ALIKE), around
 
 
 @pytest.mark.parametrize(
-    ("pair", "reentrant", "recipe"), in_turn(MODELS, [False, True], ["current", "delayed"], of=2), indirect=["pair"]
+    ("pair", "reentrant", "recipe"), in_turn(MODELS, [False, True], ["current", "delayed"], of=3), indirect=["pair"]
 )
 def test_checkpoints_repeat_a_call_under_its_first_recipe(pair, reentrant, recipe):
     for _ in range(3):
@@ -387,6 +401,7 @@ def test_what_is_saved_of_an_input_is_a_copy():
     assert all(map(torch.equal, found[-1], found[-2]))
 
 
+@of_pipelines
 @functorch_config.patch(donated_buffer=False)
 def test_a_second_backward_pass_wants_the_graph(pair):
     torch._dynamo.reset()
@@ -401,6 +416,7 @@ def test_a_second_backward_pass_wants_the_graph(pair):
         y.backward()
 
 
+@of_converted
 def test_threads_share_what_is_repeated(pair):
     given = [torch.randn(2, 64, 64, dtype=torch.bfloat16) for _ in range(4)]
     found: dict[int, torch.Tensor] = {}
@@ -447,6 +463,7 @@ def test_a_plan_that_was_dropped_is_made_anew():
     assert first.cache_info().misses == missed + 1
 
 
+@of_converted
 def test_programs_that_were_dropped_are_not_kept_for_calls_as_a_whole(pair, monkeypatch):
     least, other = pair.functions(), ops.Sequential(ops.Linear(64, 64)).bfloat16()
     monkeypatch.setenv("OPFUSE_PROGRAM_BYTES", "1")
@@ -458,14 +475,15 @@ def test_programs_that_were_dropped_are_not_kept_for_calls_as_a_whole(pair, monk
         assert entered(lambda: pair.compiled(x)).functions > least + STEPS
 
 
+@pytest.mark.parametrize("pair", ["pipelines"], indirect=True)
 def test_hits_are_counted(pair):
-    if not isinstance(pair.models[0], Pipelines):
-        pytest.skip("only pipelines have counts of their own")
+    """Only pipelines have counts of their own."""
     infos = [model.first.cache_info() for model in pair.models]
     pair.step()
     assert [model.first.cache_info().hits - info.hits for model, info in zip(pair.models, infos)] == [1, 1]
 
 
+@of_pipelines
 def test_a_region_with_repeated_calls_alone_is_used(pair):
     x = torch.randn(2, 64, 64).bfloat16().requires_grad_()
     with warnings.catch_warnings():
@@ -498,17 +516,18 @@ def alive() -> int:
 @pytest.mark.parametrize("recipe", ["current", "high precision"])
 def test_a_call_as_a_whole_keeps_no_more_than_its_steps(recipe):
     """Neither its inputs nor what a backward pass has read."""
-    pair, kept = Pair("converted"), {}
-    for around in (nullcontext, nullcontext, nullcontext, nullcontext, AROUND["a look at plans"]):
+    pair, kept = Pair("converted"), []
+    for call in range(5):
         x = torch.randn(2, 64, 64).bfloat16().requires_grad_()
-        before = alive()
-        with opfuse.autocast(recipe=KINDS[recipe]), around(pair) if around is not nullcontext else nullcontext():
+        before = alive() if call > 2 else 0  # when it is made as a whole, and when somebody looks
+        with opfuse.autocast(recipe=KINDS[recipe]), AROUND["a look at plans"](pair) if call == 4 else nullcontext():
             y = pair.compiled(x)
-        kept[around] = alive() - before
+        kept += [alive() - before] if call > 2 else []
         del y
-    assert kept[nullcontext] == kept[AROUND["a look at plans"]] > 0
+    assert kept[0] == kept[1] > 0
 
 
+@of_converted
 def test_copies_of_a_model_share_nothing(pair):
     other = copy.deepcopy(pair.models[0])
     scaled(other)

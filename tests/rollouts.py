@@ -23,7 +23,7 @@ SIZES = {
 CONFIGS = {
     "dense": lambda **more: transformers.LlamaConfig(**{**SIZES, **more}),
     "mixture": lambda **more: transformers.Qwen3MoeConfig(
-        **{**SIZES, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, **more}
+        **{**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, **more}
     ),
 }
 

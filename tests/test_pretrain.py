@@ -27,7 +27,7 @@ TINY = Settings(
     step_tokens=4 * LENGTH,
     sequence=LENGTH,
     micro=2,
-    layers=2,
+    layers=1,
     hidden=64,
     inner=128,
     heads=4,
@@ -238,7 +238,7 @@ def test_the_vocabulary_of_llama_3_trains_without_logits_on_fewer_words(found: c
         run.train()
     assert run.curve["loss"][1] < run.curve["loss"][0]
     assert settings.name.endswith(
-        "micro-4_layers-2_hidden-32_inner-128_heads-4_groups-2_vocabulary-128256_loss-fused"
+        "micro-4_layers-1_hidden-32_inner-128_heads-4_groups-2_vocabulary-128256_loss-fused"
         "_optimizer-adamw8bit_rate-0.01_validation_tokens-128_every-2_compile-False"
     )
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -195,23 +196,66 @@ SHIFT = CONFIG.replace("{op: gain, size: 64, first: 2.0}", "{op: shift, size: 64
 SHIFT = SHIFT.replace(RULE, "")
 
 
-def checked(tmp_path: Path, module: str) -> subprocess.CompletedProcess[str]:
-    """``opfuse check`` of a file with the op that ops.md shows, where ``module`` is what its package holds."""
+CHECKED = """
+import os, runpy, sys
+import torch  # for all of them: it takes most of the time
+for folder in sys.argv[1:]:
+    if process := os.fork():
+        os.waitpid(process, 0)
+        continue
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+    sys.path.insert(0, folder)
+    sys.argv = ["opfuse", "check", "mine.yaml"]
+    try:
+        runpy.run_module("opfuse", run_name="__main__")
+    except SystemExit as end:
+        with open("code", "w") as file:
+            file.write(str(end.code or 0))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+"""
+
+
+class Done(NamedTuple):
+    code: str
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """``opfuse check`` of a file with the op that ops.md shows, by what its package holds; each in a process of its own."""
     (points,) = re.findall(
         r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8").partition("### Use your op in a file")[2], re.DOTALL
     )
     declared = tomllib.loads(points)["project"]["entry-points"]["opfuse.ops"]
-    (tmp_path / "my_ops.py").write_text(module)
-    (tmp_path / "my_ops-0.1.dist-info").mkdir()
-    (tmp_path / "my_ops-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: my-ops\nVersion: 0.1\n")
     lines = "".join(f"{name} = {value}\n" for name, value in declared.items())
-    (tmp_path / "my_ops-0.1.dist-info" / "entry_points.txt").write_text(f"[opfuse.ops]\n{lines}")
-    (tmp_path / "mine.yaml").write_text(SHIFT)
-    path = os.pathsep.join((str(tmp_path), *filter(None, (os.environ.get("PYTHONPATH"), os.getcwd()))))
-    asked = [sys.executable, "-m", "opfuse", "check", "mine.yaml"]
-    return subprocess.run(
-        asked, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    folders = {name: tmp_path_factory.mktemp(name) for name in modules()}
+    for name, module in modules().items():
+        (folders[name] / "my_ops.py").write_text(module)
+        (folders[name] / "my_ops-0.1.dist-info").mkdir()
+        (folders[name] / "my_ops-0.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: my-ops\nVersion: 0.1\n")
+        (folders[name] / "my_ops-0.1.dist-info" / "entry_points.txt").write_text(f"[opfuse.ops]\n{lines}")
+        (folders[name] / "mine.yaml").write_text(SHIFT)
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
+    asked = [sys.executable, "-c", CHECKED, *map(str, folders.values())]
+    subprocess.run(asked, env={**os.environ, "PYTHONPATH": path}, check=True)
+    return {name: Done(*((folder / file).read_text() for file in ("code", "out", "err"))) for name, folder in folders.items()}
+
+
+def modules() -> dict[str, str]:
+    """That of the page, and with each fault."""
+    page = module_of_the_page()
+    found = {"page": page}
+    for fault, (old, new, _) in WITHOUT.items():
+        module = page.replace(", device=device, dtype=dtype", "") if fault == "placement" else page
+        assert old in module
+        found[fault] = module.replace(old, new)
+    found["decorator"] = page.replace("    @hyper_parameters", "    #").replace("class Shift", "@hyper_parameters\nclass Shift")
+    return found
 
 
 def module_of_the_page() -> str:
@@ -220,9 +264,9 @@ def module_of_the_page() -> str:
     return next(block for block in blocks if "@hyper_parameters" in block)
 
 
-def test_the_package_of_the_page_gives_files_an_op(tmp_path: Path) -> None:
-    done = checked(tmp_path, module_of_the_page())
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+def test_the_package_of_the_page_gives_files_an_op(checked: dict[str, Done]) -> None:
+    done = checked["page"]
+    assert (done.code, done.err) == ("0", ""), done.out
 
 
 WITHOUT = {
@@ -246,23 +290,15 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("fault", WITHOUT)
-def test_an_op_that_no_file_can_use_is_told_with_what_to_do(fault: str, tmp_path: Path) -> None:
-    old, new, told = WITHOUT[fault]
-    module = module_of_the_page()
-    if fault == "placement":
-        module = module.replace(", device=device, dtype=dtype", "")
-    assert old in module
-    done = checked(tmp_path, module.replace(old, new))
-    assert done.returncode == 1
-    assert re.search(told, done.stdout + done.stderr, re.DOTALL), done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_op_that_no_file_can_use_is_told_with_what_to_do(fault: str, checked: dict[str, Done]) -> None:
+    done, (_, _, told) = checked[fault], WITHOUT[fault]
+    assert done.code == "1"
+    assert re.search(told, done.out + done.err, re.DOTALL), done.out + done.err
+    assert "Traceback" not in done.err
 
 
-def test_the_decorator_on_the_class_says_where_it_belongs(tmp_path: Path) -> None:
-    module = (
-        module_of_the_page().replace("    @hyper_parameters", "    #").replace("class Shift", "@hyper_parameters\nclass Shift")
-    )
-    told = checked(tmp_path, module).stderr
+def test_the_decorator_on_the_class_says_where_it_belongs(checked: dict[str, Done]) -> None:
+    told = checked["decorator"].err
     assert "got SpecError: hyper_parameters: wants the constructor of an op, got <class 'my_ops.Shift'>" in told
     assert re.findall("Cure: .*", told) == ["Cure: write @hyper_parameters on the line above def __init__."]
 

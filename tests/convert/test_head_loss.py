@@ -268,7 +268,7 @@ def test_what_the_forward_reads_for_other_ends_may_change():
 
 @pytest.mark.cpu
 def test_a_compiled_call_notices_what_its_forward_reads():
-    model = tiny("Gemma2ForCausalLM", "Gemma2Config", final_logit_softcapping=2.0)
+    model = tiny("Gemma2ForCausalLM", "Gemma2Config", final_logit_softcapping=2.0, num_hidden_layers=1)
     opfuse.fuse_(model, loss="fused")
     compiled = torch.compile(model, backend="eager")
     compiled(**batch()).loss.backward()
@@ -320,7 +320,7 @@ def test_what_changes_logits_or_the_loss_later_is_an_error(change):
 
 @pytest.mark.cpu
 def test_in_a_graph_of_torch_compile():
-    model = llama()
+    model = llama(num_hidden_layers=1)
     plain = copy.deepcopy(model)
     opfuse.fuse_(model, loss="fused")
     compiled = torch.compile(model, backend="aot_eager")

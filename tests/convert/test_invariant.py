@@ -37,8 +37,8 @@ def test_a_token_has_one_log_probability_however_the_model_is_called(kind, name,
     if RECIPES[name] is not None:
         opfuse.fuse_(model, RECIPES[name])
     opfuse.invariant(model)
-    tokens = torch.randint(130, (5, LENGTH), generator=torch.Generator().manual_seed(1))
-    for how, got, wanted in ways(model, tokens):
+    tokens = torch.randint(130, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    for how, got, wanted in ways(model, tokens, 3):
         assert torch.equal(got, wanted), how
 
 
@@ -73,7 +73,7 @@ def test_other_models_are_invariant_too(name):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     opfuse.invariant(model)
-    for how, got, wanted in ways(model, torch.randint(128, (5, LENGTH), generator=torch.Generator().manual_seed(1))):
+    for how, got, wanted in ways(model, torch.randint(128, (3, LENGTH), generator=torch.Generator().manual_seed(1)), 3):
         assert torch.equal(got, wanted), how
 
 
@@ -118,7 +118,7 @@ def test_the_report_names_what_runs_in_tiles_and_unfuse_gives_it_back():
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_checkpoints_autocast_and_adapters_keep_the_bits():
-    tokens = torch.randint(130, (5, 20), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(130, (3, 20), generator=torch.Generator().manual_seed(1))
     model = model_of("mixture", torch.float32)
     opfuse.fuse_(model, RECIPES["mxfp8"])
     opfuse.invariant(model)
@@ -394,5 +394,5 @@ def test_a_decoded_token_is_scored_beside_others():
     model = model_of("mixture", torch.bfloat16)
     opfuse.fuse_(model, RECIPES["mxfp8"])
     opfuse.invariant(model)
-    tokens = torch.randint(130, (3, 20), generator=torch.Generator().manual_seed(2))
-    assert torch.equal(decoded(model, tokens, 1)[:1], decoded(model, tokens[:1], 12))
+    tokens = torch.randint(130, (3, 12), generator=torch.Generator().manual_seed(2))
+    assert torch.equal(decoded(model, tokens, 1)[:1], decoded(model, tokens[:1], 8))

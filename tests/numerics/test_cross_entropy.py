@@ -35,7 +35,11 @@ def halves(values: np.ndarray) -> np.float32:
 
 
 def exp(x: np.float32) -> np.float32:
-    return exponential(torch.tensor([x])).numpy()[0]
+    return exps([x])[0]
+
+
+def exps(values: list[np.float32]) -> np.ndarray:
+    return exponential(torch.tensor(np.array(values, np.float32))).numpy()
 
 
 def by_hand(logits: np.ndarray, target: int, how: CrossEntropy) -> tuple[np.float32, np.ndarray]:
@@ -53,7 +57,7 @@ def by_hand(logits: np.ndarray, target: int, how: CrossEntropy) -> tuple[np.floa
             if not mine:
                 continue
             higher = max(top, *mine)
-            part = halves(np.array([exp(logits[i] - higher) if i < len(logits) else 0 for i in at]))
+            part = halves(np.append(exps(mine - higher), [0] * (len(at) - len(mine))))  # those that are there come first
             total = total * exp(top - higher) + part
             all_ = all_ + halves(np.array([logits[i] if i < len(logits) else 0 for i in at]))
             top = higher

@@ -91,7 +91,7 @@ ALTERNATING = ("train infer train infer", "infer train infer train")
 
 @pytest.mark.row("U01", "U13")
 @pytest.mark.parametrize(
-    ("name", "override", "stages", "stored", "bias"), in_turn(CASES, ALTERNATING, (True, False), (True, False), of=2)
+    ("name", "override", "stages", "stored", "bias"), in_turn(CASES, ALTERNATING, (True, False), (True, False), of=4)
 )
 def test_u01_u13_training_and_inference_alternate(name, override, stages, stored, bias):
     """The gradients of a training step are those of a model that never saw an inference."""

@@ -16,6 +16,7 @@ from opfuse.errors import OpfuseWarning
 from tests.convert.blocks import Attention, GatedMLP
 from tests.convert.test_changed import replica, shallow
 from tests.convert.test_fuse import EXACT, FP8
+from tests.turns import in_turn
 
 SHALLOW = "this is a shallow copy of a converted module; it runs in high precision"
 
@@ -54,6 +55,10 @@ def agree(found, wanted):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+KINDS = {"block": GatedMLP, "model": Factor, "linear": lambda: nn.Linear(32, 32)}
+CALLS = {"call": lambda module, x: module(x), "forward": lambda module, x: module.forward(x)}
+
+
 @pytest.fixture
 def anew():
     torch._dynamo.reset()
@@ -62,12 +67,11 @@ def anew():
 
 
 @pytest.mark.filterwarnings("ignore:.*shallow copy:opfuse.errors.OpfuseWarning")
-@pytest.mark.parametrize("make", [GatedMLP, Factor, lambda: nn.Linear(32, 32)], ids=["block", "model", "linear"])
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("call", [lambda module, x: module(x), lambda module, x: module.forward(x)], ids=["call", "forward"])
-def test_a_compiled_copy_has_the_results_of_the_plain_copy(anew, make, copied, call):
+@pytest.mark.parametrize(("kind", "copied", "how"), in_turn(KINDS, COPIES, CALLS, of=2))
+def test_a_compiled_copy_has_the_results_of_the_plain_copy(anew, kind, copied, how):
     """Also of the original behind it, whose graph another one is where the copy has other parameters."""
-    x, plain = torch.randn(4, 32), make()
+    copied, call = COPIES[copied], CALLS[how]
+    x, plain = torch.randn(4, 32), KINDS[kind]()
     model = copy.deepcopy(plain)
     opfuse.fuse_(model, EXACT)
     compiled = torch.compile(call, backend="aot_eager")

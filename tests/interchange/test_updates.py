@@ -13,6 +13,7 @@ from opfuse.errors import ConversionError
 from opfuse.interchange.updates import WeightBucket
 from opfuse.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.tensor import QuantizedTensor
+from tests.processes import FORKSERVER
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -153,9 +154,8 @@ def _child(queue, back) -> None:
 
 def test_a_bucket_passes_to_another_process():
     """By torch's queue: shared memory on a CPU, CUDA IPC for a GPU."""
-    context = torch.multiprocessing.get_context("spawn")
-    queue, back = context.Queue(), context.Queue()
-    process = context.Process(target=_child, args=(queue, back))
+    queue, back = FORKSERVER.Queue(), FORKSERVER.Queue()
+    process = FORKSERVER.Process(target=_child, args=(queue, back))
     process.start()
     (bucket,) = opfuse.weight_updates(dense(), "deepseek")
     queue.put(bucket)

@@ -20,7 +20,11 @@ CHAINS = {
     "products without bias": (lambda: ops.Linear(32, 32, bias=False), lambda: ops.Dropout(0.1), ops.ReLU),
 }
 
-CASES = [*((chain, None) for chain in CHAINS), *((chain, "dequantized") for chain in CHAINS if chain.startswith("products"))]
+CASES = [
+    *((chain, None) for chain in CHAINS),
+    ("products", "dequantized"),
+    pytest.param("products without bias", "dequantized", marks=pytest.mark.slow),
+]
 """An override changes the steps of products alone."""
 
 SHORT, TIMES = 16, 3

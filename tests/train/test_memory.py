@@ -97,7 +97,7 @@ def estimated(**options: Any) -> Memory:
 
 def llama(**changed: Any) -> tuple[nn.Module, torch.Tensor]:
     transformers = pytest.importorskip("transformers", reason="of the extra `test`")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 4096}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 4096}
     config = transformers.LlamaConfig(**sizes, **changed, use_cache=False)
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=BF16), torch.zeros(2, 512, dtype=torch.int64)

@@ -354,6 +354,7 @@ def test_checkpoints_repeat_a_call_under_its_first_recipe(pair, reentrant, recip
         pair.step(KINDS[recipe])
 
 
+@of_converted
 def test_a_call_in_a_checkpoint_is_repeated_as_a_whole(pair):
     """It enters fewer functions than one that is made step by step, although it looks for the checkpoint."""
     for _ in range(5):

@@ -274,8 +274,8 @@ ADAPTERS = """\
 LoRA of rank 16 at every linear layer of Llama 3 8B's layers, with adapters in bf16, both passes and AdamW over the adapters:
 PEFT over weights in bf16, and PEFT over transformers' `FP8Linear` as `fuse_(pack=True)` converts it under `Float8BlockScaling()`,
 which multiplies the stored bytes in both passes. Peaks are those of a process that trains one model. *In checkpoints* are all 32
-layers, called and compiled. There the GPU waits for the CPU: in a trace of eight layers the kernels of a step that was called took
-84 ms (bf16: 114), and the CPU 120 ms to queue them (71). transformers' own FP8 is compared where its kernel can be had;
+layers, called and compiled. There the GPU waits for the CPU: in a trace of eight layers the kernels of a called step took
+84 ms (bf16: 114), and the CPU 120 ms to queue them (71). transformers' own FP8 is compared where its kernel can be had:
 [weights.md](weights.md#train-an-fp8-model-of-transformers) has a run with it.
 
 """

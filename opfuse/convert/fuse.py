@@ -30,9 +30,12 @@ from opfuse.core.operation import FusibleOperation
 from opfuse.domains import BOOLEAN, Domain, checked_arguments, domain_of
 from opfuse.errors import ConversionError, describe, listed, nearest, with_article
 from opfuse.interchange.stored_modules import (
+    COMPRESSED,
+    Ids,
     decompress_the_rest,
     hold_arrays,
     hold_stored,
+    is_whole,
     stored_arrays,
     stored_kind,
     why_not_held,
@@ -295,9 +298,10 @@ def _carry_over(before: dict[nn.Module, Converted], forwards: dict[nn.Module, Co
 
 def _release(model: nn.Module, forwards: Mapping[nn.Module, Converted]) -> None:
     """Have modules of other libraries that are not converted hold their quantized matrices as they did."""
+    tied: dict[int, list[nn.Parameter]] = {}
     for module in model.modules():
         if module not in forwards:
-            hold_arrays(module)
+            hold_arrays(module, tied)
     decompress_the_rest(model)
 
 
@@ -338,7 +342,7 @@ class _Walk:
         """Have the modules of other libraries that hold their matrices quantized hold them as parameters, if they are to multiply
         under a recipe; without one they compute what they did.
         """
-        plain, tied = _plain_parameters(model), dict[int, nn.Parameter]()
+        plain, tied = _plain_parameters(model), dict[Ids, nn.Parameter]()
         dtype, trains = _dtype_of(plain), not plain or any(parameter.requires_grad for parameter in plain)
         for path, module in model.named_modules():
             if (kind := stored_kind(module)) is None:
@@ -351,6 +355,12 @@ class _Walk:
                 choice = Choice(False, got=got, cure=cure)
             if not choice.convert:
                 self.left[module] = {"status": "kept", "got": choice.got, "cure": choice.cure, **left}
+            elif kind is COMPRESSED and not is_whole(model):
+                wanted, got = (
+                    "the whole model that was compressed",
+                    "a part of it, which the first call of the whole decompresses",
+                )
+                self.left[module] = {"status": "refused", "wanted": wanted, "got": got, "cure": "fuse_ the whole model", **left}
             elif got := why_not_held(module):
                 self.left[module] = {"status": "refused", "wanted": kind.wanted, "got": got, "cure": kind.cure, **left}
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from opfuse.errors import ConversionError, describe, number_of
+from opfuse.errors import ConversionError, OpfuseWarning, describe, notice, number_of
 from opfuse.formats import ROWWISE
 from opfuse.interchange.layouts import LAYOUTS, Foreign
 from opfuse.numerics.scales import e8m0_of_pow2
@@ -97,6 +98,10 @@ COMPRESSED = StoredKind(
 """Linear layers that compressed-tensors has compressed. At a model's first call it decompresses those with the attributes."""
 
 
+Ids = tuple[int, ...]
+"""The ``id()`` of each array of a matrix."""
+
+
 class _Array(NamedTuple):
     """An array as a module held it."""
 
@@ -128,11 +133,19 @@ def _matrices_held(module: nn.Module) -> dict[str, list[_Array]]:
     return {} if held is None else held.matrices
 
 
+_COMPRESSED = "compressed"
+"""What compressed-tensors says of a module whose weight it has compressed."""
+
+
+def _status(module: nn.Module) -> str | None:
+    status: str | None = getattr(vars(module).get("quantization_status"), "value", None)
+    return status
+
+
 def stored_kind(module: nn.Module) -> StoredKind | None:
     """What a module is whose matrices another library holds quantized; None of any other module."""
     if type(module) is nn.Linear:
-        status = getattr(vars(module).get("quantization_status"), "value", None)
-        return COMPRESSED if status == "compressed" else None
+        return COMPRESSED if _status(module) == _COMPRESSED else None
     library = sys.modules.get("transformers.integrations.finegrained_fp8")
     return next((kind for name, kind in KINDS.items() if type(module) is getattr(library, name, None)), None)
 
@@ -203,6 +216,8 @@ def _why_not_compressed(module: nn.Module, layout: Foreign) -> str:
         return f"{' and '.join(others)} beside {' and '.join(arrays)}"
     if getattr(module.quantization_scheme, "output_activations", None) is not None:
         return "a cast of what the layer returns"
+    if layout.parts[-1].scale_of is not None and any(array.is_meta for array in arrays.values()):
+        return "a global scale without a value, on the meta device"
     try:
         layout.amax("", {part.suffix: array for part, array in zip(layout.parts, arrays.values())})
     except ConversionError:
@@ -211,41 +226,45 @@ def _why_not_compressed(module: nn.Module, layout: Foreign) -> str:
 
 
 @torch.no_grad()
-def hold_stored(module: nn.Module, path: str, dtype: torch.dtype, trains: bool, tied: dict[int, nn.Parameter]) -> None:
+def hold_stored(module: nn.Module, path: str, dtype: torch.dtype, trains: bool, tied: dict[Ids, nn.Parameter]) -> None:
     """Hold the matrices of a module as stored parameters of the nominal ``dtype``, over the same bytes.
 
     Gradients are in ``dtype``, and reach a matrix if its codes had ``requires_grad``; ``trains`` says whether they reach one of
     integers, which cannot have it. :func:`stored_kind` knows the module, and :func:`why_not_held` finds nothing.
-    tied: the parameters that were made, by the ``id()`` of their codes, so that modules with one matrix share it again.
+    tied: the parameters that were made, by the ``id()`` of their arrays, so that modules with one matrix share it again.
     """
     kind, name = stored_kind(module), stored_layout(module)
     if kind is None or name is None:
         return
-    if _HELD not in vars(module):
-        module.register_state_dict_post_hook(_write)
-        module.register_load_state_dict_pre_hook(_read)
-    held = _Held(type(module), name, {}, {key: vars(module).pop(key) for key in kind.attributes})
-    if kind is COMPRESSED:
-        vars(module).pop("forward", None)  # which casts activations around that of nn.Linear
+    held = _Held(type(module), name, {}, {key: vars(module)[key] for key in kind.attributes})
+    slots: dict[str, nn.Parameter | None] = {}
     for matrix in kind.matrices:
         arrays = _arrays_of(module, matrix, LAYOUTS[name])
         held.matrices[matrix] = [_Array(key, array.dtype, array.requires_grad) for key, array in arrays.items()]
-        codes = next(iter(arrays.values()))
-        if id(codes) not in tied:
+        codes, ids = next(iter(arrays.values())), tuple(map(id, arrays.values()))
+        if ids not in tied:
             stored = _stored(f"{path}.{matrix}", LAYOUTS[name], arrays.values(), dtype)
             wanted = codes.requires_grad if codes.dtype.is_floating_point else trains
-            tied[id(codes)] = nn.Parameter(stored, requires_grad=wanted)
-        module._parameters.update(dict.fromkeys(arrays))
-        module._parameters[matrix] = tied[id(codes)]
+            tied[ids] = nn.Parameter(stored, requires_grad=wanted)
+        slots |= {**dict.fromkeys(arrays), matrix: tied[ids]}
+    if _HELD not in vars(module):  # from here on nothing raises
+        module.register_state_dict_post_hook(_write)
+        module.register_load_state_dict_pre_hook(_read)
+    for key in kind.attributes:
+        del vars(module)[key]
+    if kind is COMPRESSED:
+        vars(module).pop("forward", None)  # which casts activations around that of nn.Linear
+    module._parameters.update(slots)
     vars(module)[_HELD] = held
     module.__class__ = kind.becomes
 
 
 @torch.no_grad()
-def hold_arrays(module: nn.Module) -> None:
+def hold_arrays(module: nn.Module, tied: dict[int, list[nn.Parameter]]) -> None:
     """Undo :func:`hold_stored`: a module has arrays again, with the values of the parameters now.
 
     A parameter that something else was put in the place of, such as plain values or a shard, stays: the library multiplies it.
+    tied: the arrays that were made, by the ``id()`` of their parameters, so that modules with one matrix share it again.
     """
     held = _held(module)
     if held is None or not held.matrices:
@@ -254,14 +273,13 @@ def hold_arrays(module: nn.Module) -> None:
     for matrix, before in held.matrices.items():
         stored = module._parameters[matrix]
         if isinstance(stored, QuantizedTensor):
-            arrays, trains = (
-                _written(LAYOUTS[held.layout], stored, before),
-                (stored.requires_grad, *[a.trained for a in before[1:]]),
-            )
-            if matrix not in arrays:
-                del module._parameters[matrix]
-            for (key, array), each in zip(arrays.items(), trains):
-                module._parameters[key] = nn.Parameter(array, requires_grad=each and array.dtype.is_floating_point)
+            if id(stored) not in tied:
+                arrays = _written(LAYOUTS[held.layout], stored, before).values()
+                trains = (stored.requires_grad, *[array.trained for array in before[1:]])
+                pairs = zip(arrays, trains)
+                tied[id(stored)] = [nn.Parameter(a, requires_grad=t and a.dtype.is_floating_point) for a, t in pairs]
+            del module._parameters[matrix]
+            module._parameters.update(zip([array.key for array in before], tied[id(stored)]))
         else:
             stays = True
     held.matrices.clear()
@@ -271,25 +289,45 @@ def hold_arrays(module: nn.Module) -> None:
         importlib.import_module("compressed_tensors.quantization.lifecycle.forward").set_forward_quantized(module)
 
 
+_HOOK = "ct_decompress_hook"
+"""The attribute of a model in which compressed-tensors keeps its hook, which decompresses the model at its first call."""
+
+
+def is_whole(model: nn.Module) -> bool:
+    """Whether the hook that decompresses a model's layers is on the model or inside of it, and so can be taken off."""
+    return any(_HOOK in vars(module) for module in model.modules())
+
+
 def decompress_the_rest(model: nn.Module) -> None:
     """Have linear layers that are still as compressed-tensors made them decompressed at the next call of their model.
 
-    So does the library's own hook, which also puts forwards that move weights between devices in the place of all others.
+    So does the library's own hook, which also puts forwards that move weights between devices in the place of all others. It is
+    put back once all layers are as the library made them.
     """
     for root in model.modules():
-        library: Any = vars(root).get("ct_decompress_hook")
-        if library is not None:
-            library.remove()
-            if any(stored_kind(module) is COMPRESSED for module in root.modules()):
-                vars(root)["ct_decompress_hook"] = root.register_forward_pre_hook(_decompress)
+        library: Any = vars(root).get(_HOOK)
+        if library is None:
+            continue
+        compressor = getattr(getattr(root, "hf_quantizer", None), "compressor", None)
+        states = {_status(module) for module in root.modules()} - {None}
+        library.remove()
+        if compressor is not None and states == {_COMPRESSED} and not any(map(_matrices_held, root.modules())):
+            compressor.add_decompress_hook(root)
+        elif _COMPRESSED in states:
+            vars(root)[_HOOK] = root.register_forward_pre_hook(_decompress)
 
 
 def _decompress(root: nn.Module, _: Any) -> None:
-    vars(root)["ct_decompress_hook"].remove()
+    vars(root)[_HOOK].remove()
+    left = {path: module for path, module in root.named_modules() if stored_kind(module) is COMPRESSED}
     compressors = importlib.import_module("compressed_tensors.compressors")
-    for module in root.modules():
-        if stored_kind(module) is COMPRESSED:
-            compressors.decompress_module(module)
+    for module in left.values():
+        compressors.decompress_module(module)
+    if left:
+        paths = f"{', '.join([*left][:3])}{' and others' if len(left) > 3 else ''}"
+        got = f"its first call decompresses {paths}, which save_pretrained then writes plain, while config.json says compressed"
+        cure = "save the model before its first call, or have fuse_ convert these layers too"
+        warnings.warn(notice("a model of compressed-tensors", got=got, cure=cure), OpfuseWarning, stacklevel=2)
 
 
 def stored_parameters(model: nn.Module) -> dict[str, tuple[QuantizedTensor, tuple[str, ...]]]:

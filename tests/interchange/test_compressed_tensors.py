@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import opfuse
-from opfuse.errors import ConversionError
+from opfuse.errors import ConversionError, OpfuseWarning
+from opfuse.interchange import stored_modules
 from opfuse.recipes import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import NVFP4Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
@@ -138,9 +139,79 @@ def test_modules_that_are_not_converted_are_decompressed_at_the_first_call(tmp_p
     assert bits(opfuse.export_weights(model, "fp8_block").tensors)[f"{path}.weight"][0] == torch.float8_e4m3fn
     with pytest.raises(ConversionError, match="write it as 'fp8_block', or convert the model first"):
         opfuse.export_weights(model, "deepseek")
-    model(input_ids=WORDS)
+    with pytest.warns(OpfuseWarning, match=f"first call decompresses {path}, which save_pretrained then writes plain"):
+        model(input_ids=WORDS)
     assert torch.equal(down.weight, values.get_parameter(f"{path}.weight"))
     assert isinstance(model.get_parameter(f"{UP}.weight"), QuantizedTensor)
+
+
+def whole(model: nn.Module, recipe: Any) -> None:
+    opfuse.fuse_(model, recipe)
+    opfuse.unfuse_(model)
+
+
+def failed(model: nn.Module, recipe: Any) -> None:
+    with pytest.raises(ConversionError):
+        opfuse.fuse_(model, recipe, policy={"no such layer": None})
+
+
+def broken(model: nn.Module, recipe: Any) -> None:
+    """The memory ends in the middle."""
+    own, made = stored_modules._stored, []
+
+    def stored(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 4:
+            raise torch.OutOfMemoryError
+        return own(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_modules, "_stored", stored)
+        with pytest.raises(torch.OutOfMemoryError):
+            opfuse.fuse_(model, recipe)
+
+
+@pytest.mark.parametrize("change", [whole, failed, broken])
+def test_what_was_undone_is_as_the_library_made_it(change, tmp_path):
+    """It is decompressed by the library at its first call, and what it writes then is what it says."""
+    model, untouched = (loaded(checkpoint("fp8_block", tmp_path / "given")) for _ in range(2))
+    change(model, RECIPES["fp8_block"])
+    logits = []
+    for number, each in enumerate((model, untouched)):
+        logits.append(each(input_ids=WORDS).logits)
+        each.save_pretrained(tmp_path / str(number))
+    assert torch.equal(*logits)
+    files = [load_file(tmp_path / str(number) / "model.safetensors") for number in range(2)]
+    configs = [json.loads((tmp_path / str(number) / "config.json").read_text()) for number in range(2)]
+    assert bits(files[0]) == bits(files[1])
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("change", [whole, failed, broken])
+def test_layers_that_share_a_matrix_share_it_once_it_was_undone(change, tmp_path):
+    model = loaded(checkpoint("fp8_block", tmp_path))
+    layer = model.model.layers[0].mlp
+    layer.gate_proj.weight, layer.gate_proj.weight_scale = layer.up_proj.weight, layer.up_proj.weight_scale
+    change(model, RECIPES["fp8_block"])
+    assert layer.gate_proj.weight is layer.up_proj.weight
+    assert layer.gate_proj.weight_scale is layer.up_proj.weight_scale
+
+
+def test_a_part_of_a_compressed_model_is_refused(tmp_path):
+    """The first call of the whole would put other forwards in the place of those of the part."""
+    model = loaded(checkpoint("fp8_block", tmp_path))
+    with pytest.raises(ConversionError, match=r"wants the whole model that was compressed.* Cure: fuse_ the whole model"):
+        opfuse.fuse_(model.model, RECIPES["fp8_block"])
+    assert model(input_ids=WORDS).logits.isfinite().all()
+
+
+def test_layers_with_the_same_codes_and_other_scales_stay_apart(tmp_path):
+    model = loaded(checkpoint("fp8_block", tmp_path))
+    layer = model.model.layers[0].mlp
+    layer.gate_proj.weight = layer.up_proj.weight
+    layer.gate_proj.weight_scale = nn.Parameter(2 * layer.up_proj.weight_scale.detach())
+    opfuse.fuse_(model, RECIPES["fp8_block"])
+    assert torch.equal(layer.gate_proj.weight.dequantize(), 2 * layer.up_proj.weight.dequantize())
 
 
 def test_copies_and_pickles_keep_their_bytes(tmp_path):
@@ -174,6 +245,7 @@ def test_adapters_train_on_a_compressed_base(layout, tmp_path):
 def test_what_opfuse_cannot_hold_is_refused_with_a_reason(tmp_path):
     def refused(change: Any, layout: str = "fp8_block") -> str:
         model = nn.Sequential(nn.LayerNorm(128, dtype=BF16), linear(layout, tmp_path / layout), nn.Linear(256, 128, dtype=BF16))
+        model.ct_decompress_hook = model.register_forward_pre_hook(print)  # of the library, on the whole model
         change(model[1])
         report = opfuse.fuse_(model, RECIPES[layout])
         entry = report["1"]

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import opfuse
 from benchmarks import (
+    adapters,
     bandwidth,
     calls,
     chained,
@@ -34,6 +35,7 @@ from benchmarks import (
     profiles,
     pytorch,
     record,
+    rollout,
     sanitizer,
     steps,
     timing,
@@ -600,3 +602,30 @@ def test_a_mixture_of_small_sizes_runs_both_passes(kind: str) -> None:
     model = mixtures.model_of(qwen._replace(fields={**qwen.fields, **small, **heads}), 32, kind, "cpu", layers=1)
     mixtures.passes_of(model, 32, 64, "cpu")()
     assert all(p.grad is not None for name, p in model.named_parameters() if "embed" not in name)
+
+
+def test_adapters_learn_the_same_in_checkpoints():
+    """Of the layers whose steps are timed; compiled ones are wrapped, and keep their names in the state dict."""
+    pytest.importorskip("peft")
+    stack = adapters.LLAMA._replace(layers=1, sizes=models.Sizes(16, 128, 256), heads=2, groups=1)
+    found = []
+    for how in ("called", "in checkpoints"):
+        torch.manual_seed(0)
+        model = adapters.made(adapters.OURS, how, stack, "cpu")
+        torch.manual_seed(1)
+        adapters.calls_of(model, stack, "cpu")[adapters.STEP]()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+    assert any(grad.any() for grad in found[0].values())
+    wrapped = adapters.made(adapters.OURS, "compiled in checkpoints", stack, "cpu")
+    assert [*wrapped.state_dict()] == [*model.state_dict()]
+    assert all(hasattr(layer, "_checkpoint_wrapped_module") for layer in wrapped.base_model.model.layers)
+
+
+def test_rollout_compares_a_model_with_an_invariant_one():
+    found = [*rollout.records(shape=rollout.SMALL, device="cpu")]
+    ratios = {each["name"].rpartition(", ")[2]: each for each in found if each["unit"] == "x not invariant"}
+    assert [*ratios] == ["rollout of 2 tokens", "training", "both"]
+    assert [each["limit"] for each in ratios.values()] == [None, None, rollout.MOST]
+    assert all(each["value"] > 0 for each in found)

@@ -181,8 +181,9 @@ def apart(runs: Sequence[Run]) -> str:
     told = []
     for recipe, each in recipes.items():
         pairs = [(run["figures"]["validation loss"], plain.get(run["settings"]["seed"])) for run in each]
-        found = [f"{100 * (own / other - 1):+.2f} %" for own, other in pairs if other is not None]
-        told += [f"{recipe} {', '.join(found)}"] if found else []
+        found = [100 * (own / other - 1) for own, other in pairs if other is not None]
+        mean = f" (mean {statistics.mean(found):+.2f} %)" if len(found) > 1 else ""
+        told += [f"{recipe} {', '.join(f'{each:+.2f} %' for each in found)}{mean}"] if found else []
     if not told:
         return ""
     spread = 100 * (max(plain.values()) / min(plain.values()) - 1)

@@ -85,6 +85,10 @@ class NumberFormat:
     per_row: bool = False
     pow2: bool = False
 
+    def __deepcopy__(self, memo: object) -> NumberFormat:
+        """Itself, which nobody can change: dynamo compares a copy at each call of compiled code, and equal objects at once."""
+        return self
+
     @property
     def as_stored(self) -> NumberFormat:
         """The format that says where bytes lie and what they mean, and nothing of their values."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple, cast
 
@@ -160,7 +161,10 @@ class Settings(NamedTuple):
         if _present(own["_parameters"]) != self.parameters:
             return False
         modules: Mapping[str, Any] = own["_modules"]
-        return (not modules and not self.submodules) or _is_same(tuple(modules.items()), self.submodules)
+        if not modules and not self.submodules:
+            return True
+        names, then = zip(*self.submodules) if self.submodules else ((), ())
+        return (*modules,) == names and all(map(is_, modules.values(), then))
 
     @property
     def named(self) -> dict[str, Any]:

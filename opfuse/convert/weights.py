@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import add, attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from opfuse.runtime.compile.backward_tape import BackwardTape, StepBackward
 from opfuse.runtime.compile.saved_call import autocast_like
 from opfuse.runtime.replay.replayable import layout_key
 from opfuse.tensors.rows import may_join, over_rows, packed_rows
+from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.tensors import share_memory
 
@@ -212,7 +214,11 @@ class LocalParameters(MadeParameters):
 
 
 class _Join:
-    """Makes one tensor of parameters, one after another in its rows; a step of a tape. turned: whether each is transposed."""
+    """Makes one tensor of parameters, one after another in its rows; a step of a tape. turned: whether each is transposed.
+
+    What it made of stored parameters in one memory it gives again while they lie there, since to make that takes the host longer
+    than to launch the product. It is kept as long as the record of the first, and so holds no memory that this does not.
+    """
 
     sized = False
 
@@ -220,6 +226,7 @@ class _Join:
         self.turned = turned
         self.sizes = [len(part) for part in self._parts(values)]
         self.layout: tuple[Any, ...] | None = None
+        self._wholes: WeakKeyDictionary[QuantizedStorage, tuple[_Lying, torch.Tensor]] = WeakKeyDictionary()
 
     def _parts(self, values: Sequence[Any]) -> list[torch.Tensor]:
         return [value.mT if turn else value for value, turn in zip(values, self.turned)]
@@ -243,8 +250,34 @@ class _Join:
         return True
 
     def __call__(self, tensors: Sequence[torch.Tensor], tape: BackwardTape) -> tuple[Sequence[torch.Tensor], StepBackward] | None:
+        lying = _lying(tensors)
+        known = None if lying is None else self._wholes.get(tensors[0].held)  # type: ignore[attr-defined]
+        if known is not None and known[0] == lying:
+            tape.watch(tensors)
+            return [known[1]], self.backward
         whole = self.whole(tensors, tape, trains=True)
-        return ([whole], self.backward) if layout_key([whole]) == self.layout else None
+        if layout_key([whole]) != self.layout:
+            return None
+        if lying is not None and _arrays(whole)[0].data_ptr() == lying.addresses[0]:
+            self._wholes[tensors[0].held] = lying, whole  # type: ignore[attr-defined]
+        return [whole], self.backward
+
+
+class _Lying(NamedTuple):
+    """Where stored parameters lie, and what a tensor over the first one has of it. others: the records of all but the first."""
+
+    addresses: list[int]
+    others: list[QuantizedStorage]
+    first: tuple[Any, ...]
+
+
+def _lying(values: Sequence[Any]) -> _Lying | None:
+    """None unless all are stored, and there are several."""
+    if len(values) < 2 or {*map(type, values)} != {QuantizedTensor}:
+        return None
+    first, records = values[0], [value.held for value in values]
+    addresses = [tensor.data_ptr() for record in records for tensor in record.tensors()]
+    return _Lying(addresses, records[1:], (first.quantizer, first.ranks, first.alternates))
 
 
 def _noted(tape: BackwardTape, sources: Sequence[Source]) -> torch.Tensor:

@@ -60,9 +60,13 @@ class Tree(NamedTuple):
     @property
     def stands(self) -> bool:
         """Whether nothing has been replaced, added or removed."""
-        return all(list(now.values()) == then for now, then in self.modules) and all(
-            list(now) == then for now, then in self.parameters
-        )
+        for modules, then in self.modules:
+            if [*modules.values()] != then:
+                return False
+        for parameters, names in self.parameters:  # noqa: SIM110 - a generator is a function more for each, at every call
+            if [*parameters] != names:
+                return False
+        return True
 
 
 class WatchedClass(ABCMeta):

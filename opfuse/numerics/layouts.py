@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -155,7 +156,7 @@ def layout_of(fmt: NumberFormat, usage: Usage, shape: tuple[int, int], swizzled:
 
 def are_known(layouts: Sequence[Layout]) -> bool:
     """Whether kernels know all of them."""
-    return all(layout.is_known for layout in layouts)
+    return all(map(attrgetter("is_known"), layouts))
 
 
 def lines_of(x: torch.Tensor, usage: Usage) -> torch.Tensor:

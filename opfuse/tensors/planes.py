@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -15,6 +16,23 @@ from opfuse.numerics.layouts import Layout, layout_of, load_data, load_scale, st
 from opfuse.numerics.scales import are_pow2
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
+
+Made = TypeVar("Made")
+
+
+def _kept(make: Callable[[QuantizedStorage], Made]) -> Callable[[QuantizedStorage], Made]:
+    """``make``, whose result stays with the storage, which is frozen: compiled code asks for it at each call."""
+    name = f"_{make.__name__}"
+
+    @wraps(make)
+    def kept(storage: QuantizedStorage) -> Made:
+        known = vars(storage)
+        if name not in known:
+            known[name] = make(storage)
+        return known[name]  # type: ignore[no-any-return]
+
+    return kept
+
 
 INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}
 """Names for the tensors of a record, of which a plane need not have all: usage and field."""
@@ -119,7 +137,8 @@ def as_matrix(storage: QuantizedStorage) -> QuantizedStorage:
     return with_shape(storage, storage.plane(storage.usages[0]).shape)
 
 
-def named_tensors(storage: QuantizedStorage) -> dict[str, torch.Tensor]:
+@_kept
+def named_tensors(storage: QuantizedStorage) -> Mapping[str, torch.Tensor]:
     """The tensors of ``storage`` by name, from :data:`INNER_NAMES`; those of a group with its number behind."""
     found = {
         f"{name}{number}": getattr(part, field)
@@ -134,6 +153,7 @@ def _parts(plane: Plane) -> Iterable[tuple[int | str, Plane]]:
     return enumerate(plane.members) if isinstance(plane, GroupedPlane) else [("", plane)]
 
 
+@_kept
 def structure(storage: QuantizedStorage) -> tuple[Any, ...]:
     """All of ``storage`` but its tensors and its shape, to compare. QuantizedTensorError as :func:`check_describable`."""
     check_describable(storage)

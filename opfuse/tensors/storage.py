@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -91,7 +92,8 @@ class Plane:
 class QuantizedStorage:
     """A tensor of logical ``shape`` and nominal ``dtype`` as quantized planes; ``why`` says why a plane is missing.
 
-    A plane may hold more rows than the shape says: zeros that fill its last block.
+    A plane may hold more rows than the shape says: zeros that fill its last block. What follows from the fields is kept once it
+    was asked for, since each call of a pipeline asks it of every weight.
     """
 
     shape: torch.Size
@@ -100,10 +102,19 @@ class QuantizedStorage:
     columnwise: Plane | None
     why: str = "it was not asked for"
 
-    @property
+    def __getstate__(self) -> dict[str, object]:
+        """The fields: of what is kept beside them, a copy makes its own."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @cached_property
     def usages(self) -> tuple[str, ...]:
         """The directions that hold data."""
         return tuple([plane.usage for plane in (self.rowwise, self.columnwise) if plane is not None])
+
+    @cached_property
+    def signature(self) -> tuple[str, ...]:
+        """Usage and format of every plane, as text."""
+        return tuple([f"{usage}={self.plane(usage).format}" for usage in self.usages])
 
     @property
     def format(self) -> NumberFormat:
@@ -162,6 +173,10 @@ class QuantizedStorage:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, rowwise first; what autograd saves and what a checkpoint holds."""
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple([t for plane in (self.rowwise, self.columnwise) if plane is not None for t in plane.tensors()])
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:

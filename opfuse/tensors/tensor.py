@@ -93,7 +93,8 @@ class QuantizedTensor(Quantized):
     @property
     def record(self) -> QuantizedStorage:
         """The record of all planes; one that did not travel in this pass of FSDP2 is fetched, which is a collective operation."""
-        self.fetch()
+        if self.partial_rows or self.plane_records is not None:
+            self.fetch()
         return self._storage
 
     def fetch(self) -> None:
@@ -160,7 +161,7 @@ class QuantizedTensor(Quantized):
     @property
     def signature(self) -> tuple[str, ...]:
         """Usage and format of every plane, as text, and which of them are away."""
-        held = tuple(f"{usage}={self._storage.plane(usage).format}" for usage in self._storage.usages)
+        held = self._storage.signature
         return held if self.plane_records is None else (*held, *(f"{usage}={fmt}, away" for usage, fmt in self.away.items()))
 
     @property

@@ -285,11 +285,14 @@ def _in_engine(frame: FrameType | None = None) -> FrameType | None:
 
 def in_compiled_backward() -> bool:
     """Whether compiled code runs its backward pass around the caller, and no checkpoint of torch is between them."""
-    for each in frames():
-        if each.f_code.co_name == _ENGINE or _is_of_checkpoints(each):
+    frame: FrameType | None = frame_of_caller()
+    while frame is not None:  # without a function for each of a dozen: each recomputed call asks
+        name = frame.f_code.co_name
+        if name == _ENGINE or frame.f_globals is _GLOBALS:
             return False
-        if runs_compiled_backward(each):
+        if name == "backward" and runs_compiled_backward(frame):
             return True
+        frame = frame.f_back
     return False
 
 

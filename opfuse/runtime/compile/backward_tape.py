@@ -109,6 +109,13 @@ class Copies:
         self.given = given
         self._by_place: dict[Any, torch.Tensor] = {}
 
+    def all_unshared(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """:func:`unshared` of each. Most calls have one input, and save nothing that shares memory with it."""
+        for each in self.given:
+            if True in map(share_memory, tensors, repeat(each)):
+                return [*map(self.unshared, tensors)]
+        return [*tensors]
+
     def unshared(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, or its copy if it shares memory with ``given``."""
         if not shares_memory(tensor, self.given):
@@ -170,7 +177,7 @@ class BackwardTape:
 
     def save(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
         """Save tensors for the backward pass; a copy of those that share memory with ``given``."""
-        copies = [*map(self._copies.unshared, saved)]
+        copies = self._copies.all_unshared(saved)
         self.saved += copies
         return SavedTensors(copies)
 

@@ -240,9 +240,10 @@ def _is_run(tensors: Sequence[torch.Tensor]) -> bool:
 def _checked_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters that the pipeline reads; UnsupportedError unless ``given`` are their memory."""
     own = parameters_of(pipeline)
-    if len(own) == len(given) and all(map(is_, own, given)):
+    arrays = [*map(_memory, own)]
+    if len(own) == len(given) and all(map(is_, arrays, given)):
         return own
-    if list(map(_place, map(_memory, own))) != list(map(_place, given)):
+    if list(map(_place, arrays)) != list(map(_place, given)):
         if True in map(torch.Tensor.is_neg, own):  # of which a graph may make a copy
             cure = "assign it anew: weight.data = weight.data.resolve_neg()"
             raise _refusal(pipeline, "parameters to read as they lie in memory", "one with the negative bit", cure)
@@ -270,7 +271,7 @@ def _by_memory(op: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:
 def _check_result(pipeline: CompiledPipeline, written: bool, outputs: Sequence[torch.Tensor]) -> None:
     if written:
         raise _refusal(pipeline, "inputs that a call only reads", "an op that writes into one", "use in_place=False")
-    if any(isinstance(output, QuantizedTensor) for output in outputs):
+    if QuantizedTensor in map(type, outputs):
         raise _refusal(pipeline, "plain outputs", "one that is quantized", "end the pipeline with an op that computes")
 
 

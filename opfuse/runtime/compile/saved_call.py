@@ -116,6 +116,13 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size() if tensor.numel() else start
 
 
+def _overlaps(start: int, end: int, occupied: Sequence[tuple[int, int]]) -> bool:
+    for other, other_end in occupied:  # noqa: SIM110 - a generator takes twice as long, for each result of each call
+        if start < other_end and other < end:
+            return True
+    return False
+
+
 def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``results``, copied where they share bytes with ``others`` or with each other: a compiler may overwrite each of them.
 
@@ -128,7 +135,7 @@ def apart(results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> li
             if base_of(whole) is not None or whole.requires_grad or not whole.is_contiguous():
                 whole = whole.detach().contiguous()
             start, end = _extent(whole)
-            if start % VECTOR or any(start < other_end and other < end for other, other_end in occupied):
+            if start % VECTOR or _overlaps(start, end, occupied):
                 whole = whole.clone()
                 start, end = _extent(whole)
             occupied.append((start, end))

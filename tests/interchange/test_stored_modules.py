@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -527,6 +529,63 @@ def test_a_write_to_a_packed_weight_before_the_backward_pass_is_refused(trains, 
         mlp.up_proj.weight.mul_(2)
     with pytest.raises((SavedTensorError, RuntimeError), match=r"as the forward pass left|modified by an inplace"):
         y.sum().backward()
+
+
+def moved(weight: Any) -> None:
+    """Its codes lie elsewhere from now on, in the same array of the same record."""
+    array = weight.held.plane("rowwise").data
+    array.data = array.clone()
+
+
+CHANGES: dict[str, Any] = {
+    "written": lambda mlp: mlp.gate_proj.weight.mul_(2),
+    "the second written": lambda mlp: mlp.up_proj.weight.mul_(2),
+    "another record": lambda mlp: setattr(mlp.gate_proj.weight, "data", mlp.gate_proj.weight.clone().mul_(2)),
+    "another second": lambda mlp: setattr(mlp.up_proj.weight, "data", mlp.up_proj.weight.clone().mul_(2)),
+    "codes elsewhere": lambda mlp: (moved(mlp.gate_proj.weight), mlp.gate_proj.weight.neg_()),
+    "codes of the second elsewhere": lambda mlp: (moved(mlp.up_proj.weight), mlp.up_proj.weight.neg_()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_compiled_code_reads_packed_weights_where_they_lie_now(change, tmp_path, without_gpu):
+    """Their whole is made once, and again after a change of its parts."""
+    model = loaded("dense", tmp_path)
+    model.requires_grad_(False)
+    opfuse.fuse_(model, RECIPE, pack=True)
+    mlp = model.model.layers[0].mlp
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    x = torch.randn(64, 256, dtype=BF16)
+
+    def step(call: Any) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        y.square().sum().backward()
+        return [y.detach(), leaf.grad]
+
+    before = [step(compiled) for _ in range(4)][-1]
+    with torch.no_grad():
+        CHANGES[change](mlp)
+    for _ in range(4):
+        found = step(compiled)
+        assert all(map(torch.equal, found, step(mlp)))
+        assert not torch.equal(found[0], before[0])
+
+
+def test_compiled_code_holds_no_packed_weights_that_were_replaced(tmp_path, without_gpu):
+    model = loaded("dense", tmp_path)
+    model.requires_grad_(False)
+    opfuse.fuse_(model, RECIPE, pack=True)
+    mlp = model.model.layers[0].mlp
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    for _ in range(4):
+        compiled(torch.randn(64, 256, dtype=BF16, requires_grad=True)).sum().backward()
+    parts = mlp.gate_proj.weight, mlp.up_proj.weight
+    old = [weakref.ref(array) for part in parts for array in part.held.tensors()]
+    for part in parts:
+        part.data = part.clone()
+    gc.collect()
+    assert [array() for array in old] == [None] * len(old)
 
 
 # -- state that is damaged, shared or incomplete -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from opfuse.recipes.autocast import in_region
 from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance, parameters_of
 from opfuse.runtime.compile.saved_call import CallInside
-from opfuse.runtime.interpret.checkpoint_replay import repeated
+from opfuse.runtime.interpret.checkpoint_replay import CheckpointedCall, repeated
 from opfuse.torch_private.compiler import constant_when_traced
 
 SHOWN = "extra_repr"
@@ -123,12 +123,14 @@ class Converted(GivenForward):
             return self._followed(args, kwargs)
         return self.around(partial(self._run, args, kwargs))
 
-    def around(self, run: Callable[[], Any]) -> Any:
-        """What ``run()`` gives under the recipe of this call: inside a checkpoint that of its first run."""
+    def around(self, run: Callable[[], Any], checkpointed: CheckpointedCall | None = None) -> Any:
+        """What ``run()`` gives under the recipe of this call: inside a checkpoint that of its first run. checkpointed: as of
+        :func:`repeated`.
+        """
         if self.strict and in_region() and current_recipe() != self.recipe:
             raise _not_invariant(self.label, f"a region of {current_recipe()!r}")
         with nullcontext() if self.region is None or in_region() else self.region:
-            repeat = repeated(self)
+            repeat = repeated(self, checkpointed)
             return run() if repeat is None else repeat(run)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
@@ -346,7 +348,7 @@ class InGraph:
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:
         """The call inside of an op."""
-        result: tuple[torch.Tensor, ...] = self.owner.around(partial(self._run_inside, call))
+        result: tuple[torch.Tensor, ...] = self.owner.around(partial(self._run_inside, call), call.checkpointed)
         return result
 
     def _run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ same parameters and modes. Any other call, such as one by a function that the co
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import is_
@@ -18,7 +19,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opfuse.convert.converted import Converted, InGraph, apart_when_traced, changed_when_traced, converted
+from opfuse.convert.converted import (
+    Converted,
+    InGraph,
+    apart_when_traced,
+    changed_when_traced,
+    converted,
+)
 from opfuse.convert.leaves import leaf_of, obstacle, weight_of
 from opfuse.convert.method_calls import KnownParts, MethodCalls, calm_methods, code_of_method, facts_of, is_own, methods_of
 from opfuse.convert.pipeline import PipelineRun
@@ -26,10 +33,13 @@ from opfuse.convert.record import modes
 from opfuse.convert.weights import MadeParameters, Weight
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
+from opfuse.core.tracers import enrolled
+from opfuse.errors import OpfuseWarning, notice
 from opfuse.inspect.alike import short
 from opfuse.recipes.autocast import mark_region_used
 from opfuse.runtime.compile.custom_op import hindrance, moment
 from opfuse.runtime.compile.saved_call import autocast_like
+from opfuse.torch_private.compiler import SIDE_EFFECTS, constant_when_traced, in_closed_body
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import is_followed_in, place_of_call
 from opfuse.torch_private.tensors import hooks_of, version_of
@@ -196,6 +206,22 @@ class _Columns(torch.autograd.Function):
             return torch.cat(parts, dim=-1), None, None
 
 
+@constant_when_traced
+def apart_in_checkpoint(ticket: torch.Tensor) -> bool:
+    """Whether dynamo traces the call in a checkpoint that lets no object outside of it change, as columns that wait would have
+    to. The first module says so: a product for each takes longer, and under one scale for all the bits are others.
+    """
+    own: Sibling = enrolled(int(ticket))
+    if not in_closed_body():
+        return False
+    if not own.index and own.shared.inside:
+        names = ", ".join(own.shared.names)
+        got = f"a checkpoint inside of compiled code, in which {names} have a product each"
+        cure = f"set torch._dynamo.config.{SIDE_EFFECTS} = True, unless your own code changes objects in checkpoints"
+        warnings.warn(notice(own.label, got=got, cure=cure), OpfuseWarning, stacklevel=2)
+    return True
+
+
 class Sibling(Converted):
     """The forward of a module that shares its product with others."""
 
@@ -227,6 +253,8 @@ class Sibling(Converted):
         Across graphs that is not known. A graph that is traced without a recipe has a product for each: one product would sum the
         gradients of its input before those of the input's other readers, and the last bits would not be those of torch.
         """
+        if apart_in_checkpoint(self.ticket):
+            return super()._as_op(call, given)
         shared, whole, (x,) = self.shared, self.shared.in_graph, given
         followed, shared.followed = shared.followed, None
         if whole is None or not shared.inside or hindrance(whole, x, (), None):

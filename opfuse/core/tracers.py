@@ -21,7 +21,14 @@ from opfuse.errors import UnsupportedError, describe
 from opfuse.sources import class_code, package_code
 from opfuse.torch_private.autograd import in_forward_mode, is_followed
 from opfuse.torch_private.compiler import break_graph as break_graph_because
-from opfuse.torch_private.compiler import compiled_autograd, constant_when_traced, frame_callback, in_export, in_fullgraph
+from opfuse.torch_private.compiler import (
+    compiled_autograd,
+    constant_when_traced,
+    frame_callback,
+    in_body,
+    in_export,
+    in_fullgraph,
+)
 from opfuse.torch_private.dispatch import is_batched_gradient, is_transformed, without_modes
 
 WHY = "opfuse runs its own plans: a call is no op of a graph of torch.compile with "
@@ -105,8 +112,9 @@ def all_enrolled() -> list[Any]:
 
 @constant_when_traced
 def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, ...]:
-    """Get the object of a ticket ready to be traced; returns its number, one for the place of the call, and those that keep files
-    of compilers apart: for the object's code, or that of its ops, for its form, and for the code of this package.
+    """Get the object of a ticket ready to be traced; returns its number, one for the place of the call, whether that is in a
+    checkpoint, and those that keep files of compilers apart: for the object's code, or that of its ops, for its form, and for the
+    code of this package.
 
     Dynamo runs this function while it traces, without looking into it. The result becomes a constant of the graph, guarded by
     ``form``: objects of one form share the graph. They all get ready now, since what is made later fails a guard.
@@ -118,7 +126,7 @@ def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, ...]:
         if type(other) is type(thing) and hasattr(thing, "resembles") and other.resembles(thing):
             other.get_ready()
     code = getattr(thing, "code", None) or class_code(type(op) for op in getattr(thing, "ops", ()))
-    return number, next(_sites), code, crc32(form.encode()), package_code()
+    return number, next(_sites), int(in_body()), code, crc32(form.encode()), package_code()
 
 
 class Enrolled(nn.Module):

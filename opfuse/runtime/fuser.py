@@ -426,7 +426,7 @@ class OperationFuser:
         def run() -> tuple[torch.Tensor, ...]:
             return call.recorded_on_tape(lambda given, tape: self(*given, instead=tape), self.calls, self.surroundings())
 
-        repeat = repeated(self)
+        repeat = repeated(self, call.checkpointed)
         found: tuple[torch.Tensor, ...] = run() if repeat is None else repeat(run)
         return found
 

@@ -40,13 +40,15 @@ class FoundCheckpoint(NamedTuple):
 
     owner: an object that its first run and its recomputation share, and no other checkpoint; attributes can be set on it. again:
     the backward pass in which it recomputes; None in its first run. strict: it only recomputes, so each call must be one of the
-    first run. trains: its calls are training calls although gradients are off.
+    first run. trains: its calls are training calls although gradients are off. compiled: it is compiled code, whose compiler runs
+    calls again in the backward pass, in an order of its own.
     """
 
     owner: Any
     again: Any
     strict: bool
     trains: bool
+    compiled: bool = False
 
 
 class _OwnerPlaces(NamedTuple):
@@ -144,13 +146,13 @@ def _is_of_checkpoints(frame: FrameType) -> bool:
     return frame.f_globals is _GLOBALS
 
 
-def checkpoints(frame: FrameType | None = None, *, beyond: bool = False) -> Iterator[FoundCheckpoint]:
+def checkpoints(frame: FrameType | None = None, *, beyond: bool = False, compiled: bool = False) -> Iterator[FoundCheckpoint]:
     """The checkpoints on the stack, innermost first; by default on that of the caller.
 
-    beyond: also those outside of a backward pass that they started.
+    beyond: also those outside of a backward pass that they started. compiled: also the innermost run of compiled code.
     """
     seen: list[FoundCheckpoint] = []
-    for found in _on_stack(frame or frame_of_caller(), beyond):
+    for found in _on_stack(frame or frame_of_caller(), beyond, compiled):
         yield found
         seen.append(found)
         if not beyond and (others := _outside(found)) is not None:
@@ -172,7 +174,7 @@ def _outside(found: FoundCheckpoint) -> list[FoundCheckpoint] | None:
     return others
 
 
-def _on_stack(around: FrameType | None, beyond: bool) -> Iterator[FoundCheckpoint]:
+def _on_stack(around: FrameType | None, beyond: bool, compiled: bool) -> Iterator[FoundCheckpoint]:
     """:func:`checkpoints` of a stack, which it goes through."""
     task, names, outermost, depth = backward_pass(), _names(), None, -1
     while around is not None:
@@ -188,6 +190,9 @@ def _on_stack(around: FrameType | None, beyond: bool) -> Iterator[FoundCheckpoin
             if isinstance(ctx, FunctionCtx):
                 if not _is_part(around):
                     found = _of_function(ctx, None if name == "forward" else task)
+                elif compiled and not _is_own_part(around):
+                    compiled, again = False, None if name == "forward" else task
+                    found = FoundCheckpoint(ctx, again, strict=True, trains=False, compiled=True)
                 elif name == "forward" and not beyond:
                     if outermost is None:
                         _DEPTH[0] = depth
@@ -299,6 +304,10 @@ def in_compiled_backward() -> bool:
 def _is_part(frame: FrameType) -> bool:
     """Whether the frame is one of opfuse or of compiled code, which run inside of a call."""
     return str(frame.f_globals.get("__name__", "")).startswith(_PARTS)
+
+
+def _is_own_part(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_PARTS[0])
 
 
 # -- what is expected of torch ---------------------------------------------------------------------------------------------------

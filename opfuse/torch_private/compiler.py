@@ -224,6 +224,51 @@ def traced_graph() -> torch.fx.Graph | None:
     return graph
 
 
+def _is_in_body() -> bool:
+    seen: list[bool] = []
+
+    @constant_when_traced
+    def note() -> int:
+        seen.append(in_body())
+        return 1
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + note()
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        inside: torch.Tensor = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+        return inside + note()
+
+    _compiled(around, torch.zeros(1, requires_grad=True), fullgraph=True)
+    return seen == [True, False] and not in_body()
+
+
+convention(
+    "torch._dynamo.output_graph.SubgraphTracer.parent",
+    _is_in_body,
+    use="calls in a checkpoint inside of compiled code, which the compiler runs again in the backward pass",
+    breaks="such calls would be refused in the backward pass",
+    slow=True,
+)
+
+
+def in_body() -> bool:
+    """Whether dynamo follows the body of a higher-order op, as the function of a checkpoint inside of compiled code."""
+    try:
+        return _translator().current_tx().output.current_tracer.parent is not None
+    except AttributeError:
+        return False
+
+
+def in_closed_body() -> bool:
+    """Whether it does so and refuses changes of objects outside of the body."""
+    return in_body() and not getattr(torch._dynamo.config, SIDE_EFFECTS, False)
+
+
+SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+"""The setting of ``torch._dynamo.config`` by which it allows them in checkpoints."""
+
+
 def _detects(detect: Callable[..., Any]) -> bool:
     with fake_tensor_mode()() as mode:
         x = torch.zeros(1)

@@ -362,7 +362,7 @@ def test_arguments_and_results_may_be_written_over():
     (run,) = model.runs()
     given = [tensors[0].detach().clone(), *tensors[1:]]
     wanted_of = [*[True] * len(given), False]
-    y, token = torch.ops.opfuse.pipeline([*given, run.ticket], wanted_of, 1, [int(run.ticket), 0], None)
+    y, token = torch.ops.opfuse.pipeline([*given, run.ticket], wanted_of, 1, [int(run.ticket), 0, 0], None)
     y.detach().zero_()
     given[0].zero_()
     sizes, looks = [size for t in given for size in t.shape], [number for t in given for number in (t.ndim, 0)]
@@ -424,7 +424,7 @@ def test_a_pipeline_that_one_graph_calls_twice_updates_its_scales_once():
 
 
 @pytest.mark.row("H26")
-def test_checkpoints_around_what_is_compiled_and_inside_of_it():
+def test_checkpoints_around_what_is_compiled():
     """Under delayed scaling, whose scales have moved when the backward pass runs, and which would count amaxes twice."""
     results = []
     for around in (None, False, True):
@@ -439,9 +439,6 @@ def test_checkpoints_around_what_is_compiled_and_inside_of_it():
         results.append(result)
     assert same(results[0], results[1])
     assert same(results[0], results[2])
-    inside = torch.compile(lambda x: checkpoint(model, x, use_reentrant=False), backend="aot_eager", fullgraph=True)
-    with raised(UnsupportedError, RuntimeError, "a call that runs once", "a checkpoint inside"):
-        step(inside, model, x, DELAYED)
 
 
 # -- what is no op of a graph ----------------------------------------------------------------------------------------------------
@@ -594,9 +591,9 @@ def traced(model):
 
 
 def numbers(model):
-    """What the op of a pipeline in a graph knows it by, but for the pipeline's number and that of the call."""
+    """What the op of a pipeline in a graph knows it by, but for its numbers of this process."""
     (node,) = [node for node in traced(model)[0].graph.nodes if node.target is torch.ops.opfuse.pipeline]
-    return node.args[3][2:]
+    return node.args[3][3:]
 
 
 class Halved(ops.ReLU):

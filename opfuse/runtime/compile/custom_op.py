@@ -28,7 +28,7 @@ from opfuse.core.tracers import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.runtime.compile.saved_call import CallInside, apart, autocast_dtype, autocast_like, saved_call_of, token_of
 from opfuse.runtime.compile.write_version import write_version
-from opfuse.runtime.interpret.checkpoint_replay import check_recomputed_in_graph
+from opfuse.runtime.interpret.checkpoint_replay import CheckpointedCall, check_recomputed_in_graph
 from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.planes import named_tensors
 from opfuse.tensors.tensor import QuantizedTensor
@@ -125,18 +125,20 @@ def pipeline_op(
 
     tensors: ``count`` inputs, then the parameters, and last the ticket. wanted: for each, whether its gradient is wanted. call:
     numbers of the pipeline that was traced, which is this one or one of its form, and of the call in the code, so that no
-    compiler merges two calls, and those that keep its files apart (``prepared``). autocast: the dtype of torch.autocast in the
-    code. Errors: those of the call; UnsupportedError for an op that writes to an input, a quantized output, and parameters other
-    than the pipeline's own.
+    compiler merges two calls, whether the code has a checkpoint around it, and those that keep its files apart (``prepared``).
+    autocast: the dtype of torch.autocast in the code. Errors: those of the call; UnsupportedError for an op that writes to an
+    input, a quantized output, and parameters other than the pipeline's own.
     """
     *tensors, ticket = tensors
     pipeline: CompiledPipeline = enrolled(int(ticket))
     pipeline.get_ready()
-    check_recomputed_in_graph(pipeline.label)
+    _, number, inside, *_ = call
+    if not inside:
+        check_recomputed_in_graph(pipeline.label)
     given = tensors[:count]
     parameters = _checked_parameters(pipeline, tensors[count:])
     writes = versions(*given)
-    inner = CallInside(given, parameters, wanted, autocast)
+    inner = CallInside(given, parameters, wanted, autocast, CheckpointedCall(number, tensors[0].device) if inside else None)
     outputs = pipeline.run_inside(inner)
     _check_result(pipeline, versions(*given) != writes, outputs)
     results = inner.close(outputs)

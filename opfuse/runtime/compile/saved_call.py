@@ -23,6 +23,7 @@ from opfuse.runtime.compile.backward_tape import (
     Repetition,
     check_unwritten,
 )
+from opfuse.runtime.interpret.checkpoint_replay import CheckpointedCall
 from opfuse.runtime.replay.replayable import layout_key
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.dispatch import below_autograd, seen_by_autograd
@@ -191,8 +192,8 @@ class CallInside:
     """One call inside of the op. Its pipeline chooses what records it for the backward pass: a tape, or autograd.
 
     given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. autocast: the
-    dtype of torch.autocast in the code. trains: whether any gradient is wanted. saved_call: what the call keeps. repeated:
-    whether it was made again as a whole.
+    dtype of torch.autocast in the code. checkpointed: of a call that has a checkpoint around it in the code. trains: whether any
+    gradient is wanted. saved_call: what the call keeps. repeated: whether it was made again as a whole.
     """
 
     repeated = False
@@ -203,8 +204,10 @@ class CallInside:
         parameters: Sequence[torch.Tensor],
         wanted: Sequence[bool],
         autocast: torch.dtype | None,
+        checkpointed: CheckpointedCall | None = None,
     ) -> None:
         self.given, self.parameters, self.wanted, self.autocast = given, parameters, wanted, autocast
+        self.checkpointed = checkpointed
         self.trains = any(wanted)
         self.saved_call = SavedCall()
         self._tape: BackwardTape | None = None

@@ -9,11 +9,17 @@ A checkpoint within a checkpoint is repeated by the outer one, and then by itsel
 own calls begin. A reentrant one runs a backward pass inside of that around it: delayed scales of gradients are updated after the
 outermost. The stack is searched only where a checkpoint may be: in a backward pass, under hooks of saved tensors and in the
 forward of an ``autograd.Function``.
+
+A checkpoint inside of code under torch.compile is a part of the graph: the compiler puts the calls that it makes again into the
+graph of the backward pass. Those of dynamo's graph that have a checkpoint around them know it, and take the run of the compiled
+code, which has one ``ctx`` in both passes, for a checkpoint. As the compiler may choose other calls and another order, each call
+is found by its number in the code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from contextvars import Context, copy_context
 from typing import Any, NamedTuple, Protocol
 
@@ -41,11 +47,65 @@ class CalledPipeline(Protocol):
     def ops(self) -> Sequence[object]: ...
 
 
-class _FirstCall(NamedTuple):
-    """One call of a first run."""
+class CheckpointedCall(NamedTuple):
+    """A call in compiled code with a checkpoint around it there: its number in the code, and the device on which it runs."""
 
-    pipeline: CalledPipeline
-    context: Context
+    number: int
+    device: torch.device
+
+
+class _FirstCall:
+    """One call of a first run.
+
+    drawn: by a call in compiled code, the states of torch's generators before it; None if it drew no random numbers. Compilers
+    know of no generator that an op draws from; around other calls the checkpoint itself puts states back.
+    """
+
+    drawn: _RandomStates | None = None
+
+    def __init__(self, pipeline: CalledPipeline) -> None:
+        self.pipeline, self.context = pipeline, copy_context()
+
+    def first(self, kind: Pass, run: Runs, checkpointed: CheckpointedCall | None) -> Any:
+        """What ``run()`` gives, which will be repeated."""
+        before = None if checkpointed is None else _RandomStates.now(checkpointed.device)
+        result = _under(kind, run)
+        if before is not None and before.moved():
+            self.drawn = before
+        return result
+
+    def again(self, run: Runs) -> Any:
+        """What ``run()`` gives in the context of the first run."""
+        context: Context = self.context.copy()
+        with nullcontext() if self.drawn is None else self.drawn.restored():
+            return context.run(_again, run)
+
+
+class _RandomStates:
+    """The states of torch's generators of the CPU and of a device."""
+
+    def __init__(self, device: torch.device, states: Sequence[torch.Tensor]) -> None:
+        self.device, self.states = device, states
+
+    @classmethod
+    def now(cls, device: torch.device) -> _RandomStates:
+        """As they are."""
+        on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return cls(device, [torch.get_rng_state(), *on_device])
+
+    def moved(self) -> bool:
+        """Whether a generator has drawn since."""
+        return not all(map(torch.equal, self.states, _RandomStates.now(self.device).states))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside the block generators are in these states, and after it in those from before."""
+        cpu, *on_device = self.states
+        with torch.random.fork_rng([self.device] if on_device else [], device_type="cuda"):
+            torch.set_rng_state(cpu)
+            for state in on_device:
+                torch.cuda.set_rng_state(state, self.device)
+            yield
 
 
 class _CheckpointRecord:
@@ -58,7 +118,8 @@ class _CheckpointRecord:
 class _PartOfCall:
     """The calls of one checkpoint: those of a record from ``start`` on. reached: the next call to repeat, by backward pass.
 
-    outer: the backward pass in which the checkpoint was made, by the recomputation of one around it; None if in none.
+    outer: the backward pass in which the checkpoint was made, by the recomputation of one around it; None if in none. places: of
+    compiled code, whose calls are repeated in any order, the place of each in the record.
     """
 
     def __init__(self, record: _CheckpointRecord, start: int, outer: PassAround = None) -> None:
@@ -66,37 +127,50 @@ class _PartOfCall:
         self.start = start
         self.outer = outer
         self.reached: dict[Any, int] = {}
+        self.places: dict[_CallNumber, int] = {}
 
 
 Runs = Callable[..., Any]
 
+_CallNumber = tuple[int, int]
+"""Of a call in compiled code, by which it finds its first run: that of the pipeline, of which several of one form may share the
+code, and that of the place in the code.
+"""
 
-def repeated(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
-    """A function that makes this call of ``pipeline`` if a checkpoint will repeat it or repeats it now; None otherwise."""
+
+def repeated(pipeline: CalledPipeline, checkpointed: CheckpointedCall | None = None) -> Callable[[Runs], Any] | None:
+    """A function that makes this call of ``pipeline`` if a checkpoint will repeat it or repeats it now; None otherwise.
+
+    checkpointed: of a call in compiled code that has the checkpoint inside of it.
+    """
+    if checkpointed is not None:
+        return None if current_pass() is not None else _search(pipeline, checkpointed)
     if backward_pass() < 0 and saving_hooks(False) is None and (outside_function() or torch.is_inference_mode_enabled()):
         return None
     if current_pass() is not None:  # called by an op of a call that was found
         return None
     if backward_pass() < 0 and saving_hooks(False) is None and in_searched_run():
         return None
-    return _search(pipeline)
+    return _search(pipeline, None)
 
 
-def _search(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
+def _search(pipeline: CalledPipeline, checkpointed: CheckpointedCall | None) -> Callable[[Runs], Any] | None:
+    number = id(pipeline), 0 if checkpointed is None else checkpointed.number
     first: list[FoundCheckpoint] = []  # innermost first
     part: _PartOfCall | None = None
-    for found in checkpoints():
+    for found in checkpoints(compiled=checkpointed is not None):
         if found.again is None:
             first.append(found)
         elif (part := getattr(found.owner, _NAME, None)) is not None:
-            at = part.reached.get(found.again, part.start)
             calls = part.record.calls
+            at = part.places.get(number, len(calls)) if found.compiled else part.reached.get(found.again, part.start)
             if at < len(calls) and _same(pipeline, calls[at].pipeline, strict=found.strict):
                 part.reached[found.again] = at + 1
                 count_in(part.outer)
-                _join(first, part.record, at, running_pass() if first and not in_compiled_autograd() else None)
+                _join(first, part.record, at, number, running_pass() if first and not in_compiled_autograd() else None)
                 mark_region_used()  # in the region that the function has entered again, if it has
-                return lambda run: calls[at].context.copy().run(_again, run)
+                again: Callable[[Runs], Any] = calls[at].again
+                return again
             if found.strict:
                 raise _changed(pipeline, calls[at].pipeline if at < len(calls) else None)
             part = None
@@ -104,10 +178,11 @@ def _search(pipeline: CalledPipeline) -> Callable[[Runs], Any] | None:
         return None
     outermost = getattr(first[-1].owner, _NAME, None)
     record = _CheckpointRecord() if outermost is None else outermost.record
-    _join(first, record, len(record.calls))
-    record.calls.append(_FirstCall(pipeline, copy_context()))
+    _join(first, record, len(record.calls), number)
+    call = _FirstCall(pipeline)
+    record.calls.append(call)
     kind = Pass.TRAINED if any(found.trains for found in first) else Pass.FIRST
-    return lambda run: _under(kind, run)
+    return lambda run: call.first(kind, run, checkpointed)
 
 
 def check_once(label: str) -> None:
@@ -131,11 +206,17 @@ _CHECKED: list[int | None] = [None]
 """The backward pass that was checked last."""
 
 
-def _join(first: list[FoundCheckpoint], record: _CheckpointRecord, at: int, outer: PassAround = None) -> None:
+def _join(
+    first: list[FoundCheckpoint], record: _CheckpointRecord, at: int, number: _CallNumber, outer: PassAround = None
+) -> None:
     """Give ``record``, from call ``at`` on, to the checkpoints that run for the first time."""
     for found in first:
-        if getattr(found.owner, _NAME, None) is None:
-            setattr(found.owner, _NAME, _PartOfCall(record, at, outer))
+        part: _PartOfCall | None = getattr(found.owner, _NAME, None)
+        if part is None:
+            part = _PartOfCall(record, at, outer)
+            setattr(found.owner, _NAME, part)
+        if found.compiled:
+            part.places[number] = at
 
 
 _NAME = "_opfuse_calls"

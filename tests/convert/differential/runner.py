@@ -197,14 +197,12 @@ REFUSED = {
     True: (
         "recomputation by a checkpoint",
         "another one, and a function around the module's forward",
-        "a checkpoint inside of what is compiled",
     ),
 }
 """Errors of one run alone, by whether it is the converted one (docs/fuse.md). In plain torch refuses a write to a result that is
 a view of a checkpoint's, and the backward pass through a result that was written to and that it had saved; a converted module's
 result is no view, and other tensors are saved. Converted, a checkpoint refuses a function that calls other modules when it runs
-again, and a module whose class got another forward refuses calls through a function that was put around its own; compiled code
-refuses a checkpoint inside of it (docs/torch.md)."""
+again, and a module whose class got another forward refuses calls through a function that was put around its own."""
 
 WRITTEN = "wants saved tensors as the forward pass left them"
 """An error of the converted run, which torch raises as well, but not in a non-reentrant checkpoint: that saves what its function

@@ -1,0 +1,212 @@
+"""Checkpoints inside of compiled code, whose compiler runs calls again in the backward pass: in the context of the first run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.errors import OpfuseWarning
+from opfuse.runtime.compile.saved_call import saved_calls
+from opfuse.torch_private.compiler import SIDE_EFFECTS
+
+pytestmark = [pytest.mark.cpu, pytest.mark.row("H26")]
+DELAYED = recipes.DelayedScaling(amax_history_len=2)
+RECIPES = {
+    "delayed": DELAYED,
+    "current": recipes.Float8CurrentScaling(),
+    "high precision": recipes.Float8CurrentScaling(backward_override="high_precision"),
+    "block": recipes.Float8BlockScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True),
+}
+in_checkpoint = partial(checkpoint, use_reentrant=False)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+    assert saved_calls() == 0
+
+
+class Blocks(nn.Module):
+    """Two checkpoints, the second with a pipeline that the first has called; their recomputations run in the other order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = ops.Sequential(ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32))
+        self.second = ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 32))
+
+    def one(self, x):
+        return torch.tanh(self.first(torch.sin(x))) + x
+
+    def two(self, x):
+        return self.second(self.first(x.cos())) * 2
+
+    def forward(self, x):
+        return in_checkpoint(self.two, in_checkpoint(self.one, x)).sin()
+
+
+def steps(call: Callable[..., Any], model: nn.Module, recipe: Any, count: int = 4, passes: int = 1) -> list[torch.Tensor]:
+    """Results, gradients and states. The region is left before the backward pass, around which is another."""
+    found = []
+    for i in range(count):
+        torch.manual_seed(i)
+        x = (torch.randn(32, 32) * 10 ** (i % 2)).requires_grad_()
+        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+            y = call(x)
+        with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
+            for left in reversed(range(passes)):
+                y.square().mean().backward(retain_graph=left > 0)
+        values = [y, x.grad, *[p.grad for p in model.parameters()], *model.state_dict().values()]
+        found += [value.detach().clone() for value in values if isinstance(value, torch.Tensor)]
+        model.zero_grad()
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def compiled(model: nn.Module, backend: str = "aot_eager") -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_the_bits_of_eager_checkpoints(kind):
+    eager, model = Blocks(), Blocks()
+    model.load_state_dict(eager.state_dict())
+    assert same(steps(eager, eager, RECIPES[kind]), steps(compiled(model), model, RECIPES[kind]))
+    assert not counters["graph_break"]
+
+
+def test_calls_are_made_again_and_keep_nothing_until_then():
+    model = Blocks()
+    call, seen = compiled(model), []
+    for _ in range(3):
+        with opfuse.autocast(recipe=DELAYED):
+            y = call(torch.randn(16, 32, requires_grad=True))
+        seen.append(saved_calls())
+        y.sum().backward()
+    assert seen == [0, 0, 0]
+
+
+def test_a_second_backward_pass_makes_them_again():
+    eager, model = Blocks(), Blocks()
+    model.load_state_dict(eager.state_dict())
+    assert same(steps(eager, eager, DELAYED, passes=2), steps(compiled(model), model, DELAYED, passes=2))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_compiled_code_too(reentrant):
+    eager, model = Blocks(), Blocks()
+    model.load_state_dict(eager.state_dict())
+    call = partial(checkpoint, compiled(model), use_reentrant=reentrant)
+    assert same(steps(eager, eager, DELAYED), steps(call, model, DELAYED))
+
+
+@pytest.mark.parametrize("kind", ["delayed", "current"])
+def test_calls_that_a_policy_saves_are_not_made_again(kind):
+    """The first run then is the only one; it counts its amaxes as any call does."""
+    policy = partial(create_selective_checkpoint_contexts, [torch.ops.opfuse.pipeline.default])
+
+    class Selective(Blocks):
+        def forward(self, x):
+            inside = partial(in_checkpoint, context_fn=policy)
+            return inside(self.two, inside(self.one, x)).sin()
+
+    eager, model = Blocks(), Selective()
+    model.load_state_dict(eager.state_dict())
+    assert same(steps(eager, eager, RECIPES[kind]), steps(compiled(model), model, RECIPES[kind]))
+
+
+def test_random_numbers_are_drawn_once():
+    """Compilers know of no generator that an op draws from: a mask of its own in the backward pass would give other gradients."""
+
+    def dropped() -> nn.Module:
+        torch.manual_seed(0)
+        return ops.Sequential(ops.Linear(32, 32), ops.Dropout(0.5), ops.Linear(32, 32))
+
+    found = []
+    for outer in (lambda call: call, compiled):
+        model = dropped()
+        call = outer(lambda x, model=model: in_checkpoint(model, x))
+        found.append([*steps(call, model, RECIPES["current"]), torch.get_rng_state()])
+    assert same(*found)
+
+
+def test_equal_models_share_a_graph_and_not_what_it_makes_again():
+    """Their calls have one number in the code."""
+    models = [Blocks() for _ in range(4)]
+    for one, other in zip(models[:2], models[2:]):
+        other.load_state_dict(one.state_dict())
+    call = torch.compile(lambda model, x: model(x), backend="aot_eager", fullgraph=True)
+    found = []
+    for run, pair in ((lambda model, x: model(x), models[:2]), (call, models[2:])):
+        x = torch.linspace(-1, 1, 1024).reshape(32, 32)
+        for i in range(3):
+            with opfuse.autocast(recipe=DELAYED if i else RECIPES["current"]):
+                results = [run(model, x) for model in pair]
+            (results[0] * 3 + results[1]).square().sum().backward()
+        found.append([*results, *[p.grad for model in pair for p in model.parameters()]])
+    assert same(*found)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+class Attention(nn.Module):
+    """Three products of one tensor, which ``fuse_`` joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, width, bias=False) for width in (32, 16, 16))
+
+    def forward(self, x):
+        x = x.sin()
+        return torch.cat((self.k(x), self.v(x)), -1) * self.q(x).sigmoid()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = in_checkpoint(layer, x) + x
+        return x
+
+
+def converted(model: nn.Module) -> nn.Module:
+    opfuse.fuse_(model, RECIPES["block"])
+    return model
+
+
+@torch._dynamo.config.patch(**{SIDE_EFFECTS: True})
+def test_converted_modules_share_a_product_where_dynamo_allows_it():
+    eager = converted(Layers())
+    model = copy.deepcopy(eager)
+    assert same(steps(eager, eager, None), steps(compiled(model), model, None))
+
+
+def test_converted_modules_have_products_of_their_own_elsewhere_and_say_so():
+    eager = converted(Layers())
+    model = copy.deepcopy(eager)
+    call = compiled(model)
+    with pytest.warns(OpfuseWarning, match=r"k, v have a product each.*Cure: set torch._dynamo.config.skip_fwd_side_effects"):
+        found = steps(call, model, None)
+    assert not counters["graph_break"]
+    for one, other in zip(found, steps(eager, eager, None), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.1, atol=0.1 * other.abs().max().item())

@@ -8,7 +8,7 @@ not to be had, transformers' model is left out, which a line says.
 
 Memory is what a process that trains one model has: its weights, and at most in a step. The gradient of the layers' input is not
 asked for, as in a model whose embedding is frozen. All 32 layers of the model are called in checkpoints, as adapters are trained
-where memory is short; there weights are most of it. Compiled layers have their checkpoints around them: that of
+where memory is short; there weights are most of it. Compiled layers have their checkpoints around them; that of
 ``gradient_checkpointing_enable()`` would be inside.
 """
 

@@ -236,9 +236,10 @@ def no_name(module: str, name: str, known: Iterable[str]) -> AttributeError:
     """The error of a module that has not the attribute ``name``, with the nearest of those that it has.
 
     Notebooks, logs and ``str`` show that; the suggestion of Python itself stands in its own tracebacks alone, where it would be
-    the second one, so the error has no ``name`` to look for.
+    the second one, so the error has no ``name`` to look for. For private names, which tools ask of any object, nothing is near.
     """
-    return AttributeError(f"module {module!r} has no attribute {name!r}{nearest(name, known)}", name=None, obj=None)
+    near = "" if name.startswith("_") else nearest(name, known)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{near}", name=None, obj=None)
 
 
 def only_names(module: str, known: Sequence[str]) -> tuple[Callable[[str], NoReturn], Callable[[], list[str]]]:

@@ -7,7 +7,6 @@ same parameters and modes. Any other call, such as one by a function that the co
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from operator import is_
@@ -33,13 +32,11 @@ from opfuse.convert.record import modes
 from opfuse.convert.weights import MadeParameters, Weight
 from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import enrolled
-from opfuse.errors import OpfuseWarning, notice
 from opfuse.inspect.alike import short
 from opfuse.recipes.autocast import mark_region_used
 from opfuse.runtime.compile.custom_op import hindrance, moment
 from opfuse.runtime.compile.saved_call import autocast_like
-from opfuse.torch_private.compiler import SIDE_EFFECTS, constant_when_traced, in_closed_body
+from opfuse.torch_private.compiler import changing_outside
 from opfuse.torch_private.modules import has_global_hooks, has_hooks
 from opfuse.torch_private.stack import is_followed_in, place_of_call
 from opfuse.torch_private.tensors import hooks_of, version_of
@@ -206,20 +203,8 @@ class _Columns(torch.autograd.Function):
             return torch.cat(parts, dim=-1), None, None
 
 
-@constant_when_traced
-def apart_in_checkpoint(ticket: torch.Tensor) -> bool:
-    """Whether dynamo traces the call in a checkpoint that lets no object outside of it change, as columns that wait would have
-    to. The first module says so: a product for each takes longer, and under one scale for all the bits are others.
-    """
-    own: Sibling = enrolled(int(ticket))
-    if not in_closed_body():
-        return False
-    if not own.index and own.shared.inside:
-        names = ", ".join(own.shared.names)
-        got = f"a checkpoint inside of compiled code, in which {names} have a product each"
-        cure = f"set torch._dynamo.config.{SIDE_EFFECTS} = True, unless your own code changes objects in checkpoints"
-        warnings.warn(notice(own.label, got=got, cure=cure), OpfuseWarning, stacklevel=2)
-    return True
+def _follow(shared: Shared, columns: tuple[Any, list[torch.Tensor]] | None) -> None:
+    shared.followed = columns
 
 
 class Sibling(Converted):
@@ -253,10 +238,9 @@ class Sibling(Converted):
         Across graphs that is not known. A graph that is traced without a recipe has a product for each: one product would sum the
         gradients of its input before those of the input's other readers, and the last bits would not be those of torch.
         """
-        if apart_in_checkpoint(self.ticket):
-            return super()._as_op(call, given)
         shared, whole, (x,) = self.shared, self.shared.in_graph, given
-        followed, shared.followed = shared.followed, None
+        followed = shared.followed
+        changing_outside(_follow, shared, None)
         if whole is None or not shared.inside or hindrance(whole, x, (), None):
             return super()._as_op(call, given)
         if self.index == 0:
@@ -265,12 +249,12 @@ class Sibling(Converted):
                 return super()._as_op(call, given)
             columns = super()._as_op(whole, given).split(shared.columns, dim=-1)
             first, *others = [part.clone(memory_format=torch.contiguous_format) for part in columns]
-            shared.followed = moment(whole, x), others
+            changing_outside(_follow, shared, (moment(whole, x), others))
             return first
         if followed is None or followed[0] != moment(whole, x):
             return super()._as_op(call, given)
         if self.index < len(followed[1]):
-            shared.followed = followed
+            changing_outside(_follow, shared, followed)
         return followed[1][self.index - 1]
 
     def _run(self, args: Any, kwargs: Any) -> Any:

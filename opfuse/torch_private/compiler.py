@@ -260,13 +260,33 @@ def in_body() -> bool:
         return False
 
 
-def in_closed_body() -> bool:
-    """Whether it does so and refuses changes of objects outside of the body."""
-    return in_body() and not getattr(torch._dynamo.config, SIDE_EFFECTS, False)
+def _changes_outside() -> bool:
+    seen: list[int] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        changing_outside(seen.append, 1)
+        return x + len(seen)
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        inside: torch.Tensor = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+        return inside
+
+    made = _compiled(around, torch.zeros(1, requires_grad=True), fullgraph=True)
+    return bool(made == 1) and seen == [1]
 
 
-SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-"""The setting of ``torch._dynamo.config`` by which it allows them in checkpoints."""
+convention(
+    "torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer",
+    _changes_outside,
+    use="modules that share a product in a checkpoint inside of compiled code",
+    breaks="the graph would break at each of them",
+    slow=True,
+)
+
+
+def changing_outside(function: Callable[..., None], *args: Any) -> None:
+    """In code that dynamo follows, call a function that changes an object outside of the checkpoint that the code may be in."""
+    torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
 
 
 def _detects(detect: Callable[..., Any]) -> bool:

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.errors import UnsupportedError
 from opfuse.runtime.compile.saved_call import saved_calls
+from tests.ops.test_op_errors import raised
 
 pytestmark = [pytest.mark.cpu, pytest.mark.row("H26")]
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
@@ -162,6 +165,51 @@ def test_equal_models_share_a_graph_and_not_what_it_makes_again():
         found.append([*results, *[p.grad for model in pair for p in model.parameters()]])
     assert same(*found)
     assert counters["stats"]["unique_graphs"] <= 2
+
+
+class Gated(torch.autograd.Function):
+    """The identity; its gradient is multiplied by what the forward pass needs for nothing else."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].tanh(), None
+
+
+def twice(part: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    return part(part(x.sin()) + 1)
+
+
+REFUSED: dict[str, Callable[[nn.Module], Any]] = {
+    "a result that it needs there alone": lambda part: lambda x: Gated.apply(x, part(x.sin())),
+    "2 runs of one call": lambda part: partial(twice, torch.compiler.nested_compile_region(part)),
+}
+
+
+@pytest.mark.parametrize("got", REFUSED)
+def test_a_call_that_has_no_first_run_of_its_own_is_refused(got):
+    """It would run under the recipe that is around the backward pass, or with the random numbers of another one."""
+    function = REFUSED[got](ops.Sequential(ops.Linear(32, 32), ops.Dropout(0.5), ops.Linear(32, 32)))
+    call = compiled(lambda x: in_checkpoint(function, x) * 2)
+    with opfuse.autocast(recipe=RECIPES["current"]):
+        y = call(torch.randn(32, 32, requires_grad=True))
+    with raised(UnsupportedError, RuntimeError, "one run in the forward pass", got):
+        y.sum().backward()
+
+
+def test_compiled_autograd_is_refused():
+    """Both passes of a graph are one function for it, in which nothing tells the runs apart."""
+    model = Blocks()
+    call = compiled(model)
+    with opfuse.autocast(recipe=RECIPES["current"]):
+        y = call(torch.randn(32, 32, requires_grad=True))
+    around = compiled_autograd._enable(partial(torch.compile, backend="aot_eager"))
+    with around, raised(UnsupportedError, RuntimeError, "one run in the forward pass", "compiled autograd"):
+        y.sum().backward()
 
 
 class Attention(nn.Module):

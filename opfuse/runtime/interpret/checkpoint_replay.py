@@ -119,7 +119,7 @@ class _PartOfCall:
     """The calls of one checkpoint: those of a record from ``start`` on. reached: the next call to repeat, by backward pass.
 
     outer: the backward pass in which the checkpoint was made, by the recomputation of one around it; None if in none. places: of
-    compiled code, whose calls are repeated in any order, the place of each in the record.
+    compiled code, whose calls are repeated in any order, the places of each in the record.
     """
 
     def __init__(self, record: _CheckpointRecord, start: int, outer: PassAround = None) -> None:
@@ -127,7 +127,7 @@ class _PartOfCall:
         self.start = start
         self.outer = outer
         self.reached: dict[Any, int] = {}
-        self.places: dict[_CallNumber, int] = {}
+        self.places: dict[_CallNumber, list[int]] = {}
 
 
 Runs = Callable[..., Any]
@@ -144,7 +144,11 @@ def repeated(pipeline: CalledPipeline, checkpointed: CheckpointedCall | None = N
     checkpointed: of a call in compiled code that has the checkpoint inside of it.
     """
     if checkpointed is not None:
-        return None if current_pass() is not None else _search(pipeline, checkpointed)
+        if current_pass() is not None:
+            return None
+        if in_compiled_autograd():
+            raise _not_repeated(pipeline, "compiled autograd, which runs both passes as one function")
+        return _search(pipeline, checkpointed)
     if backward_pass() < 0 and saving_hooks(False) is None and (outside_function() or torch.is_inference_mode_enabled()):
         return None
     if current_pass() is not None:  # called by an op of a call that was found
@@ -161,16 +165,18 @@ def _search(pipeline: CalledPipeline, checkpointed: CheckpointedCall | None) -> 
     for found in checkpoints(compiled=checkpointed is not None):
         if found.again is None:
             first.append(found)
+        elif found.compiled:
+            return _of_compiled(pipeline, getattr(found.owner, _NAME, None), number)
         elif (part := getattr(found.owner, _NAME, None)) is not None:
             calls = part.record.calls
-            at = part.places.get(number, len(calls)) if found.compiled else part.reached.get(found.again, part.start)
+            at = part.reached.get(found.again, part.start)
             if at < len(calls) and _same(pipeline, calls[at].pipeline, strict=found.strict):
                 part.reached[found.again] = at + 1
                 count_in(part.outer)
                 _join(first, part.record, at, number, running_pass() if first and not in_compiled_autograd() else None)
                 mark_region_used()  # in the region that the function has entered again, if it has
-                again: Callable[[Runs], Any] = calls[at].again
-                return again
+                call: _FirstCall = calls[at]
+                return call.again
             if found.strict:
                 raise _changed(pipeline, calls[at].pipeline if at < len(calls) else None)
             part = None
@@ -179,10 +185,21 @@ def _search(pipeline: CalledPipeline, checkpointed: CheckpointedCall | None) -> 
     outermost = getattr(first[-1].owner, _NAME, None)
     record = _CheckpointRecord() if outermost is None else outermost.record
     _join(first, record, len(record.calls), number)
-    call = _FirstCall(pipeline)
-    record.calls.append(call)
+    made = _FirstCall(pipeline)
+    record.calls.append(made)
     kind = Pass.TRAINED if any(found.trains for found in first) else Pass.FIRST
-    return lambda run: call.first(kind, run, checkpointed)
+    return lambda run: made.first(kind, run, checkpointed)
+
+
+def _of_compiled(pipeline: CalledPipeline, part: _PartOfCall | None, number: _CallNumber) -> Callable[[Runs], Any]:
+    """Makes a call again that compiled code runs in its backward pass."""
+    places = [] if part is None else part.places.get(number, [])
+    if part is None or len(places) != 1:
+        got = f"{len(places)} runs of one call, as of a nested_compile_region" if places else "a result that it needs there alone"
+        raise _not_repeated(pipeline, got)
+    count_in(part.outer)
+    mark_region_used()
+    return part.record.calls[places[0]].again
 
 
 def check_once(label: str) -> None:
@@ -216,7 +233,7 @@ def _join(
             part = _PartOfCall(record, at, outer)
             setattr(found.owner, _NAME, part)
         if found.compiled:
-            part.places[number] = at
+            part.places.setdefault(number, []).append(at)
 
 
 _NAME = "_opfuse_calls"
@@ -244,6 +261,15 @@ def _changed(pipeline: CalledPipeline, wanted: CalledPipeline | None) -> Unsuppo
     label = "no further call" if wanted is None else f"a call of {wanted.label}"
     cure = "checkpoint a function that calls the same pipelines whenever it runs"
     return UnsupportedError(describe("recomputation by a checkpoint", wanted=label, got=f"a call of {pipeline.label}", cure=cure))
+
+
+def _not_repeated(pipeline: CalledPipeline, got: str) -> UnsupportedError:
+    cure = "checkpoint the compiled function, or compile without fullgraph what is inside of the checkpoint"
+    where, wanted = (
+        f"{pipeline.label} in a graph of torch.compile",
+        "a call whose one run in the forward pass the backward pass repeats",
+    )
+    return UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
 
 
 def check_recomputed_in_graph(label: str) -> None:

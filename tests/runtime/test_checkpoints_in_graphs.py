@@ -134,8 +134,12 @@ def test_calls_that_a_policy_saves_are_not_made_again(kind):
     assert same(steps(eager, eager, RECIPES[kind]), steps(compiled(model), model, RECIPES[kind]))
 
 
-def test_random_numbers_are_drawn_once():
-    """Compilers know of no generator that an op draws from: a mask of its own in the backward pass would give other gradients."""
+@pytest.mark.parametrize("around", [None, False, True])
+def test_random_numbers_are_drawn_once(around):
+    """Compilers know of no generator that an op draws from: a mask of its own in the backward pass would give other gradients.
+
+    around: whether another checkpoint, reentrant or not, runs all again, and what draws behind it.
+    """
 
     def dropped() -> nn.Module:
         torch.manual_seed(0)
@@ -144,7 +148,9 @@ def test_random_numbers_are_drawn_once():
     found = []
     for outer in (lambda call: call, compiled):
         model = dropped()
-        call = outer(lambda x, model=model: in_checkpoint(model, x))
+        inner = outer(lambda x, model=model: in_checkpoint(model, x))
+        whole = lambda x, inner=inner: nn.functional.dropout(inner(x), 0.5)  # noqa: E731
+        call = whole if around is None else partial(checkpoint, whole, use_reentrant=around)
         found.append([*steps(call, model, RECIPES["current"]), torch.get_rng_state()])
     assert same(*found)
 

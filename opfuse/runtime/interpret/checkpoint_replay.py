@@ -77,8 +77,12 @@ class _FirstCall:
     def again(self, run: Runs) -> Any:
         """What ``run()`` gives in the context of the first run."""
         context: Context = self.context.copy()
+        return context.run(_again, run)
+
+    def again_in_graph(self, run: Runs) -> Any:
+        """The same with the random numbers of the first run, where compiled code makes the call alone."""
         with nullcontext() if self.drawn is None else self.drawn.restored():
-            return context.run(_again, run)
+            return self.again(run)
 
 
 class _RandomStates:
@@ -199,7 +203,7 @@ def _of_compiled(pipeline: CalledPipeline, part: _PartOfCall | None, number: _Ca
         raise _not_repeated(pipeline, got)
     count_in(part.outer)
     mark_region_used()
-    return part.record.calls[places[0]].again
+    return part.record.calls[places[0]].again_in_graph
 
 
 def check_once(label: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -62,12 +63,14 @@ class Blocks(nn.Module):
 
 
 def steps(call: Callable[..., Any], model: nn.Module, recipe: Any, count: int = 4, passes: int = 1) -> list[torch.Tensor]:
-    """Results, gradients and states. The region is left before the backward pass, around which is another."""
+    """Results, gradients and states. The region is left before the backward pass, around which is another. recipe: None for that
+    of a converted model.
+    """
     found = []
     for i in range(count):
         torch.manual_seed(i)
         x = (torch.randn(32, 32) * 10 ** (i % 2)).requires_grad_()
-        with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
+        with nullcontext() if recipe is None else opfuse.autocast(recipe=recipe):
             y = call(x)
         with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
             for left in reversed(range(passes)):
@@ -196,6 +199,15 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+def test_a_call_that_the_backward_pass_runs_without_a_checkpoint_is_refused():
+    part = ops.Sequential(ops.Linear(32, 32), ops.GELU(), ops.Linear(32, 32))
+    call = compiled(lambda x: Gated.apply(x, part(x.sin())) * 2)
+    with opfuse.autocast(recipe=RECIPES["current"]):
+        y = call(torch.randn(32, 32, requires_grad=True))
+    with raised(UnsupportedError, RuntimeError, "a call in the forward pass", "the compiler put into the backward pass"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("got", REFUSED)
 def test_a_call_that_has_no_first_run_of_its_own_is_refused(got):
     """It would run under the recipe that is around the backward pass, or with the random numbers of another one."""
@@ -247,11 +259,13 @@ def converted(model: nn.Module) -> nn.Module:
 
 
 def test_converted_modules_share_a_product_as_elsewhere():
-    eager = converted(Layers())
+    plain = Layers()
+    eager = converted(copy.deepcopy(plain))
     model = copy.deepcopy(eager)
-    assert same(steps(eager, eager, None), steps(compiled(model), model, None))
+    found = steps(eager, eager, None)
+    assert same(found, steps(compiled(model), model, None))
+    assert not same(found, steps(plain, plain, None))
     assert not counters["graph_break"]
-    with opfuse.autocast(recipe=RECIPES["current"]):
-        found = torch._dynamo.explain(model)(torch.randn(32, 32, requires_grad=True))
+    found = torch._dynamo.explain(model)(torch.randn(32, 32, requires_grad=True))
     ops_of = [node.target for graph in found.graphs for part in graph.modules() for node in part.graph.nodes]
     assert ops_of.count(torch.ops.opfuse.pipeline) == 4

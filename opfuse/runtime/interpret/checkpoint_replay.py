@@ -279,7 +279,10 @@ def _not_repeated(pipeline: CalledPipeline, got: str) -> UnsupportedError:
 def check_recomputed_in_graph(label: str) -> None:
     """UnsupportedError where compiled code runs a call again in its backward pass: its recipe and its scales are gone."""
     if backward_pass() >= 0 and in_compiled_backward():
-        where, wanted = f"{label} in a graph of torch.compile", "a call that runs once"
-        got = "a checkpoint inside of what is compiled, which would run it again under another recipe"
-        cure = "checkpoint the compiled function, or compile without fullgraph what is inside of the checkpoint"
+        where, wanted = f"{label} in a graph of torch.compile", "a call in the forward pass"
+        got = "one that the compiler put into the backward pass, where it would run under another recipe"
+        cure = (
+            "set torch._functorch.config.activation_memory_budget = 1, or compile without fullgraph what a result is for that "
+            "the backward pass alone needs"
+        )
         raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))

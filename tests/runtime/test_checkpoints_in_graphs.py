@@ -210,13 +210,25 @@ def test_a_call_that_the_backward_pass_runs_without_a_checkpoint_is_refused():
 
 @pytest.mark.parametrize("got", REFUSED)
 def test_a_call_that_has_no_first_run_of_its_own_is_refused(got):
-    """It would run under the recipe that is around the backward pass, or with the random numbers of another one."""
-    function = REFUSED[got](ops.Sequential(ops.Linear(32, 32), ops.Dropout(0.5), ops.Linear(32, 32)))
-    call = compiled(lambda x: in_checkpoint(function, x) * 2)
-    with opfuse.autocast(recipe=RECIPES["current"]):
-        y = call(torch.randn(32, 32, requires_grad=True))
-    with raised(UnsupportedError, RuntimeError, "one run in the forward pass", got):
-        y.sum().backward()
+    """It would run under the recipe that is around the backward pass, or with the random numbers of another one. A torch that
+    makes a call of each run, as 2.11 does, has the bits of eager code.
+    """
+    found = []
+    for outer in (lambda call: call, compiled):
+        torch.manual_seed(0)
+        function = REFUSED[got](ops.Sequential(ops.Linear(32, 32), ops.Dropout(0.5), ops.Linear(32, 32)))
+        call = outer(lambda x, function=function: in_checkpoint(function, x) * 2)
+        x = torch.linspace(-1, 1, 1024).reshape(32, 32).requires_grad_()
+        with opfuse.autocast(recipe=RECIPES["current"]):
+            y = call(x)
+        try:
+            y.sum().backward()
+        except (UnsupportedError, RuntimeError) as error:
+            found.append(str(error))
+        else:
+            found.append([y.detach(), x.grad])
+    wanted, made = found
+    assert same(wanted, made) if isinstance(made, list) else "one run in the forward pass" in made and got in made
 
 
 def test_compiled_autograd_is_refused():

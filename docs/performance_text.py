@@ -230,8 +230,8 @@ are, *compiled* with torch.compile on each layer. Speedups are over the plain la
 torch's fused one. Times of one process differ from those of the next by up to 7 % here: between kernels the GPU waits for the
 CPU. Of the forward and backward pass that is called, the kernels take 25.3 ms under delayed scaling, 27.0 under current and
 29.4 under block scaling, and the CPU takes 19 to 21 ms to queue them (three processes on an H200 on 2026-11-28). Machines differ
-more: on another H200 on 2026-11-29 both passes, compiled, had 1.11, 1.24 and 1.28 times the speed of bf16 under delayed, current and
-block scaling.
+more: on another H200 on 2026-11-29 both passes, compiled, had 1.11, 1.24 and 1.28 times the speed of bf16 under delayed, current
+and block scaling.
 
 """
 

@@ -54,6 +54,7 @@ class States:
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """``nn.Module._apply``, for the states as well."""
         for op in self.ops.values():
+            op.forget_shown()
             for state in op.quantizer_states:
                 state.to(fn(state.scale).device)
         module: nn.Module = type(self.module)._apply(self.module, fn, recurse)

@@ -63,6 +63,7 @@ class StatefulModule(WatchedModule):
     basic_ops: Any
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.forget_shown()
         for state in self._states():
             state.to(fn(state.scale).device)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -139,6 +140,11 @@ class StatefulModule(WatchedModule):
         self.__dict__["_shown"] = shown
         if not any(op._captured for op in getattr(self, "basic_ops", ())):
             self.__dict__["_shown_unused"] = shown
+
+    def forget_shown(self) -> None:
+        """Hold no parameter weakly any more: torch moves and casts one of a class of its own only where nothing does."""
+        for name in ("_shown", "_shown_unused"):
+            self.__dict__.pop(name, None)
 
     def note_loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that ``state_dict``, which has no states of the op, is loaded.

@@ -531,6 +531,19 @@ def test_a_write_to_a_packed_weight_before_the_backward_pass_is_refused(trains, 
         y.sum().backward()
 
 
+def test_a_model_may_be_moved_after_its_state_dict_was_taken(tmp_path, without_gpu):
+    """torch swaps parameters of a class of its own, and refuses to where something refers to one weakly."""
+    model = loaded("dense", tmp_path)
+    opfuse.fuse_(model, RECIPE, pack=True)
+    x = torch.randn(64, 256, dtype=BF16)
+    mlp = model.model.layers[0].mlp
+    wanted = mlp(x)
+    wanted.sum().backward()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    model.to("cpu", BF16)
+    assert torch.equal(mlp(x), wanted)
+
+
 def moved(weight: Any) -> None:
     """Its codes lie elsewhere from now on, in the same array of the same record."""
     array = weight.held.plane("rowwise").data

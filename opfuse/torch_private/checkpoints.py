@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from opfuse.errors import UnsupportedError, describe
@@ -185,26 +186,35 @@ def _on_stack(around: FrameType | None, beyond: bool, compiled: bool) -> Iterato
         if name == _ENGINE and not beyond:
             break  # what lies beyond is about a backward pass around this one
         found = _own_checkpoint(around) if _is_of_checkpoints(around) else None
-        if found is None and name in _METHODS and code.co_argcount:
-            ctx = around.f_locals.get(_context_name(around))
-            if isinstance(ctx, FunctionCtx):
-                if not _is_part(around):
-                    found = _of_function(ctx, None if name == "forward" else task)
-                elif compiled and not _is_own_part(around):
-                    compiled, again = False, None if name == "forward" else task
-                    found = FoundCheckpoint(ctx, again, strict=True, trains=False, compiled=True)
-                elif name == "forward" and not beyond:
-                    if outermost is None:
-                        _DEPTH[0] = depth
-                    if ctx is _SEARCHED[0]():
-                        return
-                    outermost = ctx
+        if found is None and (ctx := _function_of(around)) is not None:
+            if not _is_part(around):
+                found = _of_function(ctx, None if name == "forward" else task)
+            elif compiled and not _is_own_part(around):
+                compiled, again = False, None if name == "forward" else task
+                found = FoundCheckpoint(ctx, again, strict=True, trains=False, compiled=True)
+            elif name == "forward" and not beyond:
+                if outermost is None:
+                    _DEPTH[0] = depth
+                if ctx is _SEARCHED[0]():
+                    return
+                outermost = ctx
         if found is not None:
             outermost = None
             yield found
         around = around.f_back
     if outermost is not None:
         _SEARCHED[0] = weakref.ref(outermost)
+
+
+def _function_of(frame: FrameType) -> FunctionCtx | None:
+    """The ``ctx`` of an ``autograd.Function`` whose forward or backward runs in a frame."""
+    code = frame.f_code
+    if code.co_name not in _METHODS or not code.co_argcount or code in _OF_MODULES:
+        return None
+    first = frame.f_locals.get(code.co_varnames[0])
+    if isinstance(first, nn.Module):
+        _OF_MODULES.add(code)
+    return first if isinstance(first, FunctionCtx) else None
 
 
 def in_searched_run() -> bool:
@@ -215,14 +225,7 @@ def in_searched_run() -> bool:
     """
     ran = _SEARCHED[0]()
     around = None if ran is None else frame_at(_DEPTH[0])
-    if around is None or around.f_code.co_name != "forward":
-        return False
-    return around.f_locals.get(_context_name(around)) is ran
-
-
-def _context_name(frame: FrameType) -> str:
-    """The first argument of a method, which is the ``ctx`` of an ``autograd.Function``."""
-    return frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
+    return around is not None and around.f_code.co_name == "forward" and _function_of(around) is ran
 
 
 def _own_checkpoint(frame: FrameType) -> FoundCheckpoint | None:
@@ -254,6 +257,10 @@ _OUTSIDE = "_opfuse_outside"
 
 _METHODS = ("forward", "backward")
 """The functions of an ``autograd.Function``."""
+
+
+_OF_MODULES: set[CodeType] = set()
+"""Forwards of modules, which no ``autograd.Function`` has: to read the variables of one takes longer than to pass by."""
 
 
 @cache

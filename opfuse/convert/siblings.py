@@ -18,13 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opfuse.convert.converted import (
-    Converted,
-    InGraph,
-    apart_when_traced,
-    changed_when_traced,
-    converted,
-)
+from opfuse.convert.converted import Converted, InGraph, apart_when_traced, changed_when_traced, converted
 from opfuse.convert.leaves import leaf_of, obstacle, weight_of
 from opfuse.convert.method_calls import KnownParts, MethodCalls, calm_methods, code_of_method, facts_of, is_own, methods_of
 from opfuse.convert.pipeline import PipelineRun
@@ -204,6 +198,7 @@ class _Columns(torch.autograd.Function):
 
 
 def _follow(shared: Shared, columns: tuple[Any, list[torch.Tensor]] | None) -> None:
+    """A function of its own, since dynamo allows no change in a checkpoint but by :func:`changing_outside`."""
     shared.followed = columns
 
 

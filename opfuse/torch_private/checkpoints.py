@@ -32,7 +32,8 @@ _ENGINE = "_engine_run_backward"
 _REENTRANT = "CheckpointFunctionBackward"
 """What the node of a reentrant checkpoint is called, torch's own as well as those of others."""
 
-_PARTS = ("opfuse.", *COMPILED_MODULES)
+_OWN = ("opfuse.",)
+_PARTS = (*_OWN, *COMPILED_MODULES)
 """Modules of opfuse and of compiled code, whose functions run inside of a call."""
 
 
@@ -189,7 +190,7 @@ def _on_stack(around: FrameType | None, beyond: bool, compiled: bool) -> Iterato
         if found is None and (ctx := _function_of(around)) is not None:
             if not _is_part(around):
                 found = _of_function(ctx, None if name == "forward" else task)
-            elif compiled and not _is_own_part(around):
+            elif compiled and not _is_part(around, _OWN):
                 compiled, again = False, None if name == "forward" else task
                 found = FoundCheckpoint(ctx, again, strict=True, trains=False, compiled=True)
             elif name == "forward" and not beyond:
@@ -308,13 +309,9 @@ def in_compiled_backward() -> bool:
     return False
 
 
-def _is_part(frame: FrameType) -> bool:
-    """Whether the frame is one of opfuse or of compiled code, which run inside of a call."""
-    return str(frame.f_globals.get("__name__", "")).startswith(_PARTS)
-
-
-def _is_own_part(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(_PARTS[0])
+def _is_part(frame: FrameType, modules: tuple[str, ...] = _PARTS) -> bool:
+    """Whether the frame is one of these modules, by default of opfuse or of compiled code, which run inside of a call."""
+    return str(frame.f_globals.get("__name__", "")).startswith(modules)
 
 
 # -- what is expected of torch ---------------------------------------------------------------------------------------------------

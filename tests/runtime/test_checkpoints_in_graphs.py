@@ -20,8 +20,9 @@ from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
 from opfuse.runtime.compile.saved_call import saved_calls
 from tests.ops.test_op_errors import raised
+from tests.runtime.test_compiled import fresh, same  # noqa: F401 - each test begins with nothing compiled
 
-pytestmark = [pytest.mark.cpu, pytest.mark.row("H26")]
+pytestmark = pytest.mark.cpu
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
 RECIPES = {
     "delayed": DELAYED,
@@ -32,16 +33,6 @@ RECIPES = {
     "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True),
 }
 in_checkpoint = partial(checkpoint, use_reentrant=False)
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
-    assert saved_calls() == 0
 
 
 class Blocks(nn.Module):
@@ -81,14 +72,11 @@ def steps(call: Callable[..., Any], model: nn.Module, recipe: Any, count: int = 
     return found
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
 def compiled(model: nn.Module, backend: str = "aot_eager") -> Any:
     return torch.compile(model, backend=backend, fullgraph=True)
 
 
+@pytest.mark.row("H26")
 @pytest.mark.parametrize("kind", RECIPES)
 def test_the_bits_of_eager_checkpoints(kind):
     eager, model = Blocks(), Blocks()
@@ -137,6 +125,7 @@ def test_calls_that_a_policy_saves_are_not_made_again(kind):
     assert same(steps(eager, eager, RECIPES[kind]), steps(compiled(model), model, RECIPES[kind]))
 
 
+@pytest.mark.row("H26")
 @pytest.mark.parametrize("around", [None, False, True])
 def test_random_numbers_are_drawn_once(around):
     """Compilers know of no generator that an op draws from: a mask of its own in the backward pass would give other gradients.
@@ -270,6 +259,7 @@ def converted(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.row("H26")
 def test_converted_modules_share_a_product_as_elsewhere():
     plain = Layers()
     eager = converted(copy.deepcopy(plain))

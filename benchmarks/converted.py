@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -144,8 +144,9 @@ def groups(stack: Stack, device: str) -> Iterator[dict[str, nn.Module]]:
     """Models that take turns, by name: :data:`COMPILED` beside those of bf16 that are called, and then of each recipe."""
     for kind in ("", *KINDS, QUANTIZED):
         torch._dynamo.reset()
-        own = {f"{kind} called": lambda model: model, f"{kind} compiled": compiled} if kind else {EAGER: lambda model: model}
-        own = {name: last for name, last in own.items() if name != f"{QUANTIZED} called"}
+        own: dict[str, Callable[[nn.Module], nn.Module]] = {f"{kind} compiled": compiled} if kind else {}
+        if kind != QUANTIZED:
+            own = {f"{kind} called" if kind else EAGER: lambda model: model, **own}
         yield {
             COMPILED: compiled(llama(stack, device)),
             **{name: last(model_of(kind, stack, device)) for name, last in own.items()},

@@ -21,7 +21,7 @@ GPUs](#several-gpus).
 tensor or row is native there, and compared with exact products on first use; blocks, MXFP8 and NVFP4 are emulated.
 `opfuse doctor --certify` times FP8 products beside bf16 on your GPU. On an H200, LoRA over four layers stored in FP8 takes half
 the memory of weights in bf16; a step has 1.2 to 1.3 times the speed with 8192 tokens, about the same with 4096, and with 4096 in
-checkpoints 0.7 to 0.9 times: the CPU decides there ([adapters](#adapters-over-stored-weights)).
+checkpoints 0.9 times called and 1.0 compiled: the CPU decides there ([adapters](#adapters-over-stored-weights)).
 
 **I have small layers.** At hidden size 256 the CPU decides: a step takes {small} times as long as eager bf16, without a
 recipe or in FP8. As a CUDA graph (`opfuse.graphed`) a step in FP8 takes {small_graphed} times as long as called.

@@ -345,7 +345,7 @@ def _segment(graph: Graph, nodes: range, forward: Sequence[Group], backward: Seq
         backward=tuple(reversed(backward)),
         ops=tuple(ops),
         requires_grad=trains and not only_views,
-        again=tuple(value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)),
+        again=tuple([value for value in inputs if value in graph.grads for _ in range(readers[value] - 1)]),
         constant=frozenset(outputs) - graph.grads,
     )
 

@@ -23,6 +23,7 @@ from opfuse.recipes.delayed import DelayedScalingState, LastUse
 from opfuse.recipes.passes import current_pass, is_trained
 from opfuse.recipes.pending import UsesByState
 from opfuse.tensors.quantizers import Float8Quantizer, Quantizer
+from opfuse.tensors.quantizers.base import SharedAmax
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 
@@ -135,6 +136,11 @@ class Cast:
     def under(self, scale: torch.Tensor) -> Cast:
         """A copy of the cast with a given scale, fp32 (1,); it counts no amax."""
         return replace(self, quantizer=fixed(cast(Float8Quantizer, self.quantizer), scale), state=None)
+
+    def sharing(self, amax: SharedAmax) -> Cast | None:
+        """A copy that finds or reads the amax of its tensor there (:meth:`Quantizer.sharing`); None if it needs no such amax."""
+        quantizer = self.quantizer.sharing(amax)
+        return None if quantizer is None else replace(self, quantizer=quantizer)
 
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
         """ShapeError or DtypeError unless ``quantizer`` takes such a tensor; the error says where the dtype comes from."""

@@ -24,6 +24,7 @@ from opfuse.recipes.delayed import DelayedScalingState
 from opfuse.tensors.expert_rows import in_parts, mirrored_parts
 from opfuse.tensors.groups import Sizes, check_copied, check_sizes, check_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import Float8Quantizer, GroupedQuantizer, Quantizer
+from opfuse.tensors.quantizers.base import SharedAmax
 from opfuse.tensors.ragged import RaggedPlane, RaggedProducts, cast_in_groups, encoding_in_groups, groups_in
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 from opfuse.tensors.tensor import QuantizedTensor
@@ -36,6 +37,7 @@ class GroupedCast(Cast):
     states: delayed-scaling states of the groups, or none. padded: whether rows of zeros fill the last blocks of a group. ragged:
     the products of the op, if with its casts the sizes of groups may stay on the device; else None. each: quantizers of the
     groups, or none, where a backward pass repeats a cast under its scales. splits: by which a call that passes none casts.
+    amaxes: of the groups, where casts share them.
     """
 
     groups: int = 1
@@ -44,6 +46,7 @@ class GroupedCast(Cast):
     ragged: RaggedProducts | None = None
     each: tuple[Quantizer, ...] = ()
     splits: torch.Tensor | Sizes | None = None
+    amaxes: SharedAmax | None = None
 
     @property
     def live_states(self) -> tuple[DelayedScalingState, ...]:
@@ -71,11 +74,14 @@ class GroupedCast(Cast):
                 return self._on_device(x, splits, index, shape)
             splits = read_sizes(splits, rows, where=self.op.label)
         sizes = check_sizes(splits or (rows // self.groups,) * self.groups, rows, where=self.where)
-        quantizer = self._grouped(sizes, self._quantizers_of_groups(x.device))
+        apart = () if self.amaxes is None else self.amaxes.of_groups(self.groups)
+        quantizer = self._grouped(sizes, tuple(map(self._sharing, apart)) or self._quantizers_of_groups(x.device))
         x = x if index is None else x.index_select(0, index)
         dtype = self.op.compute_dtype(self.env, x)
         self._check(quantizer if self.whole is None else self._grouped(sizes, (self.whole,) * self.groups), shape, dtype)
         storage = quantizer.quantize(x.to(dtype))
+        if self.amaxes is not None:
+            self.amaxes.join(apart)
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _completed(self, x: QuantizedStorage, splits: torch.Tensor | Sizes | None) -> QuantizedStorage:
@@ -134,6 +140,13 @@ class GroupedCast(Cast):
         each = tuple(fixed(cast(Float8Quantizer, self.quantizer), one) for one in scale.split(1))
         return replace(self, each=each, states=())
 
+    def sharing(self, amax: SharedAmax) -> GroupedCast | None:
+        return None if self.each or self.quantizer.sharing(amax) is None else replace(self, amaxes=amax)
+
+    def _sharing(self, amax: SharedAmax) -> Quantizer:
+        """The quantizer of a group, or of all, with this amax or these."""
+        return cast(Quantizer, self.quantizer.sharing(amax))
+
     def _quantizers_of_groups(self, device: torch.device) -> tuple[Quantizer, ...]:
         """The quantizer of each group."""
         own = self.each or tuple(self._delayed(state, device) for state in self.states)
@@ -159,7 +172,10 @@ class GroupedCast(Cast):
     ) -> QuantizedStorage:
         dtype = self.op.compute_dtype(self.env, x)
         self._check_on_tiles(shape, dtype)
-        storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=self._quantizers_of_groups(x.device))
+        if self.amaxes is None:
+            storage = cast_in_groups(self.quantizer, x.to(dtype), splits, index, each=self._quantizers_of_groups(x.device))
+        else:
+            storage = cast_in_groups(self._sharing(self.amaxes), x.to(dtype), splits, index)
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _check_on_tiles(self, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -43,6 +43,7 @@ from opfuse.tensors.quantizers import (
     MXFP8Quantizer,
     Quantizer,
 )
+from opfuse.tensors.quantizers.base import SharedAmax
 from opfuse.tensors.storage import Plane, QuantizedStorage, matrix_shape
 
 
@@ -224,7 +225,8 @@ def _rows(each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequ
 def _current(
     each: Sequence[Any], x: torch.Tensor, groups: RowGroups, layouts: Sequence[Layout], index: _Index
 ) -> Sequence[Encoded]:
-    amaxes = group_amaxes(x, groups, index=index)
+    shared = each[0].shared_amax or SharedAmax()
+    amaxes = shared.amax = group_amaxes(x, groups, index=index) if shared.amax is None else shared.amax
     data, scales = cast_current_groups(x, groups, amaxes, layouts, index=index, **_options(each))
     return [(plane, scales) for plane in data]
 

@@ -109,6 +109,16 @@ def test_b35_by_default_casts_of_weights_and_of_norms_results_are_made_anew(over
 
 
 @pytest.mark.row("B35")
+@pytest.mark.parametrize("keep", [None, "recompute", "quantized"])
+def test_b35_the_amax_of_what_is_cast_again_is_found_once(keep):
+    """Four bytes are saved for each such tensor; the bits are those of casts that look for their amax themselves."""
+    model, recipe = made(), recipe_for("fp8_current", keep=keep)
+    names = [value.name for value in saved(model, recipe).values]
+    assert names.count("amax") == len(remade_of(model, recipe)) > 4
+    assert "amax" not in [value.name for value in saved(model, recipe_for("fp8_block", keep=keep)).values]
+
+
+@pytest.mark.row("B35")
 @pytest.mark.parametrize("kind", ["delayed", "fp8_block", "fp8_current"])
 def test_b35_a_chain_that_rounds_once_has_the_same_bits_by_default(kind):
     """There ``keep="recompute"`` is refused, since an activation reads more bits than are saved; a norm rounds either way."""

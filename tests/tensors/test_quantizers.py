@@ -25,6 +25,7 @@ from opfuse.tensors.quantizers import (
     NVFP4Quantizer,
     Quantizer,
 )
+from opfuse.tensors.quantizers.base import SharedAmax
 from tests.numerics.matrices import DTYPES, hard, lines, same, within
 from tests.oracles import casts
 from tests.processes import run_ranks
@@ -813,3 +814,27 @@ def test_amax_reduction_is_inert_without_a_process_group():
     equal(
         Float8CurrentScalingQuantizer(FP8, with_amax_reduction=True).quantize(x), Float8CurrentScalingQuantizer(FP8).quantize(x)
     )
+
+
+@pytest.mark.parametrize("name", ["current", "current e5m2 pow2", "nvfp4", "nvfp4 2d", "nvfp4 4over6"])
+def test_casts_of_one_tensor_share_its_amax(name):
+    """The second cast reads what the first has found, whatever it gets; the bits are those of casts on their own."""
+    quantizer, x, shared = QUANTIZERS[name](), torch.randn(64, 64), SharedAmax()
+    first = quantizer.wanting(columnwise=False).sharing(shared).quantize(x)
+    assert torch.equal(shared.amax, x.abs().amax().reshape(1))
+    columns = quantizer.wanting(rowwise=False).sharing(shared)
+    for made, wanted in zip(
+        (first.rowwise, columns.quantize(x).columnwise),
+        (quantizer.quantize(x).rowwise, quantizer.quantize(x).columnwise),
+        strict=True,
+    ):
+        assert all(map(torch.equal, made.tensors(), wanted.tensors()))
+    encoding = columns.encoding(x.shape, x.dtype)
+    assert all(map(torch.equal, encoding(x)[0], quantizer.wanting(rowwise=False).encoding(x.shape, x.dtype)(x)[0]))
+    smaller = columns.quantize(x / 8).columnwise.tensors(), quantizer.quantize(x / 8).columnwise.tensors()
+    assert not all(map(torch.equal, *smaller))
+
+
+def test_an_amax_is_shared_only_where_all_scales_follow_from_it():
+    for name in ("nvfp4 rotated", "nvfp4 row scaled", "mxfp8", "block 1d", "delayed"):
+        assert QUANTIZERS[name]().sharing(SharedAmax()) is None

@@ -30,6 +30,7 @@ from opfuse.runtime.interpret.observed import GroupEvents
 from opfuse.runtime.replay.partial import RepeatedCast, context_fingerprints, repeat
 from opfuse.runtime.weights.cast_cache import PrecomputedCast
 from opfuse.runtime.weights.packed import PlaceInBlock, from_blocks, to_blocks
+from opfuse.tensors.quantizers.base import SharedAmax
 from opfuse.tensors.ragged import groups_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -76,6 +77,7 @@ class Interpreter:
         self.places: tuple[PlaceInBlock, ...] = ()
         self.contexts: dict[int, Context] = {}
         self.dirty: list[tuple[int, torch.Tensor]] = []
+        self._amaxes: dict[int, SharedAmax] = {}
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class Interpreter:
             else:
                 self.events.forward(self._forward_group, group, values)
         if self.plan.rematerialized:
-            self._save_scales()
+            self._save_scalings()
         return [*map(values.__getitem__, self.segment.outputs)]
 
     def _forward_group(self, group: Group, values: dict[int, Value]) -> None:
@@ -108,7 +110,7 @@ class Interpreter:
         op: Any = self._cast_of(node) if node.is_cast else self.ops[node.op]
         context = Context(op, self.plan.key.env, node.needs)
         if node.index in self.plan.rematerialized:
-            context.rematerialized = frozenset(operand.role for operand in self._rematerialized(node.index))
+            context.rematerialized = frozenset([operand.role for operand in self._rematerialized(node.index)])
         context.is_remade = node.index in self.plan.remade
         if node.transfer is not None:
             context.transfer = node.transfer if node.index in self.plan.postponed else node.transfer.at_once()
@@ -155,7 +157,14 @@ class Interpreter:
 
     def _cast_of(self, node: Node) -> Cast:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
-        return self.plan.cast_once.get(node.index) or self.plan.casts[node.index]
+        once = self.plan.cast_once.get(node.index)
+        if once is None or once.whole is None or self.in_parts:  # a plane that another rank makes is no cast of this tensor
+            return once or self.plan.casts[node.index]
+        shared = SharedAmax()
+        sharing = once.sharing(shared)
+        if sharing is not None:
+            self._amaxes[node.index] = shared
+        return sharing or once
 
     def _rematerialized(self, reader: int) -> Sequence[RematerializedOperand]:
         """The operands of a product that this call does not save: all that the plan rematerializes, but for precomputed casts,
@@ -169,13 +178,20 @@ class Interpreter:
         there = {node for node in self.precomputed if not compared or self.plan.casts[node].is_delayed}  # by another call's scale
         return [operand for operand in operands if operand.source not in there]
 
-    def _save_scales(self) -> None:
-        """Save the scales of casts that the backward pass makes anew: by then they may have been updated."""
-        for reader in self.segment.nodes:
-            for operand in self._rematerialized(reader):
-                if operand.anew is not None and operand.anew.is_delayed:
-                    context = self.contexts.setdefault(operand.source, Context(operand.forward, self.plan.key.env, frozenset()))
-                    context._store({"scale": operand.anew.scale_of_call()})
+    def _save_scalings(self) -> None:
+        """Save what scales the casts that the backward pass makes anew: a delayed scale, which may have been updated by then, or
+        the amax of the tensor, so that it need not be read twice.
+        """
+        for operand in [operand for reader in self.segment.nodes for operand in self._rematerialized(reader)]:
+            scaling: dict[str, Value | None] = {}
+            if operand.anew is not None and operand.anew.is_delayed:
+                scaling = {"scale": operand.anew.scale_of_call()}
+            elif operand.source in self._amaxes and (operand.chain or hooked() != COMPARED):
+                # Of two runs of a checkpoint, which must save alike, one may find that a parameter is cast already.
+                scaling = {"amax": self._amaxes[operand.source].amax}
+            if scaling:
+                context = self.contexts.setdefault(operand.source, Context(operand.forward, self.plan.key.env, frozenset()))
+                context._store(scaling)
 
     def _make_anew(self, group: Group, contexts: Mapping[int, Context]) -> None:
         """Put into the contexts of products what the forward pass has not saved."""
@@ -186,6 +202,8 @@ class Interpreter:
             anew = operand.anew
             if anew is not None and anew.is_delayed:
                 anew = anew.under(contexts[operand.source].saved.scale)
+            elif anew is not None and operand.source in contexts and "amax" in contexts[operand.source]._saved:
+                anew = anew.sharing(SharedAmax.of(contexts[operand.source].saved.amax)) or anew
             if isinstance(anew, GroupedCast) and operand.chain:
                 anew = replace(anew, splits=vars(context).get("sizes") or context.saved.splits)
             chain, parameter = [contexts[i] for i in operand.chain], cast(torch.Tensor, context._saved[operand.name])

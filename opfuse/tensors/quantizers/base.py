@@ -32,6 +32,32 @@ _APART = ("identity", "block", "mx")
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class SharedAmax:
+    """The amax of one tensor, for all casts of it: the first finds it, later ones read it.
+
+    amax: fp32 (1,), of a tensor in G groups (G,); None before it is found.
+    """
+
+    amax: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, amax: torch.Tensor | None) -> Self:
+        """One that is known, unless it is None."""
+        shared = cls()
+        shared.amax = amax
+        return shared
+
+    def of_groups(self, groups: int) -> list[Self]:
+        """That of each group."""
+        return [self.of(amax) for amax in ([None] * groups if self.amax is None else self.amax.split(1))]
+
+    def join(self, of_groups: Sequence[SharedAmax]) -> None:
+        """Take what casts of the groups have found, unless it is known."""
+        found = [each.amax for each in of_groups if each.amax is not None]
+        if self.amax is None and len(found) == len(of_groups):
+            self.amax = torch.cat(found)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Quantizer(ABC):
     """How a tensor is cast: its formats, the directions to make, the layout of scales.
@@ -53,6 +79,9 @@ class Quantizer(ABC):
 
     runs_code_of_others: ClassVar[bool] = False
     """Whether a cast runs code that is not opfuse's, so that no recording can repeat it."""
+
+    follows_amax: ClassVar[Any] = False
+    """Whether all scales follow from the amax of the tensor as it is, which its casts may then share, as ``shared_amax``."""
 
     wrap: ClassVar[Callable[[torch.Tensor, Quantizer], Any]] = staticmethod(lambda x, quantizer: quantizer.quantize(x))
     """What calling a quantizer does. ``opfuse/tensors/__init__.py`` sets it to a cast that has a gradient and makes a tensor."""
@@ -191,6 +220,17 @@ class Quantizer(ABC):
 
     def _reducing(self, group: AmaxRanks, *, reduces: bool = True) -> Self:
         return replace(self, with_amax_reduction=reduces, amax_reduction_group=group)  # type: ignore[call-arg]
+
+    def sharing(self, amax: SharedAmax) -> Self | None:
+        """A quantizer for casts of one tensor, in either direction, of which only the first looks for the tensor's amax.
+
+        None unless scales follow from the amax of the tensor as it is.
+        """
+        if not self.follows_amax:
+            return None
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self), shared_amax=amax)  # with all that follows from the settings, which are the same
+        return twin
 
     def of_groups(self, start: int, stop: int) -> Quantizer:
         """A quantizer for groups [start, stop) of a stack, where this one has one for each; groups beyond these repeat them."""

@@ -13,7 +13,13 @@ from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Measur
 from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.numerics.checks import require_number
 from opfuse.numerics.layouts import Layout
-from opfuse.tensors.quantizers.base import Float8CastingQuantizer, Float8RuledQuantizer, casts_itself, require
+from opfuse.tensors.quantizers.base import (
+    Float8CastingQuantizer,
+    Float8RuledQuantizer,
+    SharedAmax,
+    casts_itself,
+    require,
+)
 from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 
 
@@ -68,6 +74,7 @@ class Float8CurrentScalingQuantizer(Float8RuledQuantizer):
         force_pow_2_scales: round the scale down to a power of two.
         amax_epsilon: the least amax to scale for.
         scale_rule: "te" or "torchao_pow2", how the scale follows from the amax (numerics/rules.py).
+        shared_amax: where casts of one tensor find its amax (:meth:`sharing`).
     """
 
     fp8_dtype: torch.dtype
@@ -77,6 +84,8 @@ class Float8CurrentScalingQuantizer(Float8RuledQuantizer):
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
     scale_rule: str = field(default="te", kw_only=True)
+    shared_amax: SharedAmax | None = field(default=None, kw_only=True, compare=False, repr=False)
+    follows_amax = True
 
     @property
     def planes_agree(self) -> bool:
@@ -85,7 +94,10 @@ class Float8CurrentScalingQuantizer(Float8RuledQuantizer):
     def _format(self, element: Element) -> NumberFormat:
         return fp8_tensor(element)
 
-    def _encoding(self, layouts: Sequence[Layout]) -> Measured:
+    def _encoding(self, layouts: Sequence[Layout]) -> Measured | Current:
+        known = None if self.shared_amax is None else self.shared_amax.amax
+        if known is not None:
+            return self._under(layouts, known)
         return Measured(layouts, partial(self._cast, layouts), partial(self._under, layouts))
 
     def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[EncodedArrays]:
@@ -94,6 +106,8 @@ class Float8CurrentScalingQuantizer(Float8RuledQuantizer):
     def _under(self, layouts: Sequence[Layout], amax: torch.Tensor) -> Current:
         if self.with_amax_reduction:
             amax = reduce_amax(amax, self.amax_reduction_group)
+        if self.shared_amax is not None:
+            self.shared_amax.amax = amax
         return Current(amax, layouts, **(self._options(self.amax_epsilon) or {}))
 
 

@@ -16,7 +16,14 @@ from opfuse.numerics.casts import ErrorMode
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS
 from opfuse.numerics.layouts import Layout
 from opfuse.numerics.philox import draw_seed
-from opfuse.tensors.quantizers.base import CastingQuantizer, Float8RuledQuantizer, Quantizer, RuledQuantizer, require
+from opfuse.tensors.quantizers.base import (
+    CastingQuantizer,
+    Float8RuledQuantizer,
+    Quantizer,
+    RuledQuantizer,
+    SharedAmax,
+    require,
+)
 from opfuse.tensors.quantizers.ranks import AmaxRanks, reduce_amax
 
 _MX_BLOCK = 32
@@ -90,6 +97,7 @@ class NVFP4Quantizer(CastingQuantizer):
         nvfp4_4over6_err_mode: "MAE" or "MSE", the error that decides.
         nvfp4_e4m3_max: 448 or 256, what the largest block scale aims at; None: 448, or 256 where blocks map to 4 or to 6, which
             leaves room for scales that are 1.5 times as large.
+        shared_amax: where casts of one tensor find its amax (:meth:`sharing`).
     """
 
     fp4_dtype: str = "e2m1"
@@ -104,6 +112,7 @@ class NVFP4Quantizer(CastingQuantizer):
     nvfp4_use_4over6: bool = field(default=False, kw_only=True)
     nvfp4_4over6_err_mode: ErrorMode = field(default="MAE", kw_only=True)
     nvfp4_e4m3_max: int | None = field(default=None, kw_only=True)
+    shared_amax: SharedAmax | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         require(self.fp4_dtype, ("e2m1",), "NVFP4Quantizer fp4_dtype")
@@ -123,6 +132,10 @@ class NVFP4Quantizer(CastingQuantizer):
     def planes_agree(self) -> bool:
         return self.with_2d_quantization and not (self.stochastic_rounding or self.row_scaled_nvfp4)
 
+    @property
+    def follows_amax(self) -> bool:
+        return not (self.with_rht or self.row_scaled_nvfp4 or self.with_amax_reduction)
+
     def reducing(self, group: AmaxRanks) -> Quantizer | None:
         return None if self.row_scaled_nvfp4 else super().reducing(group)
 
@@ -141,7 +154,9 @@ class NVFP4Quantizer(CastingQuantizer):
         return Measured(layouts, partial(self._cast, layouts))
 
     def _cast(self, layouts: Sequence[Layout], x: torch.Tensor, amax: torch.Tensor | None) -> list[EncodedArrays]:
-        amaxes = self._amaxes(x, amax, layouts)
+        shared = self.shared_amax or SharedAmax()
+        amaxes = self._amaxes(x, amax if shared.amax is None else shared.amax, layouts)
+        shared.amax = amaxes[0]
         encoded = cast_nv(
             x,
             amaxes,

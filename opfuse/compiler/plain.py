@@ -77,7 +77,7 @@ def rematerialized(plan: Plan) -> Iterator[dict[str, Any]]:
     nodes = plan.graph.nodes
     for reader, operands in plan.rematerialized.items():
         for operand in operands:
-            chain = [nodes[i].name for i in operand.chain] or ["the parameter"]
+            chain = [nodes[i].name for i in operand.chain] or ["the input" if operand.given else "the parameter"]
             fmt = None if operand.anew is None else str(operand.anew.quantizer.formats[not operand.anew.quantizer.rowwise])
             yield {"op": nodes[reader].name, "operand": operand.role, "from": chain, "format": fmt}
 

@@ -1,8 +1,9 @@
 """Operands of products that the backward pass makes anew, as a recipe's ``keep`` says: from what, and by which cast.
 
-An operand is rematerialized if it is a cast of a parameter, or of a result that follows from saved state: that of a norm or of an
-elementwise op that saved its input, of elementwise ops after it, and of an op that gives rows of its input to experts. All code
-that this takes must be the library's own and deterministic; any other operand is saved.
+An operand is rematerialized if it is a cast of a parameter, of an input that the op before the pipeline saves in any case, as
+attention saves its result, or of a result that follows from saved state: that of a norm or of an elementwise op that saved its
+input, of elementwise ops after it, and of an op that gives rows of its input to experts. All code that this takes must be the
+library's own and deterministic; any other operand is saved.
 
 By default these are the operands that take little time to make. Casts of parameters would be as many bytes as the model has
 parameters, and to cast the weight again took at most 2 % of a step of 4096 tokens of Llama layers on an H200. A norm's kernel
@@ -11,8 +12,8 @@ of both. Rows for experts are each token once for each of its experts, from an i
 
 Whatever ``keep`` says, a plane that a collective left where it was cast travels when the backward pass reads it.
 
-The result is a table of the plan. The interpreter makes these casts for the forward product alone, saves the parameter itself,
-which autograd watches, and under delayed scaling the scale of the call; it fills the product's context before its backward
+The result is a table of the plan. The interpreter makes these casts for the forward product alone, saves the parameter or the
+input itself, which autograd watches, and the scale or the amax of the call; it fills the product's context before its backward
 group runs. Ops, rules and programs know nothing of it, so a rule fires as it does without. The ops from whose state an operand
 is computed belong to the segment that reads it, fused or not, so both have the same bits.
 """
@@ -48,6 +49,7 @@ class RematerializedOperand:
     reader: node of the product. role: of the operand, which would be saved as ``name``. source: node of the cast. forward: the
     cast of that node for the forward product alone. anew: the cast that the backward pass runs; None: it reads the values in high
     precision. chain: nodes of the ops that make the values again, from the saved state of the first on; none for a parameter.
+    given: whether it is the pipeline's input, which is saved.
     """
 
     reader: int
@@ -57,6 +59,7 @@ class RematerializedOperand:
     forward: Cast
     anew: Cast | None
     chain: tuple[int, ...] = ()
+    given: bool = False
 
 
 Rematerialized = Mapping[int, tuple[RematerializedOperand, ...]]
@@ -118,13 +121,16 @@ def _of_reader(
             continue
         if not is_library_quantizer(cast.quantizer) or draws(cast.quantizer):
             continue
-        chain = () if source.side else _chain(graph, ops, env, source.inputs[0], _CHEAP if env.keep is None else _FOLLOWED)
+        given = env.input_saved and source.inputs == (0,) and not source.spec.groups and saved != "original"
+        chain = (
+            () if source.side or given else _chain(graph, ops, env, source.inputs[0], _CHEAP if env.keep is None else _FOLLOWED)
+        )
         if chain is None or (source.side and _saves_the_parameter(cast.quantizer, saved)):
             continue
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
-        yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain)
+        yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain, given)
 
 
 def _saves_the_parameter(quantizer: Quantizer, saved: str) -> bool:

@@ -48,7 +48,8 @@ class Env(NamedTuple):
     recipe: the active recipe, or None. amax_group: name of the process group that amaxes are reduced over. grad: whether
     autograd records. autocast: dtype of torch.autocast, or None. device: device type. arch: compute capability, (0, 0) on
     a CPU. rows_class: gcd(M, 128) of the input's M rows (128 also for M = 0). aligned: data pointer divides by 16.
-    level: fusion level (0 none, 1 bitwise-equal rules only, 2 all).
+    level: fusion level (0 none, 1 bitwise-equal rules only, 2 all). input_saved: whether the op that made the input saves it for
+    its own backward pass, so that to save it once more takes no memory.
     """
 
     recipe: Recipe | None
@@ -60,6 +61,7 @@ class Env(NamedTuple):
     rows_class: int
     aligned: bool
     level: int
+    input_saved: bool = False
 
     @property
     def backward_override(self) -> str | None:

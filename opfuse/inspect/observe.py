@@ -107,6 +107,20 @@ class CallInputs(NamedTuple):
         return CallInputs(tuple(inputs), dict(zip(self.named, named)))
 
 
+class _TensorsSaved(list[torch.Tensor]):
+    """What autograd saves, in order.
+
+    keeps_tensors: tensors stay as they are, so that one which two nodes save takes no more memory than one.
+    """
+
+    keeps_tensors = True
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hook of autograd."""
+        self.append(tensor)
+        return tensor
+
+
 def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> Observation:
     """Run ``model(*given.inputs, **given.named)`` forward once, without a trace, as :func:`opfuse.explain` says.
 
@@ -117,18 +131,14 @@ def observe(model: nn.Module, given: CallInputs, *, of_opfuse: bool = True) -> O
     call = given.copied()
     inputs = call.by_name()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    tensors: list[torch.Tensor] = []
+    tensors = _TensorsSaved()
     saves: list[TensorSaved] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
 
     def save(event: TensorSaved) -> None:
         if hooked() != COMPARED:  # a checkpoint inside the model lets go of it, and saves it again in its recomputation
             saves.append(event)
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(tensors.keep, lambda tensor: tensor)
     with (
         undone(model),
         trial_plans(),

@@ -54,7 +54,7 @@ from opfuse.runtime.replay.dispatch import repeats_here
 from opfuse.runtime.segment import outlined, run_plan
 from opfuse.sources import caller
 from opfuse.tensors.quantizers.ranks import in_distributed_run
-from opfuse.torch_private.autograd import is_followed
+from opfuse.torch_private.autograd import is_followed, is_saved_by_its_node
 
 ROWS = 128
 """The largest divisor of the number of rows that a plan may depend on."""
@@ -239,23 +239,32 @@ class OperationFuser:
         """How messages call it: its label, after the path of its module if that is known."""
         return f"{self.path} {self.label}".strip()
 
-    def key(self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet) -> tuple[Any, ...]:
-        """Everything that the plan of this call may depend on: a :class:`PlanKey` as plain tuples, which are equal to it."""
+    def key(
+        self, x: torch.Tensor, extras: Sequence[torch.Tensor], rules: RuleSet, input_saved: bool | None = None
+    ) -> tuple[Any, ...]:
+        """Everything that the plan of this call may depend on: a :class:`PlanKey` as plain tuples, which are equal to it.
+
+        input_saved: as ``Env.input_saved``, of an input without a node of autograd; None: its node tells.
+        """
         if self._epoch != WatchedModule.epoch or self._trees:
             self._refresh()
         device, arch, has_autocast = _device(x.device)
         # A group that is made after a first call makes another plan: rows travel, and amaxes are shared.
         group = current_amax_group() or default_group()
+        grad = torch.is_grad_enabled()
+        if input_saved is None:
+            input_saved = grad and is_saved_by_its_node(x)
         env = (
             current_recipe(),
             None if group is None else token(group),
-            torch.is_grad_enabled(),
+            grad,
             torch.get_autocast_dtype(device) if has_autocast and torch.is_autocast_enabled(device) else None,
             device,
             arch,
             gcd(_rows(x), ROWS),
             x.data_ptr() % VECTOR == 0,
             rules.level,
+            input_saved,
         )
         inputs = (
             input_signature(x),
@@ -281,11 +290,11 @@ class OperationFuser:
             named.sources = {"env": place, "inputs": place}
         return named
 
-    def plan(self, x: torch.Tensor, *extras: torch.Tensor) -> Plan:
-        """The plan of this call, from the cache or made now."""
+    def plan(self, x: torch.Tensor, *extras: torch.Tensor, input_saved: bool | None = None) -> Plan:
+        """The plan of this call, from the cache or made now. input_saved: as of :meth:`key`."""
         rules = self.rules or active_rules()
         try:
-            key = self.key(x, extras, rules)
+            key = self.key(x, extras, rules, input_saved)
         except (AttributeError, KeyError, RuntimeError):
             check_call(self, x, extras)
             raise
@@ -356,7 +365,8 @@ class OperationFuser:
         """
         if torch.compiler.is_compiling():
             return self._call_compiling(x, extras, kwargs)
-        if not isinstance(instead, BackwardTape):  # inside of an op, that has asked
+        input_saved = instead.input_saved if isinstance(instead, BackwardTape) else None
+        if input_saved is None:  # inside of an op, that has asked
             if (repeat := repeated(self)) is not None:
                 return repeat(partial(self, x, *extras, kwargs=kwargs, instead=instead))
             if not isinstance(x, torch.Tensor):
@@ -369,7 +379,8 @@ class OperationFuser:
         if self._reset_by_recipes:
             self._reset_under(current_recipe())
         policy = plan_policy()
-        plan = self._trial(x, extras, alone=policy.alone) if policy.trial else self.plan(x, *extras)
+        trial = policy.trial
+        plan = self._trial(x, extras, alone=policy.alone) if trial else self.plan(x, *extras, input_saved=input_saved)
         if PlanUsed in listeners():
             emit(PlanUsed(plan))
         if isinstance(instead, BackwardTape):

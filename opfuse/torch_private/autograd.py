@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from opfuse.torch_private.dispatch import in_transform
-from opfuse.torch_private.names import private
+from opfuse.torch_private.names import convention, private
 
 
 def _in_backward(read: Callable[[], Any], **options: Any) -> list[Any]:
@@ -81,6 +82,55 @@ saving_hooks: Callable[[bool], Any] = private(
     breaks="checkpoints would be missed, or each call would search the whole stack",
 )
 """The innermost hooks of ``torch.autograd.graph.saved_tensors_hooks``, or None. The argument: also while torch traces."""
+
+
+_VIEWS = frozenset(("ViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "PermuteBackward0"))
+"""Nodes of views of all elements."""
+
+
+def _names_saved_results() -> bool:
+    x = torch.ones(2, 2, 2, 2, requires_grad=True)
+    attended = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    seen = [
+        is_saved_by_its_node(each) for each in (x.sigmoid(), x.sigmoid().view(-1).transpose(0, 0), attended, x + x, x.sin(), x)
+    ]
+    return seen == [True, True, True, False, False, False]
+
+
+_SAVED_RESULTS = {
+    convention(
+        f"torch.autograd.graph.Node.{name}",
+        _names_saved_results,
+        use="seeing that an input is kept by the op that made it, so that its cast need not be",
+        breaks="the casts of attention's results would be saved beside these results",
+    )
+    for name in ("_saved_result", "_saved_output")
+}
+
+
+@lru_cache(maxsize=1024)
+def _saves_result(node: type) -> bool | None:
+    """Whether a node of this class saves its first result; None: it makes a view."""
+    return None if node.__name__ in _VIEWS else any(hasattr(node, name) for name in _SAVED_RESULTS)
+
+
+def _keep_tensors(hooks: Any) -> bool:
+    """Whether what is saved twice takes no more memory: there are no hooks, or they say that they keep the tensors themselves."""
+    return hooks is None or getattr(getattr(hooks[0], "__self__", None), "keeps_tensors", False)
+
+
+def is_saved_by_its_node(x: torch.Tensor) -> bool:
+    """Whether the op that made a tensor, or what it is a view of, saves it for its own backward pass, as attention does.
+
+    False under hooks of saved tensors that may store a tensor anew for each op that saves it.
+    """
+    node, place = x.grad_fn, x.output_nr
+    while node is not None:
+        saves = _saves_result(type(node))
+        if saves is not None:
+            return saves and place == 0 and _keep_tensors(saving_hooks(True))
+        node, place = node.next_functions[0]
+    return False
 
 
 def are_of_checkpoint(hooks: Any) -> bool:

@@ -7,10 +7,11 @@ those of the last step, and so on to the first, each in the order in which the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -19,6 +20,8 @@ from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.torch_private.tensors import share_memory
 
 _COMPILED = "backward of a compiled pipeline"
+
+_NOWHERE: Mapping[int, torch.Size] = MappingProxyType({})
 
 MaybeGradients = Sequence[torch.Tensor | None]
 StepBackward = Callable[[list[torch.Tensor | None], bool], MaybeGradients]
@@ -62,7 +65,8 @@ class Repetition(NamedTuple):
     """How a call is made again as a whole, for tensors with the layouts of its own.
 
     use: finds what counts a use of the call's plan; None if the plan was dropped. steps: numbers of what each reads and makes,
-    and what does it again. looks: of all tensors. ends: numbers of the results. arguments: how many there are.
+    and what does it again. looks: of all tensors. ends: numbers of the results. arguments: how many there are. input_saved: as of
+    the tape.
     """
 
     use: PlanUse
@@ -70,6 +74,7 @@ class Repetition(NamedTuple):
     looks: list[tuple[torch.dtype, torch.Size]]
     ends: Sequence[int]
     arguments: int
+    input_saved: bool
 
     def __call__(
         self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
@@ -81,7 +86,7 @@ class Repetition(NamedTuple):
         for reads, _, again in self.steps:
             if not again.stands([tensors[number] for number in reads] if again.sized else ()):
                 return None
-        tape = BackwardTape((), given)
+        tape = BackwardTape((), given, input_saved=self.input_saved)
         for reads, makes, again in self.steps:
             made = again([tensors[number] for number in reads], tape)
             if made is None:
@@ -134,13 +139,15 @@ class BackwardTape:
     """The steps of one call.
 
     arguments: the tensors that get gradients; if one of them occurs twice, its first place gets the sum. given: arguments whose
-    memory a compiler may overwrite, so of these copies are saved. saved: all saved tensors. use: of the plan of its pipeline.
+    memory a compiler may overwrite, so of these copies are saved. input_saved: whether the graph saves the first of them, which
+    the backward pass then gets again. saved: all saved tensors. use: of the plan of its pipeline.
     """
 
     use: PlanUse | None = None
 
-    def __init__(self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    def __init__(self, arguments: Sequence[torch.Tensor], given: Sequence[torch.Tensor], *, input_saved: bool = False) -> None:
         self.saved: list[torch.Tensor] = []
+        self.input_saved, self._again = input_saved, InputAgain()
         self._count = len(arguments)
         self._steps: list[_TapeStep] | None = []
         self._watched: list[SavedTensors] = []
@@ -176,10 +183,16 @@ class BackwardTape:
         return [*map(self._numbers.get, map(id, tensors))]
 
     def save(self, saved: Sequence[torch.Tensor]) -> SavedTensors:
-        """Save tensors for the backward pass; a copy of those that share memory with ``given``."""
+        """Save tensors for the backward pass; a copy of those that share memory with ``given``, unless the graph saves them."""
+        if self.input_saved:
+            x, again = self._copies.given[0], self._again
+            places = {place: tensor.shape for place, tensor in enumerate(saved) if _is_reshaped(x, tensor)}
+            saved = [tensor for place, tensor in enumerate(saved) if place not in places]
+        else:
+            places, again = {}, None
         copies = self._copies.all_unshared(saved)
         self.saved += copies
-        return SavedTensors(copies)
+        return SavedTensors(copies, places, again)
 
     def watch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse a backward pass after a write to ``tensors``, also where steps save other tensors over the same memory."""
@@ -212,15 +225,16 @@ class BackwardTape:
         ends: list[Any] = self._ends
         if None in ends or self.use is None:
             return None
-        return Repetition(self.use, steps, self._looks, ends, self._count)
+        return Repetition(self.use, steps, self._looks, ends, self._count, self.input_saved)
 
     def repeat(self, call: Repetition, steps: list[_TapeStep]) -> None:
         """The steps of ``call`` were done again, and the call is over."""
         self._copies, self.saved = Copies(()), []
         self._steps, self._looks, self._count, self._ends = steps, call.looks, call.arguments, [*call.ends]
 
-    def gradients(self, given: MaybeGradients, *, keep: bool) -> MaybeGradients:
-        """From the gradients of the results to those of the arguments. keep: whether another pass may follow.
+    def gradients(self, given: MaybeGradients, *, keep: bool, x: torch.Tensor | None = None) -> MaybeGradients:
+        """From the gradients of the results to those of the arguments. keep: whether another pass may follow. x: the first input,
+        if the graph has saved it.
 
         SavedTensorError for a second pass without that, and after a write to a saved tensor.
         """
@@ -232,6 +246,7 @@ class BackwardTape:
             each.unpack(keep)
         if not keep:
             self._steps, self._watched = None, []
+        self._again.x = x
         found: list[torch.Tensor | None] = [None] * len(self._looks)
         for end, grad in zip(self._ends, given):
             self._add(found, end, grad)
@@ -241,6 +256,7 @@ class BackwardTape:
             if backward is not None and any(each is not None for each in received):
                 for number, grad in zip(reads, backward(received, keep)):
                     self._add(found, number, grad)
+        self._again.x = None
         return found[: self._count]
 
     def _add(self, found: list[torch.Tensor | None], number: int | None, grad: torch.Tensor | None) -> None:
@@ -254,20 +270,42 @@ class BackwardTape:
         found[number] = grad if earlier is None else earlier + grad
 
 
-class SavedTensors:
-    """Tensors that a step saved, and their version counts at that time."""
+def _is_reshaped(x: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has the elements of ``x``, in their order and in the same memory."""
+    alike = tensor.dtype == x.dtype and tensor.numel() == x.numel() and tensor.data_ptr() == x.data_ptr()
+    return alike and tensor.is_contiguous() and x.is_contiguous()
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+
+class InputAgain:
+    """The first input of a call, while its backward pass runs."""
+
+    x: torch.Tensor | None = None
+
+
+class SavedTensors:
+    """Tensors that a step saved, and their version counts at that time.
+
+    places: shapes in which it saved the call's first input as well, by their places among all. again: that input.
+    """
+
+    def __init__(
+        self, tensors: list[torch.Tensor], places: Mapping[int, torch.Size] = _NOWHERE, again: InputAgain | None = None
+    ) -> None:
         self.tensors = tensors
         self.versions = versions(*tensors)
+        self._places, self._again = places, again
 
     def unpack(self, keep: bool) -> list[torch.Tensor]:
         """The tensors; without ``keep`` they are released here. SavedTensorError if one was written since."""
         tensors = self.tensors
         check_unwritten(tensors, self.versions)
         if keep:
-            return [*tensors]
-        self.tensors = []
+            tensors = [*tensors]
+        else:
+            self.tensors = []
+        for place, shape in self._places.items():  # from the first on
+            x = cast(torch.Tensor, cast(InputAgain, self._again).x)
+            tensors.insert(place, x.reshape(shape).contiguous())
         return tensors
 
 

@@ -32,7 +32,7 @@ from opfuse.runtime.interpret.checkpoint_replay import CheckpointedCall, check_r
 from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.planes import named_tensors
 from opfuse.tensors.tensor import QuantizedTensor
-from opfuse.torch_private.autograd import keeps_graph
+from opfuse.torch_private.autograd import is_saved_by_its_node, keeps_graph
 from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, not_traced
 from opfuse.torch_private.dispatch import active_modes, below_autograd, in_transform
 
@@ -68,7 +68,7 @@ class CompiledPipeline(Protocol):
 
 def follow(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.Tensor]) -> Any:
     """Call a pipeline as an op of the graph that is being traced; returns what the call returns."""
-    call = prepared(pipeline.ticket, pipeline.form)
+    call = *prepared(pipeline.ticket, pipeline.form), 0
     tensors = [x, *extras, *parameters_of(pipeline), pipeline.ticket]
     grad = torch.is_grad_enabled()
     wanted = [grad and tensor.requires_grad for tensor in tensors]
@@ -125,20 +125,22 @@ def pipeline_op(
 
     tensors: ``count`` inputs, then the parameters, and last the ticket. wanted: for each, whether its gradient is wanted. call:
     numbers of the pipeline that was traced, which is this one or one of its form, and of the call in the code, so that no
-    compiler merges two calls, whether the code has a checkpoint around it, and those that keep its files apart (``prepared``).
-    autocast: the dtype of torch.autocast in the code. Errors: those of the call; UnsupportedError for an op that writes to an
-    input, a quantized output, and parameters other than the pipeline's own.
+    compiler merges two calls, whether the code has a checkpoint around it, those that keep its files apart (``prepared``), and
+    whether the graph saves the first input, so that the call need not. autocast: the dtype of torch.autocast in the code.
+    Errors: those of the call; UnsupportedError for an op that writes to an input, a quantized output, and parameters other than
+    the pipeline's own.
     """
     *tensors, ticket = tensors
     pipeline: CompiledPipeline = enrolled(int(ticket))
     pipeline.get_ready()
-    _, number, inside, *_ = call
+    _, number, inside, *_, input_saved = call
     if not inside:
         check_recomputed_in_graph(pipeline.label)
     given = tensors[:count]
     parameters = _checked_parameters(pipeline, tensors[count:])
     writes = versions(*given)
-    inner = CallInside(given, parameters, wanted, autocast, CheckpointedCall(number, tensors[0].device) if inside else None)
+    checkpointed = CheckpointedCall(number, tensors[0].device) if inside else None
+    inner = CallInside(given, parameters, wanted, autocast, checkpointed, input_saved=bool(input_saved))
     outputs = pipeline.run_inside(inner)
     _check_result(pipeline, versions(*given) != writes, outputs)
     results = inner.close(outputs)
@@ -146,7 +148,7 @@ def pipeline_op(
 
 
 def backward_op(
-    token: torch.Tensor,
+    saved: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor | None],
     sizes: Sequence[int],
     signatures: Sequence[int],
@@ -154,11 +156,13 @@ def backward_op(
 ) -> list[torch.Tensor]:
     """From the gradients of the outputs to those of the arguments that want one; zeros where there is none.
 
-    signatures: for each of these arguments its rank and the index of its dtype in ``DTYPES``. sizes: their shapes, one after
-    another. device: theirs. An argument of rank ``NONE`` has no gradient in the graph. Errors: UnsupportedError if it gets one,
-    and for create_graph=True; SavedTensorError if what the call kept is gone or was written to.
+    saved: the token of the call, and its first input, if the graph has saved that. signatures: for each of these arguments its
+    rank and the index of its dtype in ``DTYPES``. sizes: their shapes, one after another. device: theirs. An argument of rank
+    ``NONE`` has no gradient in the graph. Errors: UnsupportedError if it gets one, and for create_graph=True; SavedTensorError if
+    what the call kept is gone or was written to.
     """
     where = "backward of a compiled pipeline"
+    token, *inputs = saved
     call = saved_call_of(token)
     if call is None:
         cure = "leave hooks of saved tensors that copy them (save_on_cpu) outside of what is compiled"
@@ -168,7 +172,7 @@ def backward_op(
         cure = "compute second derivatives with plain torch modules; quantized backward passes have none"
         raise UnsupportedError(describe(where, wanted="create_graph=False", got="a double backward", cure=cure))
     grads = [None if grad is None else grad.resolve_neg() for grad in grads]
-    found = call.backward(grads, keeps_graph())
+    found = call.backward(grads, keeps_graph(), *inputs)
     made, at = list[torch.Tensor](), 0
     for grad, rank, dtype in zip(found, signatures[::2], signatures[1::2]):
         if rank == NONE:
@@ -189,7 +193,8 @@ class _PipelineNode(torch.autograd.Function):
     def forward(ctx: Any, reach: Sequence[bool], rest: Sequence[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         made = _run_pipeline(tensors, *rest)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(made[-1])
+        *_, input_saved = rest[2]
+        ctx.save_for_backward(made[-1], *tensors[:input_saved])
         likes = {i: tensors[i] for i, want in enumerate(rest[0]) if want}
         ctx.places = [i for i in likes if not reach or reach[i]]
         ctx.sizes = [size for i in ctx.places for size in likes[i].shape]
@@ -200,7 +205,7 @@ class _PipelineNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        gradients = torch.ops.opfuse.pipeline_backward(*ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.signatures, ctx.device)
+        gradients = torch.ops.opfuse.pipeline_backward(ctx.saved_tensors, grads[:-1], ctx.sizes, ctx.signatures, ctx.device)
         by_place = dict(zip(ctx.places, gradients))
         return (None, None, *[by_place.get(i) for i in range(ctx.count)])
 
@@ -208,11 +213,15 @@ class _PipelineNode(torch.autograd.Function):
 def _seen_pipeline(
     tensors: Sequence[torch.Tensor], wanted: Sequence[bool], count: int, call: Sequence[int], autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """The op with a node of autograd, if a gradient is wanted that can reach an argument."""
+    """The op with a node of autograd, if a gradient is wanted that can reach an argument.
+
+    The node saves the first input where the op that made it does so in any case: then the call keeps neither it nor its cast.
+    """
     if torch.is_grad_enabled() and any(wanted):
         reach = enrolled(call[0]).reach(tensors[:count], autocast)
         if not reach or any(want and there for want, there in zip(wanted, reach)):
-            return list(_PipelineNode.apply(reach, (wanted, count, call, autocast), *tensors))  # type: ignore[no-untyped-call]
+            rest = wanted, count, [*call[:-1], int(is_saved_by_its_node(tensors[0]))], autocast
+            return list(_PipelineNode.apply(reach, rest, *tensors))  # type: ignore[no-untyped-call]
     return _run_pipeline(tensors, wanted, count, call, autocast)
 
 
@@ -225,12 +234,12 @@ def _run_pipeline(tensors: Sequence[torch.Tensor], *rest: Any) -> list[torch.Ten
     return made
 
 
-def _run_backward(token: torch.Tensor, grads: Sequence[torch.Tensor | None], *rest: Any) -> list[torch.Tensor]:
+def _run_backward(saved: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], *rest: Any) -> list[torch.Tensor]:
     """Run the backward op, or hand it to torch's dispatcher, as :func:`_run_pipeline` does."""
-    if _is_run((token, *[grad for grad in grads if grad is not None])):
-        return backward_op(token, grads, *rest)
+    if _is_run((*saved, *[grad for grad in grads if grad is not None])):
+        return backward_op(saved, grads, *rest)
     with below_autograd():
-        made: list[torch.Tensor] = torch.ops.opfuse.pipeline_backward.default(token, list(grads), *rest)
+        made: list[torch.Tensor] = torch.ops.opfuse.pipeline_backward.default(list(saved), list(grads), *rest)
     return made
 
 
@@ -320,7 +329,7 @@ _known_looks: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.Wea
 
 
 def backward_fake(
-    token: torch.Tensor,
+    saved: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor | None],
     sizes: Sequence[int],
     signatures: Sequence[int],
@@ -336,7 +345,7 @@ def backward_fake(
 
 _SCHEMAS = {
     "pipeline": "(Tensor[] tensors, bool[] wanted, int count, int[] call, ScalarType? autocast) -> Tensor[]",
-    "pipeline_backward": "(Tensor token, Tensor?[] grads, SymInt[] sizes, int[] signatures, Device device) -> Tensor[]",
+    "pipeline_backward": "(Tensor[] saved, Tensor?[] grads, SymInt[] sizes, int[] signatures, Device device) -> Tensor[]",
 }
 _RUNS: dict[str, tuple[Any, Any, Any]] = {
     "pipeline": (_seen_pipeline, pipeline_op, pipeline_fake),

@@ -33,10 +33,11 @@ from opfuse.torch_private.tensors import base_of
 class SavedCall(ctypes.c_int64 * 1):  # type: ignore[misc]
     """What one call keeps for its backward pass, in an object that is also the memory of a one-element tensor, its token.
 
-    backward: from the gradients of the outputs to those of the arguments that want one; True if it will be asked again.
+    backward: from the gradients of the outputs to those of the arguments that want one; True if it will be asked again; and the
+    first input, if the graph has saved it.
     """
 
-    backward: Callable[[MaybeGradients, bool], MaybeGradients]
+    backward: Callable[..., MaybeGradients]
 
 
 _calls: weakref.WeakValueDictionary[int, SavedCall] = weakref.WeakValueDictionary()
@@ -192,8 +193,9 @@ class CallInside:
     """One call inside of the op. Its pipeline chooses what records it for the backward pass: a tape, or autograd.
 
     given: the inputs. parameters: those of the pipeline. wanted: for each of both, whether a gradient is wanted. autocast: the
-    dtype of torch.autocast in the code. checkpointed: of a call that has a checkpoint around it in the code. trains: whether any
-    gradient is wanted. saved_call: what the call keeps. repeated: whether it was made again as a whole.
+    dtype of torch.autocast in the code. checkpointed: of a call that has a checkpoint around it in the code. input_saved: whether
+    the graph saves the first input. trains: whether any gradient is wanted. saved_call: what the call keeps. repeated: whether it
+    was made again as a whole.
     """
 
     repeated = False
@@ -205,9 +207,11 @@ class CallInside:
         wanted: Sequence[bool],
         autocast: torch.dtype | None,
         checkpointed: CheckpointedCall | None = None,
+        *,
+        input_saved: bool = False,
     ) -> None:
         self.given, self.parameters, self.wanted, self.autocast = given, parameters, wanted, autocast
-        self.checkpointed = checkpointed
+        self.checkpointed, self.input_saved = checkpointed, input_saved
         self.trains = any(wanted)
         self.saved_call = SavedCall()
         self._tape: BackwardTape | None = None
@@ -249,7 +253,7 @@ class CallInside:
             for entry, want in zip(entries, self.wanted):
                 if want:
                     entry.requires_grad_()
-            tape = self._tape = BackwardTape([*entries, *self.parameters], self.given)
+            tape = self._tape = BackwardTape([*entries, *self.parameters], self.given, input_saved=self.input_saved)
             self.saved_call.backward = self._backward_of(tape)
             outputs = _listed(run(entries, tape))
         tape.check_read([entry for entry, want in zip(entries, self.wanted) if want], outputs)
@@ -266,13 +270,13 @@ class CallInside:
         if around is None or not self.trains or True in map(_UNUSUAL, self.given):
             return None
         layout = layout_key([*self.given, *self.parameters])
-        return None if layout is None else (around, self.autocast, *self.wanted, *layout)
+        return None if layout is None else (around, self.autocast, self.input_saved, *self.wanted, *layout)
 
-    def _backward_of(self, tape: BackwardTape) -> Callable[[MaybeGradients, bool], MaybeGradients]:
+    def _backward_of(self, tape: BackwardTape) -> Callable[..., MaybeGradients]:
         places = [i for i, want in enumerate(self.wanted) if want]
 
-        def backward(grads: MaybeGradients, keep: bool) -> MaybeGradients:
-            found = tape.gradients(grads, keep=keep)
+        def backward(grads: MaybeGradients, keep: bool, x: torch.Tensor | None = None) -> MaybeGradients:
+            found = tape.gradients(grads, keep=keep, x=x)
             return [found[i] for i in places]
 
         return backward
@@ -301,7 +305,7 @@ def _listed(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _by_autograd(
-    ends: Sequence[torch.Tensor | None], begins: Sequence[GradientEdge], grads: MaybeGradients, keep: bool
+    ends: Sequence[torch.Tensor | None], begins: Sequence[GradientEdge], grads: MaybeGradients, keep: bool, *_: torch.Tensor
 ) -> MaybeGradients:
     pairs = [(end, grad) for end, grad in zip(ends, grads) if end is not None and grad is not None]
     if not pairs:

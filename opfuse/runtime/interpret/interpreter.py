@@ -92,7 +92,7 @@ class Interpreter:
             else:
                 self.events.forward(self._forward_group, group, values)
         if self.plan.rematerialized:
-            self._save_scalings()
+            self._save_for_casts(values)
         return [*map(values.__getitem__, self.segment.outputs)]
 
     def _forward_group(self, group: Group, values: dict[int, Value]) -> None:
@@ -178,20 +178,20 @@ class Interpreter:
         there = {node for node in self.precomputed if not compared or self.plan.casts[node].is_delayed}  # by another call's scale
         return [operand for operand in operands if operand.source not in there]
 
-    def _save_scalings(self) -> None:
-        """Save what scales the casts that the backward pass makes anew: a delayed scale, which may have been updated by then, or
-        the amax of the tensor, so that it need not be read twice.
+    def _save_for_casts(self, values: Mapping[int, Value]) -> None:
+        """Save what the casts need that the backward pass makes anew: a delayed scale, which may have been updated by then, or
+        the amax of the tensor, so that it need not be read twice; and the input that is cast.
         """
         for operand in [operand for reader in self.segment.nodes for operand in self._rematerialized(reader)]:
-            scaling: dict[str, Value | None] = {}
+            needed: dict[str, Value | None] = {"x": values[0]} if operand.given else {}
             if operand.anew is not None and operand.anew.is_delayed:
-                scaling = {"scale": operand.anew.scale_of_call()}
+                needed["scale"] = operand.anew.scale_of_call()
             elif operand.source in self._amaxes and (operand.chain or hooked() != COMPARED):
                 # Of two runs of a checkpoint, which must save alike, one may find that a parameter is cast already.
-                scaling = {"amax": self._amaxes[operand.source].amax}
-            if scaling:
+                needed["amax"] = self._amaxes[operand.source].amax
+            if needed:
                 context = self.contexts.setdefault(operand.source, Context(operand.forward, self.plan.key.env, frozenset()))
-                context._store(scaling)
+                context._store(needed)
 
     def _make_anew(self, group: Group, contexts: Mapping[int, Context]) -> None:
         """Put into the contexts of products what the forward pass has not saved."""
@@ -206,8 +206,12 @@ class Interpreter:
                 anew = anew.sharing(SharedAmax.of(contexts[operand.source].saved.amax)) or anew
             if isinstance(anew, GroupedCast) and operand.chain:
                 anew = replace(anew, splits=vars(context).get("sizes") or context.saved.splits)
-            chain, parameter = [contexts[i] for i in operand.chain], cast(torch.Tensor, context._saved[operand.name])
-            context._saved[operand.name] = chain[0].op.remake(chain, anew) if chain else cast(Cast, anew)(parameter)
+            chain = [contexts[i] for i in operand.chain]
+            if chain:
+                context._saved[operand.name] = chain[0].op.remake(chain, anew)
+            else:  # a cast of the input or of the parameter, which are saved
+                values: Any = contexts[operand.source].saved.x if operand.given else context._saved[operand.name]
+                context._saved[operand.name] = cast(Cast, anew)(values)
 
     def _forward_op(self, node: Node, values: dict[int, Value]) -> None:
         op = self.ops[node.op]

@@ -253,7 +253,7 @@ class OperationFuser:
         group = current_amax_group() or default_group()
         grad = torch.is_grad_enabled()
         if input_saved is None:
-            input_saved = grad and is_saved_by_its_node(x)
+            input_saved = grad and x.grad_fn is not None and is_saved_by_its_node(x)
         env = (
             current_recipe(),
             None if group is None else token(group),
@@ -277,7 +277,7 @@ class OperationFuser:
     def named(self, key: tuple[Any, ...], call: tuple[torch.Tensor, RuleSet] | None = None) -> PlanKey:
         """A key with the names of its fields. call: its input and rules, for a key that tells where its values come from."""
         structure, env, (x, extras, params, training), rules = key
-        named_params = self._parameters(None if p is None else TensorSig(*p) for p in params)
+        named_params = self._parameters([None if p is None else TensorSig(*p) for p in params])
         modes = self._modes[len(training)](training)
         inputs = Inputs(TensorSig(*x), tuple(itertools.starmap(TensorSig, extras)), named_params, modes)
         around = _Around(*env)

@@ -107,6 +107,7 @@ SITUATIONS = {
     "rows_class": lambda call: call(randn(33, 64)),
     "aligned": lambda call: call(randn(32 * 64 + 1)[1:].view(32, 64)),
     "level": lambda call: _under(use_rules(RuleSet(RULES.rules, level=1)), call),
+    "input_saved": lambda call: call(randn(32, 64).requires_grad_().sigmoid()),
 }
 ONLY_ON_A_GPU = {"device", "arch"}
 

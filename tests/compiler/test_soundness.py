@@ -324,7 +324,7 @@ LOSSES: dict[str, Callable[[tuple], tuple]] = {
     "torch.autocast": lambda key: (key[0], (*key[1][:3], None, *key[1][4:]), *key[2:]),
     "the input": lambda key: (*key[:2], (None, *key[2][1:]), key[3]),
     "the parameters": lambda key: (*key[:2], (*key[2][:2], None, *key[2][3:]), key[3]),
-    "the rules": lambda key: (key[0], (*key[1][:-1], None), key[2], None),
+    "the rules": lambda key: (key[0], (*key[1][:-2], None, key[1][-1]), key[2], None),
 }
 
 
@@ -336,11 +336,11 @@ FOUND = {"the ops": 19, "the recipe's fields": 40, "the backward override": 42, 
 def test_r9_the_search_finds_a_key_that_lacks_a_field(lost, monkeypatch):
     plan = OperationFuser.plan
 
-    def careless(self, x, *extras):
+    def careless(self, x, *extras, **how):
         plans = self.__dict__.setdefault("_careless", {})
         key = LOSSES[lost](self.key(x, extras, active_rules()))
         if key not in plans:
-            plans[key] = plan(self, x, *extras)
+            plans[key] = plan(self, x, *extras, **how)
         return plans[key]
 
     monkeypatch.setattr(OperationFuser, "plan", careless)

@@ -362,15 +362,15 @@ def test_arguments_and_results_may_be_written_over():
     (run,) = model.runs()
     given = [tensors[0].detach().clone(), *tensors[1:]]
     wanted_of = [*[True] * len(given), False]
-    y, token = torch.ops.opfuse.pipeline([*given, run.ticket], wanted_of, 1, [int(run.ticket), 0, 0], None)
+    y, token = torch.ops.opfuse.pipeline([*given, run.ticket], wanted_of, 1, [int(run.ticket), 0, 0, 0], None)
     y.detach().zero_()
     given[0].zero_()
     sizes, looks = [size for t in given for size in t.shape], [number for t in given for number in (t.ndim, 0)]
     with torch.no_grad():
-        found = torch.ops.opfuse.pipeline_backward(token, [dy], sizes, looks, x.device)
+        found = torch.ops.opfuse.pipeline_backward([token], [dy], sizes, looks, x.device)
         assert same(found, wanted)
         with raised(SavedTensorError, RuntimeError, "forward pass has kept", "a copy"):
-            torch.ops.opfuse.pipeline_backward(token + 1, [dy], sizes, looks, x.device)
+            torch.ops.opfuse.pipeline_backward([token + 1], [dy], sizes, looks, x.device)
 
 
 def test_results_may_be_written_over_though_ops_have_saved_them():

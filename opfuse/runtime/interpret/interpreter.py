@@ -316,7 +316,7 @@ class Interpreter:
             saved += context.release()
         if self.blocks:
             saved, self.places = to_blocks(saved, self.blocks)
-        self.dirty, self.kwargs, self.precomputed, self.blocks = [], (), {}, []
+        self.dirty, self.kwargs, self.precomputed, self.blocks, self._amaxes = [], (), {}, [], {}
         if SegmentRan in listeners():
             emit(SegmentRan(ended=True))
         return saved

@@ -74,14 +74,12 @@ class GroupedCast(Cast):
                 return self._on_device(x, splits, index, shape)
             splits = read_sizes(splits, rows, where=self.op.label)
         sizes = check_sizes(splits or (rows // self.groups,) * self.groups, rows, where=self.where)
-        apart = () if self.amaxes is None else self.amaxes.of_groups(self.groups)
+        apart = () if self.amaxes is None else self.amaxes.apart(self.groups)
         quantizer = self._grouped(sizes, tuple(map(self._sharing, apart)) or self._quantizers_of_groups(x.device))
         x = x if index is None else x.index_select(0, index)
         dtype = self.op.compute_dtype(self.env, x)
         self._check(quantizer if self.whole is None else self._grouped(sizes, (self.whole,) * self.groups), shape, dtype)
         storage = quantizer.quantize(x.to(dtype))
-        if self.amaxes is not None:
-            self.amaxes.join(apart)
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _completed(self, x: QuantizedStorage, splits: torch.Tensor | Sizes | None) -> QuantizedStorage:

@@ -24,7 +24,7 @@ from opfuse.runtime.replay.packing import Packing
 from opfuse.runtime.replay.program import SMALL, Program
 from opfuse.runtime.replay.recorder import Recorder
 from opfuse.runtime.replay.replayable import BACKWARD_LOOKS, Recorded, Replayable, tensors_and_planes
-from tests.program.fake import KERNELS, VARIANT, fake_device, launch
+from tests.program.fake import ADDS, KERNELS, VARIANT, fake_device, launch
 from tests.programs import forwards, plans_of
 
 pytestmark = pytest.mark.cpu
@@ -41,6 +41,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def room(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=torch.float32, device="cpu")
+
+
+def zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=torch.float32, device="cpu")
 
 
 def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -141,6 +145,27 @@ def test_what_kernels_alone_read_is_saved_in_one_block():
     assert recorded.interpreter.calls == 2
     assert recorded.backward.packed is not None
     assert len(recorded.backward.packed.recorded()) == 1
+
+
+def test_what_kernels_add_to_is_in_a_block_of_zeros_which_one_op_fills(monkeypatch):
+    def adding(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        saved = [launch("double", x, room(x)), launch(ADDS, x, zeros(x)), launch("square", x, room(x)), launch(ADDS, x, zeros(x))]
+        return launch("square", saved[0], room(x)), saved
+
+    def read(grad: Tensor, saved: list[Tensor]) -> Tensor:
+        return launch("double", grad, room(grad)) + sum(launch("negate", each, room(grad)) for each in saved)
+
+    monkeypatch.setitem(globals(), "forward", adding)
+    monkeypatch.setitem(globals(), "backward", read)
+    recorded = recorded_forward(torch.randn(40))
+    for call in range(8):
+        x, grad = torch.randn(40), torch.randn(40)
+        y, dx, kept = step(recorded, x, grad)
+        assert torch.equal(y, (2 * x) ** 2)
+        assert torch.equal(dx, read(grad, adding(x)[1]))
+        assert len(kept) == (4 if call < 3 else 2)
+    ((_, found),) = recorded.call(torch.randn(40)).replayable.recorded()
+    assert found.program.text.count("memset(") == 1
 
 
 def test_a_block_is_made_before_the_first_of_its_tensors_is_written(monkeypatch):
@@ -317,7 +342,8 @@ class Drawn:
     def __init__(self, seed: int) -> None:
         self._choose = random.Random(seed)
         entries = [*KERNELS]
-        self.made = [(self._choose.choice(entries), self._choose.randrange(i + 1)) for i in range(self._choose.randint(3, 12))]
+        count = self._choose.randint(3, 12)
+        self.made = [(self._choose.choice([*entries, ADDS]), self._choose.randrange(i + 1)) for i in range(count)]
         self.saved = self._choose.sample(range(1, len(self.made) + 1), self._choose.randint(2, len(self.made)))
         order = self._choose.sample(range(len(self.saved)), len(self.saved))
         self.read = [(self._choose.choice(entries), i) for i in order[: self._choose.randint(2, len(order))]]
@@ -326,7 +352,7 @@ class Drawn:
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         values = [x]
         for entry, source in self.made:
-            values.append(launch(entry, values[source], room(x)))
+            values.append(launch(entry, values[source], zeros(x) if entry == ADDS else room(x)))
         return values[-1] + 1, [values[i] for i in self.saved]
 
     def gradients(self, grads: dict[int, Tensor | None], saved: Iterator[Tensor]) -> list[Tensor | None]:

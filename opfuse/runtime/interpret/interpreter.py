@@ -188,7 +188,7 @@ class Interpreter:
                 needed["scale"] = operand.anew.scale_of_call()
             elif operand.source in self._amaxes and (operand.chain or hooked() != COMPARED):
                 # Of two runs of a checkpoint, which must save alike, one may find that a parameter is cast already.
-                needed["amax"] = self._amaxes[operand.source].amax
+                needed |= {f"amax{i or ''}": amax for i, amax in enumerate(self._amaxes[operand.source].tensors())}
             if needed:
                 context = self.contexts.setdefault(operand.source, Context(operand.forward, self.plan.key.env, frozenset()))
                 context._store(needed)
@@ -202,8 +202,8 @@ class Interpreter:
             anew = operand.anew
             if anew is not None and anew.is_delayed:
                 anew = anew.under(contexts[operand.source].saved.scale)
-            elif anew is not None and operand.source in contexts and "amax" in contexts[operand.source]._saved:
-                anew = anew.sharing(SharedAmax.of(contexts[operand.source].saved.amax)) or anew
+            elif anew is not None and (amaxes := _amaxes_of(contexts.get(operand.source))):
+                anew = anew.sharing(SharedAmax.of(amaxes)) or anew
             if isinstance(anew, GroupedCast) and operand.chain:
                 anew = replace(anew, splits=vars(context).get("sizes") or context.saved.splits)
             chain = [contexts[i] for i in operand.chain]
@@ -456,6 +456,12 @@ class Interpreter:
         else:
             check_input_gradient(grads.contexts.get(first.index), dx)
             grads.add(first.inputs[0], dx)
+
+
+def _amaxes_of(cast_of: Context | None) -> list[torch.Tensor]:
+    """The amaxes that were saved for a cast, if there are any."""
+    saved = () if cast_of is None else cast_of._saved.items()
+    return [cast(torch.Tensor, value) for name, value in saved if name.startswith("amax")]
 
 
 def _handed_on(grad: Value | None) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
 """Saved tensors that only kernels read, in few blocks of memory: few allocations, and few tensors for autograd to carry.
 
-One block has all small tensors. The others have large ones that one step of the backward pass reads last, as planes of experts'
+One block has all small tensors, one those that are zeros before kernels write them, as amaxes are, so that one launch fills
+them. The others have large ones that one step of the backward pass reads last, as planes of experts'
 weights, and between whose making no memory is freed: so at no step of either pass more is alive than without.
 """
 
@@ -22,10 +23,11 @@ from opfuse.runtime.replay.program import Program, Recording
 
 
 class SavedRoom(NamedTuple):
-    """The memory of a contiguous tensor."""
+    """The memory of a contiguous tensor. zeroed: whether it is filled with zeros."""
 
     shape: Sequence[int]
     dtype: torch.dtype
+    zeroed: bool
 
     @property
     def nbytes(self) -> int:
@@ -62,10 +64,10 @@ class Packing:
             if grads + position not in read.seen_as_tensors
         }
         last = last_reads(read.steps)
-        large = {number: last.get(grads + at) for number, at in positions.items() if number not in recording.sizes}
+        small = [[n for n in positions if n in recording.sizes and made[n].zeroed is zeroed] for zeroed in (False, True)]
+        large = {n: last.get(grads + at) for n, at in positions.items() if n not in recording.sizes and not made[n].zeroed}
         together = allocated_together(recording.steps, MAKES_ROOM[0], large, recording.lasting)
-        small = [number for number in positions if number not in large]
-        groups = [[positions[number] for number in group] for group in (small, *together) if len(group) > 1]
+        groups = [[positions[number] for number in group] for group in (*small, *together) if len(group) > 1]
         return cls(groups, {at: made[number] for number, at in positions.items()}, count) if groups else None
 
     def forward(self, recording: Recording) -> Program:
@@ -114,7 +116,7 @@ def _settled(recording: Recording, groups: Sequence[Sequence[int]], sizes: Mappi
 
 
 def _rooms(steps: Sequence[Step], device: torch.device | None) -> Iterator[tuple[int, SavedRoom]]:
-    """Number, shape and dtype of each tensor that a step allocates without values."""
+    """Number and memory of each tensor that a step allocates, without values or with zeros."""
     for step in steps:
-        if isinstance(step, OpStep) and step.op is MAKES_ROOM[0] and (room := plain_room(step, device)) is not None:
-            yield step.results[0], SavedRoom(*room)
+        if isinstance(step, OpStep) and step.op in MAKES_ROOM and (room := plain_room(step, device)) is not None:
+            yield step.results[0], SavedRoom(*room, zeroed=step.op is MAKES_ROOM[1])

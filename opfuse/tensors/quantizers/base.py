@@ -35,27 +35,33 @@ INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class SharedAmax:
     """The amax of one tensor, for all casts of it: the first finds it, later ones read it.
 
-    amax: fp32 (1,), of a tensor in G groups (G,); None before it is found.
+    amax: fp32 (1,), or (G,) of a tensor in G groups of which one kernel found them; None before it is found. groups: that of each
+    group, where they are cast one by one.
     """
 
     amax: torch.Tensor | None = None
+    groups: Sequence[SharedAmax] = ()
 
     @classmethod
-    def of(cls, amax: torch.Tensor | None) -> Self:
-        """One that is known, unless it is None."""
+    def of(cls, amaxes: Sequence[torch.Tensor]) -> Self:
+        """One that is known, from its :meth:`tensors`."""
         shared = cls()
-        shared.amax = amax
+        if len(amaxes) == 1:
+            (shared.amax,) = amaxes
+        else:
+            shared.groups = [cls.of([amax]) for amax in amaxes]
         return shared
 
-    def of_groups(self, groups: int) -> list[Self]:
-        """That of each group."""
-        return [self.of(amax) for amax in ([None] * groups if self.amax is None else self.amax.split(1))]
+    def tensors(self) -> list[torch.Tensor]:
+        """What there is to be kept."""
+        return [each.amax for each in self.groups or [self] if each.amax is not None]
 
-    def join(self, of_groups: Sequence[SharedAmax]) -> None:
-        """Take what casts of the groups have found, unless it is known."""
-        found = [each.amax for each in of_groups if each.amax is not None]
-        if self.amax is None and len(found) == len(of_groups):
-            self.amax = torch.cat(found)
+    def apart(self, count: int) -> Sequence[SharedAmax]:
+        """That of each of so many groups."""
+        if not self.groups:
+            amaxes = [None] * count if self.amax is None else self.amax.split(1)
+            self.groups = [SharedAmax.of([] if amax is None else [amax]) for amax in amaxes]
+        return self.groups
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -17,6 +17,7 @@ from benchmarks.timing import Call, device_time, host_time
 BF16, FP8 = 2, 1
 BLOCKS = MX = 1 + 1 / 32
 NV = 1 / 2 + 1 / 16
+MX4 = 1 / 2 + 1 / 32
 """Bytes of an element, scales included (4 bytes for 128, 1 byte for 32, 1 byte for 16 elements)."""
 
 SHAPES = ((16384, 8192), (4096, 4096))

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, NV, Make, Peer, Shape, Table, command, random
+from benchmarks.bandwidth import BF16, BLOCKS, FP8, MX, MX4, NV, Make, Peer, Shape, Table, command, random
 from benchmarks.timing import Call
-from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, MXFP4, NVFP4, ROWWISE, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.casts import tensor as cast
 from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.dequantize import dequantize
@@ -163,6 +163,8 @@ CASTS: Table = {
     "NVFP4 16x16, both, known amax": (BF16 + 2 * NV, nv(BOTH, rows=16)),
     "decode NVFP4, row": (BF16 + NV, decoded(NVFP4)),
     "decode NVFP4, col": (BF16 + NV, decoded(NVFP4, COLUMNWISE)),
+    "decode MXFP4, row": (BF16 + MX4, decoded(MXFP4)),
+    "decode MXFP4, col": (BF16 + MX4, decoded(MXFP4, COLUMNWISE)),
     "decode NVFP4, rotated": (BF16 + NV, decoded(NVFP4.replace(rht=SIGNS), COLUMNWISE)),
 }
 

@@ -168,4 +168,4 @@ NVFP4 = NumberFormat("nvfp4", "nv", E2M1, (1, 16), "e4m3", transposed=True, enco
 """E4M3 scales over 1x16 blocks under one fp32 amax for the tensor; two values a byte, low nibble first."""
 
 MXFP4 = NumberFormat("mxfp4", "mx", E2M1, (1, 32), "e8m0", transposed=True)
-"""E8M0 scales over 1x32 blocks; two values a byte, low nibble first. A format of stored weights: torch casts and decodes it."""
+"""E8M0 scales over 1x32 blocks; two values a byte, low nibble first. For stored weights: torch casts, a kernel decodes."""

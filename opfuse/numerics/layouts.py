@@ -18,6 +18,7 @@ from opfuse.errors import QuantizerError
 from opfuse.formats import (
     COLUMNWISE,
     FP8_ELEMENTS,
+    MXFP4,
     NVFP4,
     SCALE_TILE,
     Element,
@@ -43,6 +44,7 @@ def _storage(fmt: NumberFormat) -> tuple[object, ...]:
 _KNOWN = {_storage(make(element)) for element in FP8_ELEMENTS.values() for make in (fp8_tensor, fp8_row, mxfp8)}
 _KNOWN |= {_storage(fp8_block(element, dims)) for element in FP8_ELEMENTS.values() for dims in (1, 2)}
 _KNOWN |= {_storage(NVFP4)}
+_DECODED = _KNOWN | {_storage(MXFP4)}
 
 
 def ceil_div(n: int, d: int) -> int:
@@ -94,6 +96,11 @@ class Layout:
     def is_known(self) -> bool:
         """Whether bytes and scales lie as in a format of formats.py; kernels take no others, which the torch definition casts."""
         return _storage(self.format) in _KNOWN
+
+    @functools.cached_property
+    def is_decoded(self) -> bool:
+        """Whether kernels decode such planes: all that they cast, and MXFP4, which torch casts."""
+        return _storage(self.format) in _DECODED
 
     @property
     def tiled(self) -> bool:

@@ -56,7 +56,7 @@ QUICK = {
     "cross_entropy.cu": ({"OUT=bf16"}, {"OUT=float"}),
     "combine.cu": ({"IO=bf16", "OUT=bf16", "WEIGHT=float"}, {"IO=float", "OUT=float", "WEIGHT=float"}),
     "dequantize.cu": ({"ELEMENT=E4M3", "OUT=bf16"}, {"ELEMENT=E5M2", "OUT=float"}),
-    "dequantize_nvfp4.cu": ({"OUT=bf16"}, {"OUT=float"}),
+    "dequantize_fp4.cu": ({"OUT=bf16"}, {"OUT=float"}),
     "product.cu": ({"RESULT=bf16"},),
     "scaled_sums.cu": ({"OUT=bf16"}, {"OUT=float"}),
     "product_chain.cu": (

@@ -26,9 +26,9 @@ from opfuse.numerics.layouts import SCALE_DTYPES, Layout, ceil_div
 from opfuse.numerics.scalars import fl32
 
 _PARAMETERS = parameter_of("dequantize.cu")
-_NVFP4, _PLANE = parameter_of("dequantize_nvfp4.cu"), parameter_of("dequantize_nvfp4.cu", "Coded")
+_FP4, _PLANE = parameter_of("dequantize_fp4.cu"), parameter_of("dequantize_fp4.cu", "Coded")
 _THREADS, _WARP, _TILE = 256, 32, 128
-_NVFP4_ROWS, _NVFP4_COLUMNS, _NVFP4_TILE_BYTES = 8, 256, 256  # of a warp that decodes rows; bytes of a row of a tile of results
+_FP4_ROWS, _FP4_COLUMNS, _FP4_TILE_BYTES = 8, 256, 256  # of a warp that decodes rows; bytes of a row of a tile of results
 _WHOLE = 63  # a shift that makes 0 of any row or column, so that all have one scale
 
 _SCALE_TYPES = {"fp32": "float", "e8m0": "u8"}
@@ -66,8 +66,8 @@ def dequantize(
     return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
 
 
-@kernel("dequantize_nvfp4.cu", reference=definition, tolerance=BITWISE, trials=trials.decoded_nv)
-def dequantize_nv(
+@kernel("dequantize_fp4.cu", reference=definition, tolerance=BITWISE, trials=trials.decoded_fp4)
+def dequantize_fp4(
     launch: Launcher,
     data: torch.Tensor,
     scale: torch.Tensor,
@@ -95,7 +95,7 @@ def dequantize_groups(launch: Launcher, planes: Sequence[StoredPlane], *, dtype:
 def _decode(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> torch.Tensor:
     """Dequantize a plane into ``out`` (rows, columns), in its dtype; returns ``out``."""
     data, scale, amax, layout = plane
-    work = _decode_nv if layout.format.family == "nv" else _decode_fp8
+    work = _decode_fp4 if layout.element == E2M1 else _decode_fp8
     if out.dtype not in C_TYPES or not _stored_as(layout, data, scale, amax) or not work(launch, plane, out):
         out.copy_(definition(data, scale, amax, layout=layout, dtype=out.dtype))
     return out
@@ -133,7 +133,7 @@ def _decode_fp8(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool
     return True
 
 
-def _decode_nv(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool:
+def _decode_fp4(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool:
     """Launch the kernel, if it takes such planes; returns whether it does."""
     data, scale, amax, layout = plane
     turned, (rows, columns), fmt, dtype = layout.usage == COLUMNWISE, layout.shape, layout.format, out.dtype
@@ -141,30 +141,31 @@ def _decode_nv(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool:
         return False
     whole = (columns * dtype.itemsize % VECTOR == 0 and rows % SIZE == 0) if turned else columns % PACK == 0
     if turned:
-        entry, blocks = "decode_columns", ceil_div(rows, _TILE) * ceil_div(columns, _NVFP4_TILE_BYTES // dtype.itemsize)
+        entry, blocks = "decode_columns", ceil_div(rows, _TILE) * ceil_div(columns, _FP4_TILE_BYTES // dtype.itemsize)
     else:
-        warps = ceil_div(rows, _NVFP4_ROWS) * ceil_div(columns, _NVFP4_COLUMNS)
+        warps = ceil_div(rows, _FP4_ROWS) * ceil_div(columns, _FP4_COLUMNS)
         entry, blocks = "decode_rows", ceil_div(warps, _THREADS // _WARP)
     variant = variant_of(
-        "dequantize_nvfp4.cu",
-        _NVFP4.layout,
+        "dequantize_fp4.cu",
+        _FP4.layout,
         entry=entry,
+        PER_SCALE=layout.block[1],
         OUT=C_TYPES[dtype],
         ROTATED=bool(fmt.rht),
         SIGNS=sign_mask(fmt.rht),
         ALIGNED=whole and on_bytes(data, 8) and on_bytes(out, VECTOR),
     )
     addresses = {"codes": data.data_ptr(), "scales": scale.data_ptr(), "amax": 0 if amax is None else amax.data_ptr()}
-    fields = _NVFP4(
+    fields = _FP4(
         plane=_PLANE(**addresses, quads=layout.tiled_shape[1] // SCALE_TILE[1]),
         out=out.data_ptr(),
         rows=rows,
         columns=columns,
-        unit=fl32(1 / (E2M1.max * fmt.encode_max)),
+        unit=0.0 if amax is None else fl32(1 / (E2M1.max * fmt.encode_max)),
         swizzled=layout.swizzled,
         per_line=fmt.per_row,
     )
-    launch(variant, entry, Grid(blocks, _THREADS), _NVFP4.layout, *fields, device=data.get_device())
+    launch(variant, entry, Grid(blocks, _THREADS), _FP4.layout, *fields, device=data.get_device())
     return True
 
 
@@ -186,7 +187,7 @@ def _scales(layout: Layout) -> _ScalesOfKernel:
 def _stored_as(layout: Layout, data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None) -> bool:
     """Whether kernels know the layout, and the arrays have its shapes and dtypes, contiguous and on one device."""
     arrays = [(data, layout.data_shape), (scale, layout.scale_shape), (amax, layout.amax_shape)]
-    if not layout.is_known:
+    if not layout.is_decoded:
         return False
     if scale.dtype != SCALE_DTYPES[layout.format.scale] or (amax is not None and amax.dtype != torch.float32):
         return False

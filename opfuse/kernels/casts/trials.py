@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.formats import E4M3, E5M2, NVFP4, ROWWISE, USAGES, Element, NumberFormat, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.formats import E4M3, E5M2, MXFP4, NVFP4, ROWWISE, USAGES, Element, NumberFormat, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.engine.registry import Arguments, Case
 from opfuse.numerics import casts as definition
 from opfuse.numerics.delayed import UpdateRule
@@ -270,14 +270,14 @@ def _all_decoded(formats: Sequence[NumberFormat]) -> Mapping[str, Case]:
 
 
 def decoded() -> Mapping[str, Case]:
-    """Planes of all formats but NVFP4."""
+    """Planes of all formats of FP8."""
     return _all_decoded(_STORED)
 
 
-def decoded_nv() -> Mapping[str, Case]:
-    """Planes of NVFP4, rotated ones too."""
+def decoded_fp4() -> Mapping[str, Case]:
+    """Planes of NVFP4, rotated ones too, and of MXFP4."""
     rotated = functools.partial(_decoded, NVFP4.replace(rht=SIGNS), USAGES[1], False, torch.bfloat16)
-    return {**_all_decoded((NVFP4, NVFP4.replace(per_row=True))), "rotated": rotated}
+    return {**_all_decoded((NVFP4, NVFP4.replace(per_row=True), MXFP4)), "rotated": rotated}
 
 
 def decoded_groups() -> Mapping[str, Case]:

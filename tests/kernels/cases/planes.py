@@ -12,8 +12,21 @@ from typing import NamedTuple
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E4M3, E5M2, NVFP4, USAGES, NumberFormat, Usage, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups, dequantize_nv
+from opfuse.formats import (
+    COLUMNWISE,
+    E4M3,
+    E5M2,
+    MXFP4,
+    NVFP4,
+    USAGES,
+    NumberFormat,
+    Usage,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+)
+from opfuse.kernels.casts.dequantize import dequantize, dequantize_fp4, dequantize_groups
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.kernels.products.block_scales import scales_of_blocks
@@ -27,12 +40,13 @@ _FORMATS: dict[str, NumberFormat] = {
     **{f"block {dims}D {element.name}": fp8_block(element, dims) for dims in (1, 2) for element in (E4M3, E5M2)},
     **{f"MX {element.name}": mxfp8(element) for element in (E4M3, E5M2)},
 }
-_NVFP4_FORMATS: dict[str, NumberFormat] = {
+_FP4_FORMATS: dict[str, NumberFormat] = {
     "NVFP4": NVFP4,
     "NVFP4 by row": NVFP4.replace(per_row=True),
     "NVFP4 four or six": NVFP4.replace(encode_max=256),
     "NVFP4 rotated": NVFP4.replace(rht=SIGNS),
     "NVFP4 rotated without signs": NVFP4.replace(rht=NO_SIGNS),
+    "MXFP4": MXFP4,
 }
 _LINES = {
     "whole tiles": (256, 512),
@@ -143,7 +157,7 @@ def _block_scales(fmt: NumberFormat, usage: Usage, kind: str, device: torch.devi
 
 CASES: CaseTable = {
     dequantize: _planes(_FORMATS),
-    dequantize_nv: _planes(_NVFP4_FORMATS),
+    dequantize_fp4: _planes(_FP4_FORMATS),
     dequantize_groups: {
         f"{name}, {usage}, {'swizzled' if swizzled else 'compact'}, {output}": functools.partial(
             _groups, fmt, usage, swizzled, dtype

@@ -1,8 +1,9 @@
-// dequantize_nvfp4: a matrix from the E2M1 codes, E4M3 scales and global amax of one plane.
+// dequantize_fp4: a matrix from the E2M1 codes and the scales of one plane, of NVFP4 or of MXFP4.
 //
 // plane          see nvfp4_plane.cuh; without an amax, amax * unit is 1. Lines are rows of out for decode_rows, columns for decode_columns
 // out            [rows, columns] of OUT, on 16 bytes
-// Arithmetic     fp32 (code * scale) * (amax * unit), then one conversion, where overflow gives inf
+// PER_SCALE      16: scales of E4M3 under a global amax. 32: scales of E8M0, and no amax
+// Arithmetic     fp32 (code * scale) * (amax * unit), or code * scale, then one conversion, where overflow gives inf
 // ROTATED        before the conversion, each 16 values of a column are rotated back: times the Hadamard matrix and 1 / 4, then negated in
 //                the rows whose bit in SIGNS is set; rows % 16 == 0
 // Grid           decode_rows: blocks of 256 threads, a warp for each ROWS x 256 elements; decode_columns: a block of 256 for each
@@ -42,10 +43,11 @@ static_assert(32 % ROWS == 0, "scales of a thread's rows lie at one distance");
 // Codes are read as fp16: with the three bits below the sign at the bottom of the exponent, the number is 2^-14 times the code's value.
 // Products with scales 128 times too large are exact in fp16, and 2^-7 times too small; the level is 128 times too large in turn.
 constexpr float SCALE_UP = 128.0f, LEVEL_UP = 128.0f;
+constexpr bool MX = PER_SCALE == 32;
 
-// A scale twice, as fp16.
+// A scale twice, as fp16. E8M0 has more exponents than that: there it is 1, and the scale is the level.
 OPFUSE_FN u32 scale_halves(u32 code) {
-    float scale = decode_two<E4M3>(code).x * SCALE_UP;
+    float scale = (MX ? 1.0f : decode_two<E4M3>(code).x) * SCALE_UP;
     return round_two<fp16>(scale, scale);
 }
 
@@ -59,13 +61,19 @@ OPFUSE_FN u32 product_of_halves(u32 a, u32 b) {
     return both;
 }
 
+// A product as fp32, under a level. Of MXFP4 the value of the code first, which is exact: times 128, a level could overflow.
+OPFUSE_FN float under(u32 half, float level) {
+    float product = to_fp32(fp16{u16(half)});
+    return (MX ? product * LEVEL_UP : product) * level;
+}
+
 // The values of eight codes under a scale and a level.
 OPFUSE_FN void decode_eight(u32 codes, u32 scale, float level, float* value) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         u32 signs = codes << (12 - 4 * i) & 0x80008000, rest = i == 0 ? codes << 9 : i == 1 ? codes << 5 : i == 2 ? codes << 1 : codes >> 3;
         u32 both = product_of_halves(signs | (rest & 0x0e000e00), scale);
-        value[i] = to_fp32(fp16{u16(both)}) * level, value[i + 4] = to_fp32(fp16{u16(both >> 16)}) * level;
+        value[i] = under(both, level), value[i + 4] = under(both >> 16, level);
     }
 }
 
@@ -119,7 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_rows(const __grid_c
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         if (i >= there) return;
-        if (i && p.per_line) level = level_of(p, row + i);
+        if constexpr (MX)
+            level = decode_e8m0(scale[i]);
+        else if (i && p.per_line)
+            level = level_of(p, row + i);
         float value[GROUP];
         decode_eight(codes[i], scale_halves(scale[i]), level, value);
         store_values(p.out + (row + i) * p.columns + column, value, count);
@@ -160,6 +171,7 @@ OPFUSE_FN Line load_line(const Place& place, int ahead, long long count) {
 }
 
 OPFUSE_FN void decode_line(const Line& line, float level, float (&value)[BLOCK]) {
+    if constexpr (MX) level = decode_e8m0(line.scale);
     u32 scale = scale_halves(line.scale);
     decode_eight(line.codes.x, scale, level, value);
     decode_eight(line.codes.y, scale, level, value + 8);

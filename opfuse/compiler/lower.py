@@ -101,7 +101,7 @@ def lower(
     extras, signatures = iter(inputs.extras), iter(inputs.params)
     for index, op in enumerate(ops):
         params = dict(zip(op.parameter_names, signatures))  # names first: zip takes no signature beyond them
-        _add_op(b, index, params, tuple(_extra_input(b, channel.name, extras) for channel in op.extra_input_channels))
+        _add_op(b, index, params, tuple([_extra_input(b, channel.name, extras) for channel in op.extra_input_channels]))
     graph = Graph.of(b.nodes, b.extra_inputs, [b.current, *b.returned], b.grads, b.products)
     return replace(graph, collective_casts=tuple(b.collective_casts))
 
@@ -115,7 +115,7 @@ def _add_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | None]
     grouping = op.grouping(needs) if GROUPED in known.traits else None
     if "input" in around:
         _cast_input(b, index, around["input"], () if grouping is None else (extra_values[grouping.splits],))
-    operands = tuple(_cast_parameter(b, index, spec) for role, spec in around.items() if role in params)
+    operands = tuple([_cast_parameter(b, index, spec) for role, spec in around.items() if role in params])
     # A cast of the pipeline's own input gradient needs a node that the gradient flows through.
     if not known.is_cast or (GRADIENT in around and b.current == 0):
         node = b.add(
@@ -125,7 +125,7 @@ def _add_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | None]
             traits=known.traits,
             params=tuple(params.items()),
             inputs=(b.current, *extra_values),
-            outputs=tuple(b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs)),
+            outputs=tuple([b.new_value(grad=bool(needs)) for _ in range(1 + op.num_extra_outputs)]),
             operands=operands,
             directions=BOTH if needs else frozenset((FORWARD,)),
             needs=needs,

@@ -136,6 +136,11 @@ class Plan:
         return {operand.source: operand.forward for operands in self.rematerialized.values() for operand in operands}
 
     @cached_property
+    def measured_once(self) -> frozenset[int]:
+        """The nodes of these casts whose amax holds in the backward pass, too."""
+        return frozenset([operand.source for operands in self.rematerialized.values() for operand in operands if operand.same])
+
+    @cached_property
     def postponed(self) -> frozenset[int]:
         """The nodes of collectives of which a plane travels in the backward pass only."""
         return frozenset([i for i in self.remade if self.graph.nodes[i].transfer is not None])

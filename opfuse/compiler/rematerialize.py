@@ -49,7 +49,8 @@ class RematerializedOperand:
     reader: node of the product. role: of the operand, which would be saved as ``name``. source: node of the cast. forward: the
     cast of that node for the forward product alone. anew: the cast that the backward pass runs; None: it reads the values in high
     precision. chain: nodes of the ops that make the values again, from the saved state of the first on; none for a parameter.
-    given: whether it is the pipeline's input, which is saved.
+    given: whether it is the pipeline's input, which is saved. same: whether both casts are of the same values on this rank, so
+    that they have one amax; not of values that follow from an input in FP8, nor of rows that come from other ranks.
     """
 
     reader: int
@@ -60,6 +61,7 @@ class RematerializedOperand:
     anew: Cast | None
     chain: tuple[int, ...] = ()
     given: bool = False
+    same: bool = False
 
 
 Rematerialized = Mapping[int, tuple[RematerializedOperand, ...]]
@@ -130,7 +132,8 @@ def _of_reader(
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
-        yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain, given)
+        same = env.keep != "quantized" or not chain or not _CHEAP.isdisjoint(graph.nodes[chain[0]].traits)
+        yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain, given, same)
 
 
 def _saves_the_parameter(quantizer: Quantizer, saved: str) -> bool:

@@ -97,6 +97,15 @@ def _names_saved_results() -> bool:
     return seen == [True, True, True, False, False, False]
 
 
+_SAVES_RESULT = frozenset(
+    (
+        *("ScaledDotProductFlashAttentionBackward0", "ScaledDotProductFlashAttentionForCpuBackward0"),
+        *("ScaledDotProductEfficientAttentionBackward0", "ScaledDotProductCudnnAttentionBackward0"),
+        *("SoftmaxBackward0", "SigmoidBackward0", "TanhBackward0", "ReluBackward0", "ExpBackward0"),
+    )
+)
+"""Nodes that save their first result whatever gradients are wanted; others, as that of a power, may do without it."""
+
 _SAVED_RESULTS = {
     convention(
         f"torch.autograd.graph.Node.{name}",
@@ -111,7 +120,8 @@ _SAVED_RESULTS = {
 @lru_cache(maxsize=1024)
 def _saves_result(node: type) -> bool | None:
     """Whether a node of this class saves its first result; None: it makes a view."""
-    return None if node.__name__ in _VIEWS else any(hasattr(node, name) for name in _SAVED_RESULTS)
+    name = node.__name__
+    return None if name in _VIEWS else name in _SAVES_RESULT and any(hasattr(node, saved) for saved in _SAVED_RESULTS)
 
 
 def _keep_tensors(hooks: Any) -> bool:

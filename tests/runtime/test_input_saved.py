@@ -180,6 +180,8 @@ def leaf():
         (lambda: leaf().sigmoid(), True),
         (lambda: leaf().relu().view(2, 16), True),
         (lambda: leaf().softmax(-1).transpose(0, 1), True),
+        (lambda: torch.pow(leaf(), torch.full((8,), 2.0)), False),
+        (lambda: leaf().amax(0), False),
         (lambda: leaf().sigmoid()[:2], False),
         (lambda: leaf().sigmoid().transpose(0, 1).contiguous(), False),
         (lambda: leaf().sigmoid() + 1, False),

@@ -247,6 +247,12 @@ class BackwardTape:
         if not keep:
             self._steps, self._watched = None, []
         self._again.x = x
+        try:
+            return self._gradients(steps, given, keep)
+        finally:
+            self._again.x = None
+
+    def _gradients(self, steps: Sequence[_TapeStep], given: MaybeGradients, keep: bool) -> MaybeGradients:
         found: list[torch.Tensor | None] = [None] * len(self._looks)
         for end, grad in zip(self._ends, given):
             self._add(found, end, grad)
@@ -256,7 +262,6 @@ class BackwardTape:
             if backward is not None and any(each is not None for each in received):
                 for number, grad in zip(reads, backward(received, keep)):
                     self._add(found, number, grad)
-        self._again.x = None
         return found[: self._count]
 
     def _add(self, found: list[torch.Tensor | None], number: int | None, grad: torch.Tensor | None) -> None:

@@ -220,7 +220,8 @@ def _seen_pipeline(
     if torch.is_grad_enabled() and any(wanted):
         reach = enrolled(call[0]).reach(tensors[:count], autocast)
         if not reach or any(want and there for want, there in zip(wanted, reach)):
-            rest = wanted, count, [*call[:-1], int(is_saved_by_its_node(tensors[0]))], autocast
+            x = tensors[0]
+            rest = wanted, count, [*call[:-1], int(x.is_contiguous() and is_saved_by_its_node(x))], autocast
             return list(_PipelineNode.apply(reach, rest, *tensors))  # type: ignore[no-untyped-call]
     return _run_pipeline(tensors, wanted, count, call, autocast)
 

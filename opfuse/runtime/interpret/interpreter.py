@@ -158,7 +158,7 @@ class Interpreter:
     def _cast_of(self, node: Node) -> Cast:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
         once = self.plan.cast_once.get(node.index)
-        if once is None or once.whole is None or self.in_parts:  # a plane that another rank makes is no cast of this tensor
+        if once is None or node.index not in self.plan.measured_once or self.in_parts:
             return once or self.plan.casts[node.index]
         shared = SharedAmax()
         sharing = once.sharing(shared)

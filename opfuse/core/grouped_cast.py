@@ -139,7 +139,7 @@ class GroupedCast(Cast):
         return replace(self, each=each, states=())
 
     def sharing(self, amax: SharedAmax) -> GroupedCast | None:
-        return None if self.each or self.quantizer.sharing(amax) is None else replace(self, amaxes=amax)
+        return None if self.quantizer.sharing(amax) is None else replace(self, amaxes=amax)
 
     def _sharing(self, amax: SharedAmax) -> Quantizer:
         """The quantizer of a group, or of all, with this amax or these."""

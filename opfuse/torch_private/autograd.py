@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -84,18 +83,13 @@ saving_hooks: Callable[[bool], Any] = private(
 """The innermost hooks of ``torch.autograd.graph.saved_tensors_hooks``, or None. The argument: also while torch traces."""
 
 
-_VIEWS = frozenset(("ViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "PermuteBackward0"))
+_VIEWS = frozenset(
+    (
+        *("ViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0", "TBackward0", "PermuteBackward0"),
+        *("UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
+    )
+)
 """Nodes of views of all elements."""
-
-
-def _names_saved_results() -> bool:
-    x = torch.ones(2, 2, 2, 2, requires_grad=True)
-    attended = torch.nn.functional.scaled_dot_product_attention(x, x, x)
-    seen = [
-        is_saved_by_its_node(each) for each in (x.sigmoid(), x.sigmoid().view(-1).transpose(0, 0), attended, x + x, x.sin(), x)
-    ]
-    return seen == [True, True, True, False, False, False]
-
 
 _SAVES_RESULT = frozenset(
     (
@@ -104,24 +98,23 @@ _SAVES_RESULT = frozenset(
         *("SoftmaxBackward0", "SigmoidBackward0", "TanhBackward0", "ReluBackward0", "ExpBackward0"),
     )
 )
-"""Nodes that save their first result whatever gradients are wanted; others, as that of a power, may do without it."""
-
-_SAVED_RESULTS = {
-    convention(
-        f"torch.autograd.graph.Node.{name}",
-        _names_saved_results,
-        use="seeing that an input is kept by the op that made it, so that its cast need not be",
-        breaks="the casts of attention's results would be saved beside these results",
-    )
-    for name in ("_saved_result", "_saved_output")
-}
+"""Nodes that save their result whatever gradients are wanted; others, as that of a power, may do without it."""
 
 
-@lru_cache(maxsize=1024)
-def _saves_result(node: type) -> bool | None:
-    """Whether a node of this class saves its first result; None: it makes a view."""
-    name = node.__name__
-    return None if name in _VIEWS else name in _SAVES_RESULT and any(hasattr(node, saved) for saved in _SAVED_RESULTS)
+def _names_saved_results() -> bool:
+    x = torch.ones(2, 2, 2, 2, requires_grad=True)
+    attended = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    nodes = [getattr(each.grad_fn, name, None) for each, name in ((x.sigmoid(), "_saved_result"), (attended, "_saved_output"))]
+    views = x.sigmoid().view(-1).transpose(0, 0), x.sigmoid().squeeze(), attended
+    return None not in nodes and all(map(is_saved_by_its_node, views)) and not any(map(is_saved_by_its_node, (x + x, x.sin(), x)))
+
+
+convention(
+    "torch.autograd.graph.Node.name",
+    _names_saved_results,
+    use="seeing that an input is kept by the op that made it, so that its cast need not be",
+    breaks="the casts of attention's results would be saved beside these results",
+)
 
 
 def _keep_tensors(hooks: Any) -> bool:
@@ -134,13 +127,10 @@ def is_saved_by_its_node(x: torch.Tensor) -> bool:
 
     False under hooks of saved tensors that may store a tensor anew for each op that saves it.
     """
-    node, place = x.grad_fn, x.output_nr
-    while node is not None:
-        saves = _saves_result(type(node))
-        if saves is not None:
-            return saves and place == 0 and _keep_tensors(saving_hooks(True))
-        node, place = node.next_functions[0]
-    return False
+    node = x.grad_fn
+    while node is not None and (name := type(node).__name__) not in _SAVES_RESULT:
+        node = node.next_functions[0][0] if name in _VIEWS else None
+    return node is not None and _keep_tensors(saving_hooks(True))
 
 
 def are_of_checkpoint(hooks: Any) -> bool:

@@ -12,9 +12,16 @@ import opfuse
 from opfuse import ops
 from opfuse.compiler.registry import use_rules
 from opfuse.errors import RecipeError, SavedTensorError
-from opfuse.recipes import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole
+from opfuse.recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    QuantizerRole,
+)
 from opfuse.runtime.replay.dispatch import interpreted
-from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
+from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer
 from tests.compiler.harness import CASES, OVERRIDES, UNFUSED, randn, recipe_for, to
 from tests.turns import in_turn
 
@@ -116,6 +123,21 @@ def test_b35_the_amax_of_what_is_cast_again_is_found_once(keep, others):
     names = [value.name for value in saved(model, recipe).values]
     assert names.count("amax") == len(remade_of(model, recipe)) - others > 4
     assert "amax" not in [value.name for value in saved(model, recipe_for("fp8_block", keep=keep)).values]
+
+
+@pytest.mark.row("B35")
+def test_b35_an_amax_that_only_one_direction_follows_is_no_help_to_the_other():
+    """Rows scaled by the amax of the tensor, columns by blocks."""
+
+    def quantizer(role):
+        return HybridQuantizer(Float8CurrentScalingQuantizer(torch.float8_e4m3fn), MXFP8Quantizer())
+
+    model, recipe = (
+        to(ops.Sequential(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, WIDTH)), torch.bfloat16),
+        CustomRecipe(qfactory=quantizer, allow_mixed_emulation=True),
+    )
+    assert remade_of(model, recipe)
+    assert equal(steps(model, recipe), steps(model, recipe.replace(keep="all")))
 
 
 @pytest.mark.row("B35")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opfuse.errors import QuantizerError
-from opfuse.formats import COLUMNWISE, E4M3, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
+from opfuse.formats import COLUMNWISE, E4M3, MXFP4, NVFP4, ROWWISE, USAGES, fp8_block, fp8_row, fp8_tensor, mxfp8
 from opfuse.kernels.casts import block as cast_block
 from opfuse.kernels.casts import dequantize as decode
 from opfuse.numerics import dequantize
@@ -111,3 +111,12 @@ def test_planes_of_the_cases_are_of_random_bytes_with_random_padding():
     data, scale, _ = case.args
     assert data.unique().numel() == scale.unique().numel() == 256
     assert scale.shape == (128, 12)  # 67 x 9 are read
+
+
+@pytest.mark.parametrize("usage", USAGES)
+def test_a_kernel_decodes_mxfp4_although_none_casts_it(usage):
+    layout = Layout(MXFP4, usage, (64, 96))
+    assert (layout.is_decoded, layout.is_known) == (True, False)
+    data, scale = (torch.zeros(shape, dtype=torch.uint8) for shape in (layout.data_shape, layout.scale_shape))
+    entries, _ = launched(data, scale, None, layout=layout, dtype=torch.bfloat16)
+    assert entries == ["decode_columns" if usage == COLUMNWISE else "decode_rows"]

@@ -12,6 +12,7 @@ import opfuse
 from opfuse import ops
 from opfuse.errors import SavedTensorError
 from opfuse.recipes import Float8CurrentScaling
+from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.torch_private.autograd import is_saved_by_its_node
 from tests.compiler.harness import randn, recipe_for
 
@@ -34,9 +35,9 @@ class Attention(nn.Module):
         return self.out(y.reshape(ROWS, WIDTH) if self.joined else y.reshape(ROWS, WIDTH) * 1)
 
 
-def recipe_of(kind, keep):
+def recipe_of(kind, keep, override=None):
     fields = {"disable_stochastic_rounding": True} if kind == "nvfp4" else {}
-    return recipe_for(kind, None, keep=keep, **fields)
+    return recipe_for(kind, override, keep=keep, **fields)
 
 
 def steps(call, model, recipe, count=3):
@@ -72,6 +73,25 @@ def test_b35_bits_are_those_of_a_cast_that_is_saved(kind, how):
     model, every = Attention(), Attention()
     wanted = steps(every, every, recipe_of(kind, "all"))
     assert equal(steps(how(model), model, recipe_of(kind, None)), wanted)
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_b35_bits_are_those_of_a_cast_that_is_saved_under_an_override(override):
+    model, every = Attention(), Attention()
+    wanted = steps(every, every, recipe_of("fp8_current", "all", override))
+    assert equal(steps(model, model, recipe_of("fp8_current", None, override)), wanted)
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("first", [torch.sigmoid, torch.sin])
+def test_b35_graphs_that_save_the_input_and_graphs_that_do_not_share_a_pipeline(first):
+    torch.compiler.reset()
+    model = Attention().out
+    calls = [torch.compile(lambda x, f=f: model(f(x)), backend="aot_eager", fullgraph=True) for f in (torch.sigmoid, torch.sin)]
+    for f, call in list(zip((torch.sigmoid, torch.sin), calls))[:: 1 if first is torch.sigmoid else -1] * 4:
+        wanted = steps(lambda x, f=f: model(f(x)), model, Float8CurrentScaling(), count=1)
+        assert equal(steps(call, model, Float8CurrentScaling(), count=1), wanted)
 
 
 @pytest.mark.row("B35")
@@ -111,6 +131,48 @@ def test_b35_a_compiled_call_leaves_its_input_to_the_graph():
             y.sum().backward()
             del y
     assert all(apart - together >= ROWS * WIDTH for apart, together in zip(held[False], held[True], strict=True))
+
+
+LEFT = {
+    "made by an op that does not save it": (torch.sin, 1),
+    "no matrix as it lies": (lambda x: x.sigmoid().transpose(0, 1), 3),  # with what the sigmoid saves
+}
+"""Other inputs, and bytes that are kept for an element."""
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_compiled_call_keeps_the_cast_of_any_other_input(name):
+    """And nothing else for each element: not the input in 16 bits."""
+    torch.compiler.reset()
+    before_it, kept = LEFT[name]
+    width = before_it(randn(ROWS, WIDTH)).shape[-1]
+    last = ops.Sequential(ops.Linear(width, 16, bias=False)).bfloat16()
+    call = torch.compile(lambda x: last(before_it(x)), backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        x = randn(ROWS, WIDTH).requires_grad_()
+        before = alive()
+        with opfuse.autocast(recipe=Float8CurrentScaling()):
+            y = call(x)
+        assert alive() - before - y.nbytes < (kept + 0.5) * x.numel()
+        y.sum().backward()
+        del y
+
+
+def test_a_tape_leaves_out_the_input_alone():
+    """All its elements in their order, in any shape; not a part of it, another order, another dtype or other memory."""
+    x = torch.arange(12.0).view(3, 4)
+    tape = BackwardTape([x], [x], input_saved=True)
+    saved = [torch.ones(2), x.view(12), x[:1], x.t(), x.view(torch.int32), x, x + 1, torch.empty(0)]
+    kept = tape.save(saved)
+    assert len(kept.tensors) == len(saved) - 2
+    tape._again.x = x.clone().t().contiguous().t()  # as a compiler may lay it out
+    found = kept.unpack(True)
+    assert all(map(torch.equal, found, saved))
+    assert found[1].is_contiguous()
+    assert found[5].is_contiguous()
+    none = torch.empty(0, 4)
+    of_nothing = BackwardTape([none], [none], input_saved=True).save([torch.empty(0, 4, dtype=torch.uint8)])
+    assert of_nothing.unpack(False)[0].dtype == torch.uint8
 
 
 @pytest.mark.parametrize("how", [lambda model: model, compiled], ids=["called", "compiled"])
@@ -180,6 +242,8 @@ def leaf():
         (lambda: leaf().sigmoid(), True),
         (lambda: leaf().relu().view(2, 16), True),
         (lambda: leaf().softmax(-1).transpose(0, 1), True),
+        (lambda: leaf().softmax(-1).permute(1, 0).unsqueeze(0), True),
+        (lambda: leaf().sigmoid().t().unsqueeze(0).squeeze(0).squeeze(), True),
         (lambda: torch.pow(leaf(), torch.full((8,), 2.0)), False),
         (lambda: leaf().amax(0), False),
         (lambda: leaf().sigmoid()[:2], False),

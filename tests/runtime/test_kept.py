@@ -654,8 +654,9 @@ def test_saved_tensors_that_hooks_move_have_the_same_bits():
     both(script)
 
 
+@pytest.mark.parametrize("recipe", [RECIPE, recipes.Float8CurrentScaling()], ids=["", "current"])
 @pytest.mark.parametrize("calls", [1, 2, 4])
-def test_a_checkpoint_repeats_its_call_with_or_without_kept_casts(calls: int):
+def test_a_checkpoint_repeats_its_call_with_or_without_kept_casts(calls: int, recipe: recipes.Recipe):
     """Its first run in the scope and its second one after it, or the other way round: both save as many tensors."""
 
     def grads(first: bool, again: bool) -> list[torch.Tensor]:
@@ -663,7 +664,7 @@ def test_a_checkpoint_repeats_its_call_with_or_without_kept_casts(calls: int):
         model, found = mlp(), []
         for call in range(calls):
             x = randn(32, 64, seed=call).requires_grad_()
-            with kept_weights(model) if first else contextlib.nullcontext(), opfuse.autocast(recipe=RECIPE):
+            with kept_weights(model) if first else contextlib.nullcontext(), opfuse.autocast(recipe=recipe):
                 y = opfuse.checkpoint(model, x)
             with kept_weights(model) if again else contextlib.nullcontext():
                 y.backward(gradient(y, call))

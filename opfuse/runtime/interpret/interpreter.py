@@ -158,6 +158,7 @@ class Interpreter:
     def _cast_of(self, node: Node) -> Cast:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
         once = self.plan.cast_once.get(node.index)
+        # In parts, a cast is repeated by its identity, which one that is made for a call has not.
         if once is None or node.index not in self.plan.measured_once or self.in_parts:
             return once or self.plan.casts[node.index]
         shared = SharedAmax()

@@ -65,7 +65,7 @@ class Packing:
         }
         last = last_reads(read.steps)
         small = [[n for n in positions if n in recording.sizes and made[n].zeroed is zeroed] for zeroed in (False, True)]
-        large = {n: last.get(grads + at) for n, at in positions.items() if n not in recording.sizes and not made[n].zeroed}
+        large = {n: last.get(grads + at) for n, at in positions.items() if n not in recording.sizes}
         together = allocated_together(recording.steps, MAKES_ROOM[0], large, recording.lasting)
         groups = [[positions[number] for number in group] for group in (*small, *together) if len(group) > 1]
         return cls(groups, {at: made[number] for number, at in positions.items()}, count) if groups else None

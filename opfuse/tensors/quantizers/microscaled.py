@@ -134,7 +134,7 @@ class NVFP4Quantizer(CastingQuantizer):
 
     @property
     def follows_amax(self) -> bool:
-        return not (self.with_rht or self.row_scaled_nvfp4 or self.with_amax_reduction)
+        return not (self.with_rht or self.row_scaled_nvfp4)
 
     def reducing(self, group: AmaxRanks) -> Quantizer | None:
         return None if self.row_scaled_nvfp4 else super().reducing(group)

@@ -68,14 +68,18 @@ class Operands:
         """Of input and weight: one plane of each, or the tensors themselves, of which only a made input costs anything.
 
         Casts of weights and of a norm's results are made anew, unless ``keep`` is "all"; under another ``keep`` so is all that
-        the caller has not given. Of delayed scaling that is under the scale of the call.
+        the caller has not given. That is under the delayed scale of the call or under the amax that it found, which are saved; an
+        input that follows from a quantized one has an amax of its own.
         """
         remade = kind != "none" and self.source in _REMADE.get(keep, (NORM, ACTIVATION))
         if kind == "none" or override == "high_precision":
             return BF16 * self.tokens * self.inputs if self.source != CALLER and not remade else 0
-        rowwise, scale = override == "dequantized", FP32 if kind == "delayed" else 0
-        x = scale if remade else plane_bytes(kind, self.tokens, self.inputs, rowwise=rowwise, weight=False)
-        return x + (plane_bytes(kind, self.outputs, self.inputs, rowwise=rowwise, weight=True) if keep == "all" else scale)
+        rowwise, own_amax = override == "dequantized", keep == "quantized" and self.source == ACTIVATION
+        again = FP32 * (kind == "delayed" or (kind == "fp8_current" and not own_amax))
+        x = again if remade else plane_bytes(kind, self.tokens, self.inputs, rowwise=rowwise, weight=False)
+        if keep == "all":
+            return x + plane_bytes(kind, self.outputs, self.inputs, rowwise=rowwise, weight=True)
+        return x + FP32 * (kind in ("delayed", "fp8_current", "nvfp4"))  # an amax of rotated NVFP4 inputs is not that of weights
 
 
 CALLER, NORM, ACTIVATION = "caller", "norm", "activation"

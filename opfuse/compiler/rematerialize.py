@@ -132,8 +132,10 @@ def _of_reader(
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
-        same = env.keep != "quantized" or not chain or not _CHEAP.isdisjoint(graph.nodes[chain[0]].traits)
-        yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain, given, same)
+        exact = env.keep != "quantized" or not chain or not _CHEAP.isdisjoint(graph.nodes[chain[0]].traits)
+        yield RematerializedOperand(
+            reader.index, role, name, source.index, forward, anew, chain, given, exact and anew is not None
+        )
 
 
 def _saves_the_parameter(quantizer: Quantizer, saved: str) -> bool:

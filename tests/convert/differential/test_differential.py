@@ -1,6 +1,6 @@
 """A converted model does what the plain one does, for generated models, code around them, modes and hooks.
 
-500 cases run with every change and 50 000 by ``make fuzz``. A case is its seed; a failure is told as the
+300 cases run with every change and 50 000 by ``make fuzz``. A case is its seed; a failure is told as the
 smallest source that still fails, which can be pasted after ``from tests.convert.differential.ingredients import *``.
 """
 

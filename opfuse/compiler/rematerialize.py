@@ -124,18 +124,16 @@ def _of_reader(
         if not is_library_quantizer(cast.quantizer) or draws(cast.quantizer):
             continue
         given = env.input_saved and source.inputs == (0,) and not source.spec.groups and saved != "original"
-        chain = (
-            () if source.side or given else _chain(graph, ops, env, source.inputs[0], _CHEAP if env.keep is None else _FOLLOWED)
-        )
+        followed = _CHEAP if env.keep is None else _FOLLOWED
+        chain = () if source.side or given else _chain(graph, ops, env, source.inputs[0], followed)
         if chain is None or (source.side and _saves_the_parameter(cast.quantizer, saved)):
             continue
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
         exact = env.keep != "quantized" or not chain or not _CHEAP.isdisjoint(graph.nodes[chain[0]].traits)
-        yield RematerializedOperand(
-            reader.index, role, name, source.index, forward, anew, chain, given, exact and anew is not None
-        )
+        same = exact and anew is not None
+        yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain, given, same)
 
 
 def _saves_the_parameter(quantizer: Quantizer, saved: str) -> bool:

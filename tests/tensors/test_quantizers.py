@@ -835,6 +835,17 @@ def test_casts_of_one_tensor_share_its_amax(name):
     assert not all(map(torch.equal, *smaller))
 
 
+def test_amaxes_of_groups_are_kept_all_or_none():
+    shared = SharedAmax()
+    first, second = shared.apart(2)
+    first.amax = torch.ones(1)
+    assert shared.tensors() == []  # of which nobody could tell whose it is
+    second.amax = torch.full((1,), 2.0)
+    again = SharedAmax.of(shared.tensors())
+    assert [each.amax.item() for each in again.apart(2)] == [1, 2]
+    assert [each.amax.item() for each in SharedAmax.of([torch.tensor([1.0, 2.0])]).apart(2)] == [1, 2]  # found by one kernel
+
+
 def test_an_amax_is_shared_only_where_all_scales_follow_from_it():
     for name in ("nvfp4 rotated", "nvfp4 row scaled", "mxfp8", "block 1d", "delayed"):
         assert QUANTIZERS[name]().sharing(SharedAmax()) is None

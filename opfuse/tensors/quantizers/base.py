@@ -53,8 +53,10 @@ class SharedAmax:
         return shared
 
     def tensors(self) -> list[torch.Tensor]:
-        """What there is to be kept."""
-        return [each.amax for each in self.groups or [self] if each.amax is not None]
+        """What there is to be kept: none unless all are known, since groups are told apart by their places."""
+        every = self.groups or [self]
+        found = [each.amax for each in every if each.amax is not None]
+        return found if len(found) == len(every) else []
 
     def apart(self, count: int) -> Sequence[SharedAmax]:
         """That of each of so many groups."""

@@ -9,7 +9,7 @@ not to be had, transformers' model is left out, which a line says.
 Memory is what a process that trains one model has: its weights, and at most in a step. The gradient of the layers' input is not
 asked for, as in a model whose embedding is frozen. All 32 layers of the model are called in checkpoints, as adapters are trained
 where memory is short; there weights are most of it. Compiled layers have their checkpoints around them; that of
-``gradient_checkpointing_enable()`` would be inside.
+``gradient_checkpointing_enable()`` would be inside. Their step is also repeated as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,12 +26,26 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import opfuse
 from benchmarks.calls import in_turns
-from benchmarks.converted import LLAMA, Calls, Record, Stack, compiled, label_of, llama, milliseconds, show
+from benchmarks.converted import (
+    LLAMA,
+    SDPA,
+    Calls,
+    Record,
+    Stack,
+    as_graph,
+    compiled,
+    label_of,
+    llama,
+    milliseconds,
+    show,
+    unmasked,
+)
 from opfuse.interchange.layouts import LAYOUTS
 from opfuse.tensors.quantizers import Float8BlockQuantizer
 
 RANK, STEP, WARM, ALL = 16, "step", 3, 32
 BF16, THEIRS, OURS = "PEFT bf16", "PEFT transformers FP8", "PEFT opfuse FP8"
+GRAPH = "compiled in checkpoints, as a graph"
 LEAST = {BF16: 1.2, THEIRS: 1.5}
 """Times the speed of each: at least."""
 MOST_MEMORY = 0.60
@@ -73,10 +87,10 @@ def converted(model: nn.Module) -> nn.Module:
     return model
 
 
-MODELS: dict[str, Callable[[Stack, str], nn.Module]] = {
-    BF16: lambda stack, device: adapted(llama(stack, device)),
-    THEIRS: lambda stack, device: adapted(stored(llama(stack, device))),
-    OURS: lambda stack, device: converted(adapted(stored(llama(stack, device)))),
+MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    BF16: adapted,
+    THEIRS: lambda model: adapted(stored(model)),
+    OURS: lambda model: converted(adapted(stored(model))),
 }
 
 
@@ -92,18 +106,18 @@ def has_kernel() -> bool:
     return True
 
 
-def calls_of(model: nn.Module, stack: Stack, device: str) -> Calls:
+def calls_of(model: nn.Module, stack: Stack, device: str, *, graph: bool = False) -> Calls:
     """A step of training: both passes, and AdamW over the adapters."""
     shape = 1, stack.sizes.tokens, stack.sizes.hidden
     x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6, fused=True, capturable=graph)
 
     def step() -> None:
         optimizer.zero_grad()
         model(inputs_embeds=x).last_hidden_state.backward(dy)
         optimizer.step()
 
-    return {STEP: step}
+    return {STEP: as_graph(step, model, optimizer) if graph else step}
 
 
 def in_checkpoints(model: nn.Module) -> nn.Module:
@@ -123,11 +137,12 @@ HOW: dict[str, Callable[[Any], object]] = {
     "compiled": compiled,
     "in checkpoints": in_checkpoints,
     "compiled in checkpoints": compiled_in_checkpoints,
+    GRAPH: compiled_in_checkpoints,
 }
 
 
 def made(name: str, how: str, stack: Stack, device: str) -> nn.Module:
-    model = MODELS[name](stack, device)
+    model = MODELS[name](llama(stack, device, attention=unmasked() if how == GRAPH else SDPA))
     HOW[how](model.base_model.model)  # type: ignore[union-attr]
     return model
 
@@ -159,6 +174,7 @@ def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> I
         ("compiled", longer),
         ("in checkpoints", whole),
         ("compiled in checkpoints", whole),
+        (GRAPH, whole),
     ):
         yield from _records(names, how, each, device, rounds)
 
@@ -166,16 +182,16 @@ def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> I
 def _records(names: Sequence[str], how: str, stack: Stack, device: str, rounds: int) -> Iterator[Record]:
     label = label_of(stack).replace("converted", "adapters")
     record = partial(dict, limit=None, met=None)
-    used = {name: memory_of(name, how, stack, device) for name in names}
+    used = {name: memory_of(name, how, stack, device) for name in names if how != GRAPH}
     for name, (weights, peak) in used.items():
         full, ratio, limit = f"{label}, {name} {how}", peak / used[BF16][1], MOST_MEMORY if name == OURS else None
         yield record(name=f"{full}, weights", value=weights, unit="MiB")
         yield record(name=f"{full}, peak of a step", value=peak, unit="MiB")
         yield record(name=f"{full}, peak", value=ratio, unit=f"x {BF16} {how}", limit=limit, met=limit and ratio <= limit)
     torch._dynamo.reset()
-    every = {name: calls_of(made(name, how, stack, device), stack, device) for name in names}
+    every = {name: calls_of(made(name, how, stack, device), stack, device, graph=how == GRAPH) for name in names}
     for calls in every.values():
-        for _ in range(WARM):
+        for _ in range(WARM + 1):  # the last one captures
             calls[STEP]()
     took = in_turns(every, milliseconds, rounds)
     for name in names:

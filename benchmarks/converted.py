@@ -3,7 +3,7 @@
 Four decoder layers and the last norm, random weights in bf16, one sequence of 4096 tokens. "called": nothing is compiled.
 "compiled": torch.compile takes each layer, and what is not converted (norms before attention, rotary embeddings, sums) becomes
 its kernels. Layers are compiled one by one, plain ones too: in a graph of the whole model transformers hands attention a mask
-instead of the word "causal", and attention takes three times as long. It does so too while a CUDA graph is captured, so none is.
+instead of the word "causal", and attention takes three times as long.
 Under one recipe at a time: the model that is called, the one that is compiled and plain bf16 that is compiled take turns. Torch
 forgets before what it has compiled; else layers of all models share one cache, whose entries are tried one after another.
 AdamW is torch's fused one, over weights in bf16; every step begins without gradients.
@@ -61,7 +61,24 @@ class Stack(NamedTuple):
 LLAMA = Stack(4, Sizes(4096, LARGE.hidden, LARGE.ffn), 32, 8)
 
 
-def llama(stack: Stack, device: str) -> nn.Module:
+SDPA, UNMASKED = "sdpa", "sdpa without a mask"
+
+
+def unmasked() -> str:
+    """The name of torch's attention for one sequence, causal without a look at positions.
+
+    transformers reads positions on the host at each call, to see that one sequence is there. While a CUDA graph is captured it
+    cannot, and makes a mask.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+    AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
+    return UNMASKED
+
+
+def llama(stack: Stack, device: str, *, attention: str = SDPA) -> nn.Module:
     """Without a head, whose product belongs to no layer; its embedding is not called."""
     from transformers import AutoModel, LlamaConfig
 
@@ -76,6 +93,7 @@ def llama(stack: Stack, device: str) -> nn.Module:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         vocab_size=16,
         use_cache=False,
+        attn_implementation=attention,
     )
     with torch.device(device):
         model: nn.Module = AutoModel.from_config(config, dtype=torch.bfloat16)
@@ -90,13 +108,23 @@ def compiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def calls_of(model: nn.Module, stack: Stack, device: str) -> Calls:
-    """What is timed of a model: both passes, and a step of training."""
+def as_graph(step: Call, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Call:
+    """A step as one CUDA graph, which forgets gradients at its end."""
+
+    def whole() -> None:
+        step()
+        model.zero_grad()
+
+    return opfuse.graphed_step(whole, model, *optimizers)
+
+
+def calls_of(model: nn.Module, stack: Stack, device: str, *, graph: bool = False) -> Calls:
+    """What is timed of a model: both passes, and a step of training, as a graph if its attention is :func:`unmasked`."""
     shape = 1, stack.sizes.tokens, stack.sizes.hidden
     x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
     parameters = [parameter for name, parameter in model.named_parameters() if "embed" not in name]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True, capturable=graph)
 
     def passes() -> None:
         for each in (x, *parameters):
@@ -107,7 +135,7 @@ def calls_of(model: nn.Module, stack: Stack, device: str) -> Calls:
         passes()
         optimizer.step()
 
-    return {PASSES: passes, STEP: step}
+    return {PASSES: passes, STEP: as_graph(step, model, optimizer) if graph else step}
 
 
 def model_of(kind: str, stack: Stack, device: str) -> nn.Module:

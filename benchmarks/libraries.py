@@ -2,7 +2,8 @@
 
 Layers, optimizer and the way of compiling are those of :mod:`benchmarks.converted`. torchao, where it is installed, converts the
 same linear layers to FP8 with one scale for each tensor, its default. "packed" is ``fuse_(pack=True)``, which lays weights that
-are one product out in one memory. There are no CUDA graphs: transformers reads positions on the host in every call.
+are one product out in one memory. "as a graph": with few tokens the host decides, so the whole step of compiled layers, in bf16
+too, is also repeated as one CUDA graph (``opfuse.graphed_step``).
 """
 
 from __future__ import annotations
@@ -17,14 +18,37 @@ from torch import nn
 
 import opfuse
 from benchmarks.calls import in_turns
-from benchmarks.converted import COMPILED, LLAMA, STEP, WARM, Stack, calls_of, compiled, llama, milliseconds, show
+from benchmarks.converted import (
+    COMPILED,
+    LLAMA,
+    SDPA,
+    STEP,
+    WARM,
+    Calls,
+    Stack,
+    calls_of,
+    compiled,
+    llama,
+    milliseconds,
+    show,
+    unmasked,
+)
 from opfuse import recipes
 
 TORCHAO = "torchao compiled"
 TOKENS = (512, 1024, 2048, 4096, 16384)
+FEW = 2048
+"""Up to this number of tokens steps are also repeated as graphs."""
+AS_GRAPH = "as a graph"
+_CURRENT, _BLOCK = (
+    {512: 1.0, 1024: 1.05, 2048: 1.2, 4096: 1.4, 16384: 1.52},
+    {512: 0.97, 1024: 1.0, 2048: 1.12, 4096: 1.33, 16384: 1.42},
+)
 LEAST: Mapping[str, Mapping[int, float]] = {
-    "fp8_current packed": {512: 1.0, 1024: 1.05, 2048: 1.2, 4096: 1.4, 16384: 1.52},
-    "fp8_block packed": {512: 0.97, 1024: 1.0, 2048: 1.12, 4096: 1.33, 16384: 1.42},
+    "fp8_current packed": _CURRENT,
+    "fp8_block packed": _BLOCK,
+    f"fp8_current packed {AS_GRAPH}": _CURRENT,
+    f"fp8_block packed {AS_GRAPH}": _BLOCK,
 }
 """Times the speed of torch.compile in bf16: at least."""
 
@@ -34,9 +58,9 @@ LEADS = 4096
 Record = dict[str, Any]
 
 
-def converted_model(kind: str, stack: Stack, device: str, *, pack: bool) -> nn.Module:
+def converted_model(kind: str, stack: Stack, device: str, *, pack: bool, attention: str = SDPA) -> nn.Module:
     """Under the recipe of that kind."""
-    model = llama(stack, device)
+    model = llama(stack, device, attention=attention)
     opfuse.fuse_(model, recipes.recipe_of(kind, {}), pack=pack)
     return model
 
@@ -59,15 +83,26 @@ def models_of(stack: Stack, device: str) -> dict[str, nn.Module]:
     return {name: compiled(model) for name, model in found.items()}
 
 
+def graphs_of(stack: Stack) -> dict[str, Calls]:
+    """Steps as CUDA graphs, by name."""
+    models = {COMPILED: llama(stack, "cuda", attention=unmasked())}
+    for kind in ("fp8_current", "fp8_block"):
+        models[f"{kind} packed"] = converted_model(kind, stack, "cuda", pack=True, attention=unmasked())
+    return {
+        f"{name} {AS_GRAPH}": {STEP: calls_of(compiled(model), stack, "cuda", graph=True)[STEP]} for name, model in models.items()
+    }
+
+
 def records(rounds: int = 5, *, stack: Stack = LLAMA, tokens: Sequence[int] = TOKENS, device: str = "cuda") -> Iterator[Record]:
     """Figures for the record."""
     for number in tokens:
         torch._dynamo.reset()
         sized = stack._replace(sizes=stack.sizes._replace(tokens=number))
-        models = models_of(sized, device)
-        steps = {name: {STEP: calls_of(model, sized, device)[STEP]} for name, model in models.items()}
+        steps = {name: {STEP: calls_of(model, sized, device)[STEP]} for name, model in models_of(sized, device).items()}
+        if device == "cuda" and number <= FEW:
+            steps |= graphs_of(sized)
         for step in steps.values():
-            for _ in range(WARM):
+            for _ in range(WARM + 1):  # the last one captures
                 step[STEP]()
         yield from compared(number, sized, in_turns(steps, milliseconds, rounds))
 
@@ -78,12 +113,14 @@ def compared(tokens: int, stack: Stack, took: Mapping[tuple[str, str], list[floa
     for (name, what), times in took.items():
         full = f"{label}, {name}, {what}"
         yield {"name": full, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
-        for other in (COMPILED, TORCHAO):
+        for other in (COMPILED, TORCHAO, f"{COMPILED} {AS_GRAPH}"):
             beside = took.get((other, what))
-            if beside is None or name == other:
+            if beside is None or name == other or (other.endswith(AS_GRAPH) and not name.endswith(AS_GRAPH)):
                 continue
             ratio = statistics.median(its / mine for mine, its in zip(times, beside))
-            least = LEAST.get(name, {}).get(tokens) if other == COMPILED else 1.0 if name in LEAST and tokens >= LEADS else None
+            least = LEAST.get(name, {}).get(tokens) if other == COMPILED else None
+            if other == TORCHAO and name in LEAST and tokens >= LEADS:
+                least = 1.0
             yield {"name": full, "value": ratio, "unit": f"x {other}", "limit": least, "met": least and ratio >= least}
 
 

@@ -3,7 +3,8 @@
 Two decoder layers of Qwen3-30B-A3B's shape (128 experts, eight for each token) and of Mixtral's (8, two for each), random weights
 in bf16, one sequence. Beside them the same layers in bf16, whose experts are transformers' ``grouped_mm``. "compiled":
 torch.compile takes each layer; "called": nothing is compiled. Models take turns, and torch forgets what it compiled before each
-size, else the second size would be compiled for any number of tokens.
+size, else the second size would be compiled for any number of tokens. "as a graph": both passes of the compiled layers as one
+CUDA graph, in bf16 too.
 
 Of each model also the parts of one step on the device, by the names of kernels, how long the host takes to queue it, and what it
 saves for the backward pass, of a recipe also with ``keep="quantized"``.
@@ -24,7 +25,21 @@ from torch import nn
 
 import opfuse
 from benchmarks.calls import EAGER, in_turns
-from benchmarks.converted import COMPILED, MIB, PASSES, WARM, Record, compiled, memory_of, milliseconds, show
+from benchmarks.converted import (
+    COMPILED,
+    MIB,
+    PASSES,
+    SDPA,
+    WARM,
+    Record,
+    as_graph,
+    compiled,
+    memory_of,
+    milliseconds,
+    show,
+    unmasked,
+)
+from benchmarks.libraries import AS_GRAPH
 from benchmarks.profiles import kernel_of
 from benchmarks.pytorch import traced
 from benchmarks.timing import Call
@@ -32,7 +47,7 @@ from opfuse import recipes
 
 KINDS = ("fp8_current", "fp8_block")
 
-LEAST = {
+LEAST: dict[tuple[str, int, str], float] = {
     ("Qwen3-30B-A3B", 16384, "fp8_block compiled"): 1.25,
     ("Qwen3-30B-A3B", 16384, "fp8_current compiled"): 1.30,
     ("Qwen3-30B-A3B", 8192, "fp8_block compiled"): 1.15,
@@ -40,6 +55,7 @@ LEAST = {
     ("Mixtral", 16384, "fp8_block compiled"): 1.40,
     ("Mixtral", 16384, "fp8_current compiled"): 1.45,
 }
+LEAST |= {(label, tokens, f"{name} {AS_GRAPH}"): least for (label, tokens, name), least in LEAST.items()}
 """Times the speed of the same layers in bf16 that are compiled: at least."""
 
 MOST_SAVED = {None: 60, "quantized": 45}
@@ -90,7 +106,7 @@ MIXTURES = (
 TOKENS = {"Qwen3-30B-A3B": (16384, 8192), "Mixtral": (16384,)}
 
 
-def model_of(mixture: Mixture, tokens: int, kind: str, device: str, *, layers: int = 2) -> nn.Module:
+def model_of(mixture: Mixture, tokens: int, kind: str, device: str, *, layers: int = 2, attention: str = SDPA) -> nn.Module:
     """Two layers with the last norm, under the recipe of that kind, or in bf16. Attention is torch's, over one sequence."""
     import transformers
 
@@ -103,6 +119,7 @@ def model_of(mixture: Mixture, tokens: int, kind: str, device: str, *, layers: i
             "use_cache": False,
         },
         experts_implementation="grouped_mm",
+        attn_implementation=attention,
     )
     with torch.device(device):
         model: nn.Module = transformers.AutoModel.from_config(config, dtype=torch.bfloat16)
@@ -123,6 +140,12 @@ def passes_of(model: nn.Module, tokens: int, width: int, device: str) -> Call:
         model(inputs_embeds=x).last_hidden_state.backward(dy)
 
     return passes
+
+
+def graph_of(mixture: Mixture, tokens: int, kind: str) -> Call:
+    """Both passes of compiled layers as one CUDA graph."""
+    model = compiled(model_of(mixture, tokens, kind, "cuda", attention=unmasked()))
+    return as_graph(passes_of(model, tokens, mixture.fields["hidden_size"], "cuda"), model)
 
 
 def part_of(kernel: str) -> str:
@@ -194,8 +217,11 @@ def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
             width = mixture.fields["hidden_size"]
             for number, models in enumerate(groups(mixture, tokens, device)):
                 calls = {name: passes_of(model, tokens, width, device) for name, model in models.items()}
+                if device == "cuda":
+                    kind = ("", *KINDS)[number]
+                    calls[f"{f'{kind} compiled' if kind else COMPILED} {AS_GRAPH}"] = graph_of(mixture, tokens, kind)
                 for passes in calls.values():
-                    for _ in range(WARM):
+                    for _ in range(WARM + 1):  # the last one captures
                         passes()
                 took = in_turns({name: {PASSES: passes} for name, passes in calls.items()}, milliseconds, rounds)
                 for name, passes in calls.items():
@@ -205,8 +231,9 @@ def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
                     yield _record(f"{label}, {name}", statistics.median(times), "ms")
                     ratio = statistics.median(its / mine for mine, its in zip(times, took[COMPILED, PASSES]))
                     yield _record(f"{label}, {name}", ratio, f"x {COMPILED}", LEAST.get((mixture.label, tokens, name)))
-                    yield from parts(f"{label}, {name}", passes)
-                    yield from saved(label, name, models, tokens, width)
+                    if name in models:
+                        yield from parts(f"{label}, {name}", passes)
+                        yield from saved(label, name, models, tokens, width)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ GROUPS = {
         "load": "opfuse.config",
         "checkpoint": "opfuse.runtime.interpret.checkpoint",
         "graphed": "opfuse.runtime.graphs",
+        "graphed_step": "opfuse.runtime.graphed_step",
         "kept_weights": "opfuse.runtime.weights.cast_cache",
         "offloaded": "opfuse.runtime.offload",
         "interpreted": "opfuse.runtime.replay.dispatch",

@@ -40,6 +40,7 @@ from opfuse.recipes import quantized_model_init as quantized_model_init
 from opfuse.recipes import support as support
 from opfuse.recipes import support_matrix as support_matrix
 from opfuse.recipes.autocast import autocast as autocast
+from opfuse.runtime.graphed_step import graphed_step as graphed_step
 from opfuse.runtime.graphs import graphed as graphed
 from opfuse.runtime.interpret.checkpoint import checkpoint as checkpoint
 from opfuse.runtime.offload import offloaded as offloaded

@@ -361,12 +361,18 @@ def test_libraries_are_compared_by_the_number_of_tokens(monkeypatch: pytest.Monk
     stack = converted.Stack(1, models.Sizes(16, 64, 64), 2, 1)
     found = [*libraries.records(1, stack=stack, tokens=(16, 32), device="cpu")]
     assert {each["name"].split(", ")[1] for each in found} == {"Llama of 1 layers 16x64", "Llama of 1 layers 32x64"}
-    assert {each["name"].split(", ")[2] for each in found if each["limit"]} == libraries.LEAST.keys()
+    called = {name for name in libraries.LEAST if not name.endswith(libraries.AS_GRAPH)}
+    assert {each["name"].split(", ")[2] for each in found if each["limit"]} == called
     took = {
         (name, "step"): [float(ms)] for name, ms in ((libraries.COMPILED, 3), (libraries.TORCHAO, 2), ("fp8_current packed", 1))
     }
     limits = {(each["unit"], each["value"]): each["limit"] for each in libraries.compared(32, stack, took) if each["limit"]}
     assert limits == {(f"x {libraries.COMPILED}", 3.0): 1.0, (f"x {libraries.TORCHAO}", 2.0): 1.0}
+    graphs = {f"{libraries.COMPILED} {libraries.AS_GRAPH}": 2.0, f"fp8_current packed {libraries.AS_GRAPH}": 1.0}
+    took |= {(name, "step"): [ms] for name, ms in graphs.items()}
+    ratios = [(each["name"].split(", ")[2], each["unit"]) for each in libraries.compared(32, stack, took) if each["unit"] != "ms"]
+    beside = [name for name, unit in ratios if unit.endswith(libraries.AS_GRAPH)]
+    assert beside == [f"fp8_current packed {libraries.AS_GRAPH}"]  # a graph beside a graph, and no call beside one
     page = performance.problems({"results": [{**each, "script": "libraries"} for each in found]}, "libraries")
     assert "| fp8_current packed |" in page
 

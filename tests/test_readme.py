@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
@@ -39,7 +40,7 @@ def names() -> dict[str, Any]:
 
 
 def test_fragments_of_the_page_on_torch_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the names that they begin from, and a back end that compiles nothing."""
+    """With the names that they begin from, on the CPU: a back end that compiles nothing, and steps without a graph."""
     fragments = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "torch.md").read_text(encoding="utf-8"), re.DOTALL)
     model = ops.Sequential(ops.Linear(32, 64), ops.GELU(), ops.Linear(64, 32))
     x, recipe = torch.randn(32, 32, requires_grad=True), recipes.MXFP8BlockScaling()
@@ -48,18 +49,27 @@ def test_fragments_of_the_page_on_torch_run(tmp_path: Path, monkeypatch: pytest.
     known = {"torch": torch, "opfuse": opfuse, "recipe": recipe, "x": x, "path": tmp_path / "planes.safetensors"}
     known |= {"save_file": save_file, "load_file": load_file}
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(opfuse, "graphed_step", lambda step, *parts: step)
+    known["batches"] = [(x.detach(), x.detach())] * 2
+    small = dict.fromkeys(("hidden_size", "intermediate_size"), 32) | dict.fromkeys(
+        ("num_hidden_layers", "num_attention_heads"), 1
+    )
+    llama = transformers.LlamaModel(transformers.LlamaConfig(**small, num_key_value_heads=1, vocab_size=8))
     wanted = stored.state_dict()["0.weight"].dequantize()
     with opfuse.autocast(recipe=recipe):
         quantized = model(x)
     made = []
-    for fragment, begun in zip(fragments, (stored, model, model), strict=True):
+    for fragment, begun in zip(fragments, (stored, model, copy.deepcopy(model), llama, model), strict=True):
         space = {**known, "model": begun}
-        exec(compile(fragment, "docs/torch.md", "exec"), space)
+        text = fragment.replace('device="cuda"', 'device="cpu"')
+        exec(compile(text, "docs/torch.md", "exec"), space)
         made.append(space.get("loss"))
     assert torch.equal(stored.state_dict()["0.weight"].dequantize(), wanted)
     assert made[0] is None
     assert torch.equal(made[1], quantized)
-    assert torch.equal(made[2], model(x))
+    assert made[2].isfinite()
+    assert llama(torch.ones(1, 4, dtype=torch.int64)).last_hidden_state.isfinite().all()
+    assert torch.equal(made[4], model(x))
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)

@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.tracers import all_enrolled
@@ -111,14 +112,22 @@ class _Graphed(_Call):
                 leaf.grad = leaf.grad.clone()
 
 
-def _check(module: object, sample_args: Sequence[Any]) -> None:
-    if not isinstance(module, nn.Module):
-        raise _refusal("an nn.Module", type(module).__name__, "pass the model, or a module around the function")
+def check_module(where: str, module: nn.Module) -> None:
+    """UnsupportedError for a module whose parameters or gradients ranks exchange."""
     parts = (name for name, each in module.named_parameters() if stored_in(each) is not each)
     shared = sharded_part(module) or next(parts, None)
     if shared is not None:
         cure = "graph the parts of the model that one rank has to itself"
-        raise _refusal("parameters that no ranks share", f"{shared} in shards, which hooks of torch exchange", cure)
+        raise _refusal("parameters that no ranks share", f"{shared} in shards, which hooks of torch exchange", cure, where)
+    if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+        cure = "graph the module inside, before DistributedDataParallel wraps it"
+        raise _refusal("gradients that no ranks exchange", "a module under DistributedDataParallel", cure, where)
+
+
+def _check(module: object, sample_args: Sequence[Any]) -> None:
+    if not isinstance(module, nn.Module):
+        raise _refusal("an nn.Module", type(module).__name__, "pass the model, or a module around the function")
+    check_module(WHERE, module)
     if in_region():
         raise _refusal("a call outside of autocast", "an active region", "pass recipe=, which each call of the graph enters")
     for each in sample_args:

@@ -138,6 +138,11 @@ def has_hooks(module: nn.Module) -> bool:
     return False
 
 
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The dictionaries that hold the hooks of a module itself, empty ones too."""
+    return [vars(module)[hooks] for hooks in HOOKS]
+
+
 def has_global_hooks() -> bool:
     """Whether a call of any module runs hooks that torch has for all of them."""
     return any(_GLOBAL_HOOKS)

@@ -46,7 +46,7 @@ from torch import nn
 
 import opfuse
 from benchmarks import stamp
-from benchmarks.converted import compiled
+from benchmarks.converted import SDPA, compiled, unmasked
 from benchmarks.corpus import PARTS, Corpus, corpus, told
 from opfuse import recipes
 from opfuse.errors import ConfigError, OutputError, TrainingError, describe
@@ -94,7 +94,8 @@ class Settings:
     of a micro-batch. groups: heads of keys. vocabulary: rows of embedding and head, of which the text uses as many as its
     tokenizer has. optimizer: of :data:`UPDATES`. rate: the highest learning rate, reached after warm_up of the steps; a cosine
     brings it down to floor of it. decay: of matrices. clip: norm of the gradient. validation_tokens: held out, the same ones
-    every ``every`` steps. compile: whether torch.compile takes each layer.
+    every ``every`` steps. compile: whether torch.compile takes each layer. graph: whether passes and clipping are repeated as one
+    CUDA graph; the optimizer steps outside, since torchao's counts its steps on the CPU.
     """
 
     recipe: str = PLAIN
@@ -119,6 +120,7 @@ class Settings:
     validation_tokens: int = 262_144
     every: int = 10
     compile: bool = True
+    graph: bool = False
 
     def __post_init__(self) -> None:
         for what in ("step_tokens", "validation_tokens"):
@@ -161,6 +163,7 @@ def llama(settings: Settings, device: str) -> nn.Module:
         rms_norm_eps=1e-5,
         vocab_size=settings.vocabulary,
         use_cache=False,
+        attn_implementation=unmasked() if settings.graph else SDPA,
     )
     torch.manual_seed(settings.seed)
     with torch.device(device):
@@ -333,6 +336,7 @@ class Run:
         self.model = model_of(settings, device)
         self.weights = dict(self.model.named_parameters())
         self.update = UPDATES[settings.optimizer](self.weights, settings)
+        self._gradients = opfuse.graphed_step(self.passes, self.model) if settings.graph else self.passes
         self.held_out = data.held_out()
         self.step = self.first = 0
         self.curve: Curve = {name: [] for name in COLUMNS}
@@ -361,10 +365,7 @@ class Run:
         """One step."""
         start = time.perf_counter()
         rate, parts = self.settings.rate_of(self.step), self.data.of_step(self.step).split(self.settings.micro)
-        loss = torch.zeros((), device=self.device)
-        for part in parts:
-            loss += self._gradients(part.to(self.device), 1 / len(parts))
-        norm = clipped(self.update.updated.values(), self.settings.clip)
+        loss, norm = self._gradients([part.to(self.device) for part in parts])
         self.update.step(rate)
         self.step += 1
         row = (self.step, self.tokens, loss.item(), rate, norm.item(), time.perf_counter() - start)
@@ -377,11 +378,14 @@ class Run:
             cure = "choose a lower rate, or a recipe with more range"
             raise TrainingError(describe(f"loss of step {self.step}", wanted="a finite number", got=row[2], cure=cure))
 
-    def _gradients(self, windows: torch.Tensor, part: float) -> torch.Tensor:
-        """Add ``part`` of a micro-batch's gradients to those of the step; that part of its loss."""
-        loss: torch.Tensor = self.model(input_ids=windows, labels=windows).loss
-        self.update.backward(loss, part)
-        return part * loss.detach().float()
+    def passes(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave the gradients of a step's micro-batches, clipped; return its loss, and their norm before."""
+        whole, part = torch.zeros((), device=self.device), 1 / len(parts)
+        for windows in parts:
+            loss: torch.Tensor = self.model(input_ids=windows, labels=windows).loss
+            self.update.backward(loss, part)
+            whole += part * loss.detach().float()
+        return whole, clipped(self.update.updated.values(), self.settings.clip)
 
     def validate(self) -> None:
         """The loss of what is held out, in evaluation mode."""
@@ -399,8 +403,10 @@ class Run:
         self.spent["validation"] += time.perf_counter() - start
 
     def most(self) -> int:
-        """Bytes on the GPU at once, at most; 0 on a CPU."""
-        return max(self.peak, torch.cuda.max_memory_allocated() if self.device == "cuda" else 0)
+        """Bytes on the GPU at once, at most; 0 on a CPU. With a graph, what torch holds: the memory of a graph is never free."""
+        if self.device != "cuda":
+            return self.peak
+        return max(self.peak, torch.cuda.memory_reserved() if self.settings.graph else torch.cuda.max_memory_allocated())
 
     def save(self, path: Path) -> None:
         """Write where the run stands: of the weights, what is updated, of which they are the casts."""

@@ -5,6 +5,8 @@ gradient's norm, and the optimizer. Its tokens are random, as neither time nor m
 bf16, compiled in the same way; both are compared with bf16 under torch's AdamW over fp32 masters, or, of 8 B parameters, where
 those would not fit, with bf16 under the optimizer that fits.
 
+"graph": passes and clipping are one CUDA graph (``opfuse.graphed_step``), while which runs the host queues the optimizer's step.
+
 Each case runs by itself, since most of them take the greater part of a GPU: one after another in a process, from an empty GPU.
 """
 
@@ -45,14 +47,16 @@ class Case(NamedTuple):
     recipe: str
     optimizer: str = "adamw"
     loss: str = "compiled"
+    graph: bool = False
 
     @property
     def settings(self) -> Settings:
         """Of a run."""
-        return replace(SIZES[self.size], recipe=self.recipe, optimizer=self.optimizer, loss=self.loss)
+        return replace(SIZES[self.size], recipe=self.recipe, optimizer=self.optimizer, loss=self.loss, graph=self.graph)
 
     def __str__(self) -> str:
-        return f"steps, Llama of {self.size}, {self.recipe} + {self.optimizer} + {self.loss} loss"
+        graph = " + graph" if self.graph else ""
+        return f"steps, Llama of {self.size}, {self.recipe} + {self.optimizer} + {self.loss} loss{graph}"
 
 
 ONE, MANY, EIGHT = SIZES
@@ -62,16 +66,14 @@ BASES: Mapping[str, Case] = {ONE: Case(ONE, PLAIN), MANY: Case(MANY, PLAIN), EIG
 CASES: Sequence[Case] = (
     *BASES.values(),
     Case(ONE, "fp8_current"),
-    Case(ONE, "fp8_block"),
-    Case(ONE, "delayed"),
+    *(Case(ONE, kind, graph=True) for kind in ("fp8_current", "fp8_block", "delayed")),
     Case(ONE, PLAIN, "adamw8bit"),
-    Case(ONE, "fp8_current", "adamw8bit"),
-    Case(ONE, "fp8_current", "adamw8bit", "fused"),
+    *(Case(ONE, "fp8_current", "adamw8bit", "fused", graph) for graph in (False, True)),
     Case(MANY, PLAIN, "adamw8bit"),
-    Case(MANY, "fp8_current", "adamw8bit"),
-    Case(MANY, "fp8_current", "adamw8bit", "fused"),
+    Case(MANY, "fp8_current", "adamw8bit", graph=True),
+    *(Case(MANY, "fp8_current", "adamw8bit", "fused", graph) for graph in (False, True)),
     Case(EIGHT, "fp8_current", "adamw8bit"),
-    Case(EIGHT, "fp8_block", "adamw8bit"),
+    *(Case(EIGHT, kind, "adamw8bit", graph=True) for kind in ("fp8_current", "fp8_block")),
 )
 LEAST: Mapping[tuple[str, str], float] = {
     (ONE, "fp8_current"): 1.30,

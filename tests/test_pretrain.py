@@ -202,7 +202,7 @@ def test_moments_in_8_bits_are_all_that_is_held_beside_weights_and_gradients(rec
     masters, whole, halves = (replace(TINY, recipe=recipe, micro=4), replace(eight, micro=4), eight)
     runs = [pretrain.Run(each, Data(found, each), "cpu") for each in (masters, whole, halves)]
     for run, dtype in zip(runs[1:], (torch.bfloat16, torch.float32)):
-        run._gradients(run.data.of_step(0)[:2], 0.5)
+        run.passes([run.data.of_step(0)[:2]])
         assert {weight.grad.dtype for weight in run.weights.values()} == {dtype}
         assert run.update.updated is run.weights
         run.update.optimizer.zero_grad()

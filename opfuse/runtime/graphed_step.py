@@ -1,16 +1,17 @@
 """``opfuse.graphed_step``: a whole training step, its optimizer included, as one CUDA graph.
 
 A graph repeats what the device did, and none of the Python around it. So what Python would have decided is compared before each
-replay: what the graph has fixed is a :class:`Fixed`, and a step for which another one holds runs as it is written.
+replay (:mod:`opfuse.runtime.graph_inputs`), and a step whose first runs do what a replay could not is refused.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from traceback import extract_tb
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,16 +19,16 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 import opfuse
-from opfuse.compiler.registry import active_rules
-from opfuse.core.watched import Tree, WatchedModule
 from opfuse.errors import OpfuseError, OpfuseWarning, PipelineError, UnsupportedError, describe, notice
 from opfuse.events import listeners
 from opfuse.recipes.autocast import in_region
+from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, numbers_drawn
 from opfuse.runtime.graphs import check_module
 from opfuse.runtime.replay.recorder import PLAIN
+from opfuse.tensors.optimizers import settle_masters
 from opfuse.torch_private.autograd import hooked
 from opfuse.torch_private.dispatch import active_modes
-from opfuse.torch_private.modules import has_global_hooks, hooks_of
+from opfuse.torch_private.modules import has_global_hooks
 from opfuse.torch_private.operations import copy_each, tree_leaves, tree_map
 from opfuse.torch_private.tensors import version_of
 
@@ -37,44 +38,23 @@ WARM = 3
 """Steps of each shape before it is captured: the first makes plans and compiles kernels, the second records the forward pass and
 the third the backward pass."""
 
+SHAPES = 64
+"""Signatures of arguments that are known at once; of more, the oldest goes with its graph."""
+
 _BESIDE = "thread_local"
 """Other threads may allocate during a capture, as one that pins the memory of a DataLoader's batches does."""
 
 _OURS = tuple(directory for package in (torch, opfuse) for directory in package.__path__)
 """Where code lies that a user did not write."""
 
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-"""What an argument may be beside a tensor: a graph is for one value of it."""
+_VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+"""What an argument or a result may be beside a tensor: a graph is for one value of it."""
 
-
-class Fixed(NamedTuple):
-    """What a graph has fixed of the step beside its arguments, by what it is called."""
-
-    parameters: list[Any]
-    modules: list[Any]
-    settings: list[Any]
-    states: list[Any]
-    ops: int
-    rules: str
-    torch: tuple[Any, ...]
-
-
-_ABOUT = {
-    "parameters": "parameters or buffers lie in other memory, or want gradients otherwise",
-    "modules": "modules are others, are in another mode (train, eval), or fuse_ has given them another forward",
-    "settings": "settings of an optimizer are others, as its learning rate",
-    "states": "states of an optimizer lie in other memory",
-    "ops": "ops of opfuse, or their settings, are others",
-    "rules": "fusion rules are others",
-    "torch": "torch.no_grad or torch.autocast is on where it was off, or the reverse",
-}
-"""What has happened when a field differs."""
-
-_OFTEN = {
+_CURES = {
     "settings": "let a setting that changes at each step be a tensor on the GPU, into which schedulers write: "
     "AdamW(..., lr=torch.tensor(1e-3, device='cuda'), capturable=True)",
 }
-_SELDOM = "none, if it is to be so: the step is captured again. Else leave it as it was"
+_CURE = "none, if it is to be so: the step is captured again. Else leave it as it was"
 
 
 def graphed_step(step: Callable[..., Any], *parts: nn.Module | Optimizer) -> GraphedStep:
@@ -102,15 +82,16 @@ def graphed_step(step: Callable[..., Any], *parts: nn.Module | Optimizer) -> Gra
     A call finds gradients as None: zero them at the end of the step, or, if the optimizer steps outside, before the next call.
     Gradients that a step leaves lie where those of the step before lay.
 
-    Before each replay the call compares what the graph has fixed (:data:`_ABOUT`). If something has changed, graphs are dropped
-    with an OpfuseWarning that says what, and the step is warmed up and captured again. The step runs as it is written while
-    somebody listens (:func:`opfuse.explain`, a mode of torch's dispatcher) and, with an OpfuseWarning, if a module has hooks, as
-    under :func:`opfuse.watch`. Other effects of Python code, as ``print`` or a counter, happen in these calls and in the capture,
-    but not in a replay. What the step reads beside arguments and ``parts`` keeps its value.
+    Before each replay the call compares what the graph has fixed: :data:`~opfuse.runtime.graph_inputs.ABOUT`. If something has
+    changed, graphs are dropped with an OpfuseWarning that says what, and the step is warmed up and captured again. The step runs
+    as it is written while somebody listens (:func:`opfuse.explain`, a mode of torch's dispatcher) and, with an OpfuseWarning,
+    while modules or parameters have hooks, as under :func:`opfuse.watch`. Other effects of Python code, as ``print``, a counter
+    or a tensor that is stored on an object, happen in these calls and in the capture, but not in a replay.
 
-    UnsupportedError for what a graph cannot hold: code that waits for the device (``loss.item()``; the error comes in the fourth
-    call and names the line), an optimizer that counts or keeps a setting on the CPU, a scheduler inside of the step, parameters
-    in shards, a machine without a GPU. PipelineError for ``parts`` of another kind, and for a call that finds gradients.
+    UnsupportedError for what a graph cannot hold, once and for all calls behind it: code that waits for the device
+    (``loss.item()``; the error comes in the fourth call and names the line), random numbers of the host, an optimizer that counts
+    or keeps a setting on the CPU, a scheduler inside of the step, writes to arguments, parameters in shards, a machine without a
+    GPU. PipelineError for ``parts`` of another kind, and for a call that finds gradients.
     """
     if not callable(step):
         raise PipelineError(describe(WHERE, wanted="a function", got=type(step).__name__, cure="pass the function of one step"))
@@ -130,182 +111,208 @@ class GraphedStep:
         for module in modules:
             check_module(WHERE, module)
         self._step = step
-        self._parts = _Parts(modules, optimizers)
-        self._device = _device_of(self._parts.parameters())
+        self._inputs = GraphInputs(step, modules, optimizers)
+        self._device = _device_of(self._inputs.parameters())
         self._stream = torch.cuda.Stream(self._device)
-        self._shapes: list[_Specialization] = []
+        self._specialized: dict[Any, _Specialization] = {}
         self._fixed: Fixed | None = None
-        self._pool: Any = None
+        self._refusal: Exception | None = None
         self._warned: set[str] = set()
+        self._pool: Any = None
         self.replays = 0
 
     @property
     def graphs(self) -> int:
-        return sum(shape.graph is not None for shape in self._shapes)
+        return sum(each.graph is not None for each in self._specialized.values())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._step!r}, graphs={self.graphs}, replays={self.replays})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = args, kwargs
-        signature = tree_map(_signature, given)
-        parameters = self._parts.parameters()
+        if self._refusal is not None:
+            raise self._refusal
+        signature = _signature(given)
+        parameters = self._inputs.parameters()
         _check_call(parameters)
         with torch.cuda.device(self._device):
-            if self._is_followed():
+            if self._is_followed(parameters):
                 return self._as_written(given)
             self._compare(parameters)
-            shape = self._shape(signature)
-            if shape.graph is None and shape.calls < WARM:
-                return self._warm(shape, given)
-            graph = shape.graph or self._captured(shape, given)
+            found = self._specialization(signature, given)
+            if found.graph is None and found.calls < WARM:
+                with self._refusing():
+                    return self._warm(found, given)
+            graph = found.graph or self._captured(found, given, parameters)
+            for optimizer in self._inputs.optimizers:
+                settle_masters(optimizer)
             self.replays += 1
             return graph.replay(given)
 
     # -- what holds ------------------------------------------------------------------------------------------------------------
 
-    def _is_followed(self) -> bool:
+    def _is_followed(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether somebody looks at what a step does in Python."""
-        if any(self._parts.hooks) or has_global_hooks():
-            got = "a module has hooks, which a graph would not run, so steps run as they are written"
+        if self._inputs.has_hooks(parameters) or has_global_hooks():
+            got = "modules or parameters have hooks, which a graph would not run, so steps run as they are written"
             self._warn("hooks", got, "remove the hooks; end opfuse.watch before long runs")
             return True
         return bool(listeners() or active_modes() or hooked())
 
     def _compare(self, parameters: Sequence[torch.Tensor]) -> None:
         """Drop the graphs if something has changed since they were made."""
-        if self._fixed is None or (found := self._parts.fixed(parameters)) == self._fixed:
+        if self._fixed is None or (found := self._inputs.fixed(parameters)) == self._fixed:
             return
-        names = [name for name, was, now in zip(Fixed._fields, self._fixed, found) if was != now]
-        for name in names:
-            self._warn(name, f"{_ABOUT[name]}: graphs are dropped", _OFTEN.get(name, _SELDOM))
-        self._shapes.clear()
-        self._fixed = None
+        for name, was, now in zip(Fixed._fields, self._fixed, found):
+            if was != now:
+                self._warn(name, f"{ABOUT[name]}: graphs are dropped", _CURES.get(name, _CURE))
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget all graphs. torch wants a new pool where memory of the old one may be alive."""
+        self._specialized.clear()
+        self._fixed = self._pool = None
 
     def _warn(self, what: str, got: str, cure: str) -> None:
-        """Once for each kind of cause."""
+        """Once for each kind of cause, until a step is captured again."""
         if what not in self._warned:
             self._warned.add(what)
             warnings.warn(notice(WHERE, got=got, cure=cure), OpfuseWarning, stacklevel=4)
 
-    # -- the ways of a step ----------------------------------------------------------------------------------------------------
-
-    def _shape(self, signature: Any) -> _Specialization:
-        found = next((shape for shape in self._shapes if shape.signature == signature), None)
+    def _specialization(self, signature: Any, given: Any) -> _Specialization:
+        found = self._specialized.get(signature)
         if found is None:
-            self._shapes.append(found := _Specialization(signature))
+            _check_dense(_tensors(given))
+            self._specialized[signature] = found = _Specialization()
+        if len(self._specialized) > SHAPES:
+            oldest = next(iter(self._specialized))
+            if self._specialized.pop(oldest).graph is None:
+                got = f"more than {SHAPES} shapes or values of arguments, most of which never came {WARM + 1} times"
+                self._warn("arguments", got, "pad batches to few lengths; pass numbers that change as tensors on the GPU")
         return found
+
+    # -- the ways of a step ----------------------------------------------------------------------------------------------------
 
     def _as_written(self, given: tuple[Any, Any]) -> Any:
         """On the stream of the captures, as torch wants warm-up to be."""
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            result = tree_map(_detached, self._step(*given[0], **given[1]))
-        here.wait_stream(self._stream)
-        return result
+        try:
+            with torch.cuda.stream(self._stream):
+                return tree_map(_copied, self._step(*given[0], **given[1]))
+        finally:
+            here.wait_stream(self._stream)
 
-    def _warm(self, shape: _Specialization, given: tuple[Any, Any]) -> Any:
-        """Run a step that makes plans, kernels and states, and look at what its optimizers do."""
-        shape.calls += 1
+    def _warm(self, found: _Specialization, given: tuple[Any, Any]) -> Any:
+        """Run a step that makes plans, kernels and states, and look at what a graph could not repeat."""
         stepped: list[Optimizer] = []
-        before = self._parts.versions_of_settings()
+        arguments = _tensors(given)
+        before = self._inputs.versions_of_settings(), [*map(version_of, arguments)]
+        drawn = numbers_drawn()
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
         try:
             result = self._as_written(given)
         finally:
             hook.remove()
         for optimizer in stepped:
-            _check_optimizer(optimizer, self._parts.optimizers)
-        if self._parts.versions_of_settings() != before:
-            got = "one that changes settings of its optimizer, as a scheduler does, with values of the CPU"
-            cure = "call scheduler.step() behind the graphed step"
-            raise UnsupportedError(describe(WHERE, wanted="a step that a graph can repeat", got=got, cure=cure))
+            _check_optimizer(optimizer, self._inputs.optimizers)
+        after = self._inputs.versions_of_settings(), [*map(version_of, arguments)]
+        wanted = "a step that a graph can repeat"
+        if before[0] != after[0]:
+            got, cure = "one that writes settings of its optimizer, as a scheduler does", "call scheduler.step() behind the step"
+            raise UnsupportedError(describe(WHERE, wanted=wanted, got=got, cure=cure))
+        if before[1] != after[1]:
+            got, cure = (
+                "one that writes into an argument, of which a graph has a copy",
+                "return the value, or keep it in a buffer",
+            )
+            raise UnsupportedError(describe(WHERE, wanted=wanted, got=got, cure=cure))
+        if found.calls and numbers_drawn() != drawn:  # compilers draw in the first
+            got, cure = "one that draws random numbers on the CPU", "draw them on the GPU, or before the call, as arguments"
+            raise UnsupportedError(describe(WHERE, wanted=wanted, got=got, cure=cure))
+        _check_results(result, self._device)
+        found.calls += 1
         if self._fixed is None:
-            self._fixed = self._parts.fixed(self._parts.parameters())  # optimizers make their states in the first step
+            self._fixed = self._inputs.fixed(self._inputs.parameters())  # optimizers make their states in the first step
         return result
 
-    def _captured(self, shape: _Specialization, given: tuple[Any, Any]) -> _CapturedStep:
-        parameters = self._parts.parameters()
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """What the block refuses is refused at each later call."""
+        try:
+            yield
+        except UnsupportedError as error:
+            self._refusal = error
+            raise
+
+    def _captured(self, found: _Specialization, given: tuple[Any, Any], parameters: Sequence[torch.Tensor]) -> _CapturedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        versions = self._inputs.versions(parameters)
+        here, drawn = torch.cuda.current_stream(), torch.cuda.get_rng_state(self._device)
+        failed: list[Exception] = []
         try:
-            shape.graph = _CapturedStep(self._step, given, parameters, self._pool, self._stream)
-        except Exception as error:
+            with _noted(failed):
+                graph = _CapturedStep(self._step, given, parameters, pool=self._pool, stream=self._stream, failed=failed)
+        except Exception:
+            torch.cuda.set_stream(here)
+            torch.cuda.set_rng_state(drawn, self._device)
             for each in parameters:
                 each.grad = None  # of a pass that never ran
-            _raise(error)
-        return shape.graph
-
-
-class _Parts:
-    """The modules and optimizers of a step, and what a graph fixes of them. hooks: dictionaries of all hooks of modules."""
-
-    def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        self.roots, self.optimizers = modules, optimizers
-        self._read()
-
-    def _read(self) -> None:
-        self._trees = [Tree.of(root) for root in self.roots]
-        self.modules = list(dict.fromkeys(module for root in self.roots for module in root.modules()))
-        self.hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Of modules and optimizers, each once."""
-        if not all(tree.stands for tree in self._trees):
-            self._read()
-        own = [p for module in self.modules for p in module._parameters.values() if p is not None]
-        others = [p for group in self._groups() for p in group["params"]]
-        return [*dict.fromkeys((*own, *others))]
-
-    def fixed(self, parameters: Sequence[torch.Tensor]) -> Fixed:
-        """What a graph of this call would fix."""
-        buffers = [buffer for module in self.modules for buffer in module._buffers.values()]
-        return Fixed(
-            parameters=[*map(_fixed, parameters), *map(_fixed, buffers), *(p.requires_grad for p in parameters)],
-            modules=[*self.modules, *(m.training for m in self.modules), *(vars(m).get("forward") for m in self.modules)],
-            settings=[_fixed(value) for group in self._groups() for name, value in group.items() if name != "params"],
-            states=[_fixed(value) for each in self.optimizers for state in each.state.values() for value in state.values()],
-            ops=WatchedModule.epoch,
-            rules=active_rules().digest,
-            torch=(torch.is_grad_enabled(), torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")),
-        )
-
-    def versions_of_settings(self) -> list[int]:
-        """How often settings were written that are tensors."""
-        return [version_of(value) for group in self._groups() for value in group.values() if isinstance(value, torch.Tensor)]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            self._drop()
+            self._refusal = _reason(failed[0])
+            raise self._refusal from failed[0]
+        graph.written = [tensor for tensor, version in versions.items() if version_of(tensor) != version]
+        graph.written += [p for optimizer in graph.stepped for group in optimizer.param_groups for p in group["params"]]
+        self._fixed = self._inputs.fixed(parameters)
+        self._warned.clear()
+        found.graph = graph
+        return graph
 
 
 class _Specialization:
     """The step for arguments of one signature. calls: those before the capture."""
 
-    def __init__(self, signature: Any) -> None:
-        self.signature, self.calls = signature, 0
-        self.graph: _CapturedStep | None = None
+    calls = 0
+    graph: _CapturedStep | None = None
 
 
 class _CapturedStep:
-    """A captured step: the memory of its arguments, its results and the gradients that it leaves."""
+    """A captured step: the memory of its arguments, its results and the gradients that it leaves.
+
+    stepped: the optimizers in it. written: tensors that it writes and of which others may know a version. flags: parameters whose
+    gradient it adds to ``main_grad``.
+    """
 
     def __init__(
         self,
         step: Callable[..., Any],
         given: tuple[Any, Any],
         parameters: Sequence[torch.Tensor],
+        *,
         pool: Any,
         stream: torch.cuda.Stream,
+        failed: list[Exception],
     ) -> None:
-        args, kwargs = tree_map(_memory, given)
+        args, kwargs = tree_map(_copied, given)
         self._arguments = _tensors((args, kwargs))
+        self.stepped: list[Optimizer] = []
+        self.written: list[torch.Tensor] = []
         self._graph = torch.cuda.CUDAGraph()
+        flags = [p for p in parameters if getattr(p, "grad_added_to_main_grad", None) is False]
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: self.stepped.append(optimizer))
         gc.collect()  # a graph that Python found to be garbage in the midst of the capture would invalidate that
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode=_BESIDE):
-            self._results = tree_map(_detached, step(*args, **kwargs))
-        self._trained = [p for p in parameters if p.requires_grad]
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode=_BESIDE), _noted(failed):
+                self._results = tree_map(_detached, step(*args, **kwargs))
+        finally:
+            hook.remove()
+            if collects:
+                gc.enable()
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        self._flags: list[Any] = [p for p in flags if p.grad_added_to_main_grad]  # type: ignore[attr-defined]
         for parameter, _ in self._gradients:
             parameter.grad = None
 
@@ -313,44 +320,51 @@ class _CapturedStep:
         if self._arguments:
             copy_each(self._arguments, _tensors(given))
         self._graph.replay()
-        increment_version(self._trained)  # what autograd and kept casts know of the weights is of the step before
+        if self.written:
+            increment_version(self.written)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        return tree_map(_memory, self._results)
+        for parameter in self._flags:
+            parameter.grad_added_to_main_grad = True
+        return tree_map(_copied, self._results)
 
 
-def _device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
-    """UnsupportedError unless all of ``parameters`` are on one GPU."""
-    devices = {str(each.device): each.device for each in parameters}
-    found = next(iter(devices.values()), None)
-    if len(devices) != 1 or found is None or found.type != "cuda":
-        got = " and ".join(devices) or "no parameters"
-        cure = (
-            "move modules to the GPU first"
-            if torch.cuda.is_available()
-            else "call the step itself: without a GPU there are no graphs"
-        )
-        raise UnsupportedError(describe(WHERE, wanted="parameters on one GPU", got=got, cure=cure))
-    return found
+@contextmanager
+def _noted(failed: list[Exception]) -> Iterator[None]:
+    """Keep the first error: torch raises others where it ends a capture that has failed."""
+    try:
+        yield
+    except Exception as error:
+        failed.append(error)
+        raise
 
 
-def _raise(error: Exception) -> NoReturn:
+def _reason(first: Exception) -> Exception:
     """UnsupportedError for a step that torch could not capture, with the line of code that it ended at; else the step's error."""
-    first = error.__context__ if isinstance(error.__context__, Exception) else error  # torch raises anew where a capture ends
-    if not isinstance(first, RuntimeError) or isinstance(first, OpfuseError):
-        raise first
+    if not isinstance(first, RuntimeError) or isinstance(first, (OpfuseError, torch.OutOfMemoryError)):
+        return first
     lines = [each for each in extract_tb(first.__traceback__) if not each.filename.startswith(_OURS)]
     at = f" at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line}" if lines else ""
-    got = f"{str(first).splitlines()[0]}{at}"
-    cure = "leave out of the step what waits for the GPU, as loss.item(), and copies from the CPU"
-    raise UnsupportedError(describe(WHERE, wanted="a step that a CUDA graph can hold", got=got, cure=cure)) from first
+    got = f"{(str(first) or type(first).__name__).splitlines()[0]}{at}"
+    cure = (
+        "leave out of the step what waits for the GPU, as loss.item(), and copies from the CPU; make optimizers capturable=True; "
+        "let go of losses of steps that ran outside"
+    )
+    return UnsupportedError(describe(WHERE, wanted="a step that a CUDA graph can hold", got=got, cure=cure))
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------------------
 
 
 def _check_call(parameters: Sequence[torch.Tensor]) -> None:
-    """UnsupportedError in a region of autocast, whose end is outside of the step; PipelineError where gradients are left."""
+    """UnsupportedError in a region whose end is outside of the step; PipelineError where gradients are left."""
     if in_region():
         cure = "enter autocast inside of the step"
         raise UnsupportedError(describe(WHERE, wanted="a call outside of autocast", got="an active region", cure=cure))
+    if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+        cure = "enter torch.autocast inside of the step, or with cache_enabled=False"
+        got = "an active region, which keeps casts of weights to its end"
+        raise UnsupportedError(describe(WHERE, wanted="a call outside of torch.autocast", got=got, cure=cure))
     left = sum(p.grad is not None for p in parameters)
     if left:
         cure = "call optimizer.zero_grad() at the end of the step, or after an optimizer's step outside of it"
@@ -363,46 +377,78 @@ def _check_optimizer(optimizer: Optimizer, known: Sequence[Optimizer]) -> None:
     if not any(optimizer is each for each in known):
         cure = "pass it: graphed_step(step, model, optimizer)"
         raise UnsupportedError(describe(WHERE, wanted="all optimizers of the step", got=f"{name} beside them", cure=cure))
-    values = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
-    values += [value for state in optimizer.state.values() for value in state.values()]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    values = tree_leaves((settings, [*optimizer.state.values()]))
     if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values):
         got = f"{name}, which has a count of steps or a setting there"
         cure = f"{name}(..., capturable=True) if it takes that, with settings on the GPU; else step outside of the graph"
         raise UnsupportedError(describe(WHERE, wanted="no tensor on the CPU", got=got, cure=cure))
 
 
-def _fixed(value: Any) -> Any:
-    """What is compared: of a tensor where it lies, or, if it wraps others, where these lie; all else by value."""
-    if type(value) in PLAIN:
-        return value.data_ptr()
-    if not isinstance(value, torch.Tensor):
-        return value
-    flatten = getattr(value, "__tensor_flatten__", None)
-    return value.data_ptr() if flatten is None else [_fixed(getattr(value, name)) for name in flatten()[0]]
+def _check_results(result: Any, device: torch.device) -> None:
+    """UnsupportedError for what cannot be copied, or is read before the device has written it."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and leaf.device == device:
+            continue
+        if isinstance(leaf, torch.Tensor) or not isinstance(leaf, _VALUES):
+            got = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            cure = "return tensors of the GPU and plain values, in lists, tuples or dictionaries"
+            raise UnsupportedError(describe(WHERE, wanted="results to copy", got=got, cure=cure))
 
 
-def _signature(argument: Any) -> tuple[Any, ...]:
-    """What a graph is made for. UnsupportedError for an argument that it cannot take."""
+def _check_dense(arguments: Sequence[torch.Tensor]) -> None:
+    """UnsupportedError for a tensor with gaps, whose copy would lie otherwise."""
+    for each in arguments:
+        if torch.empty_like(each, device="meta").stride() != each.stride():
+            got = f"strides {each.stride()} of shape {tuple(each.shape)}"
+            raise UnsupportedError(describe(WHERE, wanted="tensors without gaps", got=got, cure="pass x.contiguous()"))
+
+
+def _device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """UnsupportedError unless all of ``parameters`` are on one GPU."""
+    devices = {str(each.device): each.device for each in parameters}
+    found = next(iter(devices.values()), None)
+    if len(devices) != 1 or found is None or found.type != "cuda":
+        got = " and ".join(devices) or "no parameters"
+        here = torch.cuda.is_available()
+        cure = "move modules to the GPU first" if here else "call the step itself: this machine has no GPU, so no CUDA graphs"
+        raise UnsupportedError(describe(WHERE, wanted="parameters on one GPU", got=got, cure=cure))
+    return found
+
+
+# -- arguments and results -------------------------------------------------------------------------------------------------------
+
+
+def _signature(given: Any) -> tuple[Any, ...]:
+    """What a graph is made for: the structure of arguments, in order, and what each of them is."""
+    return repr(tree_map(lambda _: None, given)), *map(_described, tree_leaves(given))
+
+
+def _described(argument: Any) -> tuple[Any, ...]:
+    """UnsupportedError for an argument that a graph cannot take."""
     if isinstance(argument, torch.Tensor):
-        if not argument.is_cuda or argument.requires_grad:
-            got = "one that wants a gradient" if argument.is_cuda else f"one on {argument.device.type}"
-            cure = "detach it: only parameters get gradients" if argument.is_cuda else "move it to the GPU before the call"
-            raise UnsupportedError(describe(WHERE, wanted="tensors on the GPU without gradients", got=got, cure=cure))
+        if not argument.is_cuda or argument.requires_grad or type(argument) not in PLAIN:
+            got, cure = f"one on {argument.device.type}", "move it to the GPU before the call"
+            if argument.is_cuda:
+                got, cure = "one that wants a gradient", "detach it: only parameters get gradients"
+            if type(argument) not in PLAIN:
+                got, cure = f"a {type(argument).__name__}", "keep it in a module or in a closure: a graph copies plain tensors"
+            raise UnsupportedError(describe(WHERE, wanted="plain tensors on the GPU without gradients", got=got, cure=cure))
         return argument.shape, argument.stride(), argument.dtype, argument.device
-    if not isinstance(argument, _PLAIN):
+    if not isinstance(argument, _VALUES):
         cure = "pass tensors and plain values, in lists, tuples or dictionaries: dict(batch)"
         raise UnsupportedError(describe(WHERE, wanted="arguments to copy", got=f"a {type(argument).__name__}", cure=cure))
-    return type(argument), argument
+    return type(argument), repr(argument)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _memory(value: Any) -> Any:
-    """A copy of a tensor; all else as it is."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a tensor, detached; all else as it is."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import all_enrolled
 from opfuse.domains import checked_arguments
 from opfuse.errors import PipelineError, UnsupportedError, describe
 from opfuse.recipes import Recipe, autocast
 from opfuse.recipes.autocast import in_region
-from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
+from opfuse.recipes.delayed import DelayedScalingState
+from opfuse.runtime.graph_inputs import delayed_states
 from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.runtime.weights.cast_cache import sharded_part
 from opfuse.tensors.masters import stored_in
@@ -189,7 +189,7 @@ def _undone(module: nn.Module) -> Iterator[None]:
     held = [*module.buffers(), *(p.main_grad for p in module.parameters() if hasattr(p, "main_grad"))]
     copies = [tensor.detach().clone() for tensor in held]
     flags = [(p, p.grad_added_to_main_grad) for p in module.parameters() if hasattr(p, "grad_added_to_main_grad")]
-    before = {state: (deepcopy(state), state.generation) for state in _states()}
+    before = {state: (deepcopy(state), state.generation) for state in delayed_states()}
     try:
         yield
     finally:
@@ -198,14 +198,8 @@ def _undone(module: nn.Module) -> Iterator[None]:
                 tensor.copy_(copy)
             for parameter, flag in flags:
                 parameter.grad_added_to_main_grad = flag
-            for state in _states():
+            for state in delayed_states():
                 state.drop_unfinished()
                 kept, generation = before.get(state, (DelayedScalingState(device=state.scale.device), None))
                 if generation != state.generation:
                     state.copy_from(kept)
-
-
-def _states() -> Iterator[DelayedScalingState]:
-    """The states of all ops that are alive, each once."""
-    held = [getattr(op, "quantizer_states", None) for op in all_enrolled()]
-    yield from dict.fromkeys(state for states in held if isinstance(states, DelayedScalingStates) for state in states)

@@ -19,6 +19,7 @@ import torch
 from opfuse.errors import DtypeError, QuantizedTensorError, ShapeError, describe, number_of
 from opfuse.events import ValuesRead, emit, listeners
 from opfuse.formats import USAGES, NumberFormat, shared_format
+from opfuse.kernels.casts.dequantize import dequantize_groups
 from opfuse.kernels.engine.launch import check_capture
 from opfuse.tensors.storage import Plane, QuantizedStorage
 
@@ -67,7 +68,16 @@ class GroupedPlane(Plane):
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The (M, K) matrix in ``dtype``, without padding."""
+        stored = [(m.data, m.scale, m.amax, m.layout) for m in self.members if m.scale is not None]
+        if len(stored) == len(self.members) and self.sizes == tuple(member.shape[0] for member in self.members):
+            return dequantize_groups(stored, dtype=dtype)
         return torch.cat([member.dequantize(dtype)[:size] for member, size in zip(self.members, self.sizes)])
+
+    def as_rows(self) -> GroupedPlane | None:
+        """A rowwise plane of the transposed groups, one below the other, over the same bytes; None where they do not lie so."""
+        rows = [row for row in (member.as_rows() for member in self.members) if row is not None]
+        padded = self.sizes != tuple(member.shape[0] for member in self.members)
+        return None if padded or len(rows) < len(self.members) else GroupedPlane(rows, tuple(row.shape[0] for row in rows))
 
     @property
     def is_mirror(self) -> bool:

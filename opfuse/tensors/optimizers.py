@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.graph import increment_version
@@ -29,7 +29,7 @@ MASTER = "master"
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 _LOAD = "load_state_dict of an optimizer with masters"
-_WITH_MASTERS: WeakSet[Optimizer] = WeakSet()
+_WITH_MASTERS: WeakKeyDictionary[Optimizer, _Masters] = WeakKeyDictionary()
 
 
 def with_masters(optimizer: AnyOptimizer, *, dtype: torch.dtype = torch.float32) -> AnyOptimizer:
@@ -71,8 +71,15 @@ def with_masters(optimizer: AnyOptimizer, *, dtype: torch.dtype = torch.float32)
     optimizer.register_state_dict_post_hook(masters.saved)
     optimizer.register_load_state_dict_pre_hook(masters.before_load)
     optimizer.register_load_state_dict_post_hook(masters.after_load)
-    _WITH_MASTERS.add(optimizer)
+    _WITH_MASTERS[optimizer] = masters
     return optimizer
+
+
+def settle_masters(optimizer: Optimizer) -> None:
+    """Have masters take what was written into their parameters since the last step, as a step does first; of others, nothing."""
+    masters = _WITH_MASTERS.get(optimizer)
+    if masters is not None:
+        masters.settle(optimizer)
 
 
 class _Masters:

@@ -68,6 +68,12 @@ class Plane:
             return self.data.reshape(self.shape).to(dtype)
         return dequantize(self.data, self.scale, self.amax, layout=self.layout, dtype=dtype)
 
+    def as_rows(self) -> Plane | None:
+        """The rowwise plane of the transposed matrix over the same bytes; None where columns are not stored as lines."""
+        if self.usage != COLUMNWISE or self.layout.across or self.format.rht:
+            return None
+        return replace(self, usage=ROWWISE, shape=self.shape[::-1])
+
     @property
     def is_mirror(self) -> bool:
         """Whether the rowwise bytes, transposed, are the columnwise plane: all share a scale, or those of square blocks."""

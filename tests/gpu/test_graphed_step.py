@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import opfuse
-from opfuse import ops
+from opfuse import ops, recipes
 from opfuse.errors import OpfuseWarning, PipelineError, UnsupportedError
 from tests.gpu.test_pipelines import PIPELINES, RECIPES, WIDTH, same
 from tests.ops.test_op_errors import raised
@@ -231,6 +232,8 @@ CHANGES = {
     replaced: "modules are others",
     op: "ops of opfuse",
     lambda training: training.model.eval(): "another mode",
+    lambda training: setattr(training.optimizer, "maximize_all", True): "another value of an attribute",
+    lambda training: torch.set_float32_matmul_precision("medium"): "a setting of products",
 }
 
 
@@ -243,7 +246,8 @@ def test_what_has_changed_is_said_and_the_step_is_captured_again(change, device)
     change(other)
     with pytest.warns(OpfuseWarning) as warned:
         check(one, other, graph)
-    assert any(f"{CHANGES[change]}" in str(each.message) for each in warned)
+    torch.set_float32_matmul_precision("highest")
+    assert any(CHANGES[change] in str(each.message) for each in warned)
     assert all("graphs are dropped" in str(each.message) for each in warned)
     assert graph.replays == 2 * STEPS - 6
     assert graph.graphs == 1
@@ -301,6 +305,155 @@ def test_kept_casts_and_saved_tensors_know_of_replays(device):
     with pytest.raises(RuntimeError):
         y.sum().backward()
     one.optimizer.zero_grad()
+
+
+def test_arguments_are_known_by_their_names(device):
+    """Not by the order in which a caller or a batch has them."""
+    trainings = pair(device)
+    one, other = (lambda x, weight, training=training: training(x, weight) for training in trainings)
+    graph = opfuse.graphed_step(one, trainings[0].model, trainings[0].optimizer)
+    for step in range(STEPS):
+        given = {"x": batch(step, device), "weight": batch(step + 1, device).abs()}
+        if step % 2:
+            given = dict(reversed(given.items()))
+        assert torch.equal(graph(**given)["loss"], other(**given)["loss"])
+    assert graph.replays == STEPS - 6
+
+
+def test_masters_take_what_is_loaded_between_replays(device):
+    recipe = RECIPES["block"]()
+
+    def made():
+        torch.manual_seed(0)
+        with opfuse.quantized_model_init(recipe=recipe):
+            made = Training(device, recipe, model=ops.Sequential(*PIPELINES["gelu"]()).to(device))
+        opfuse.with_masters(made.optimizer)
+        return made
+
+    one, other = made(), made()
+    graph = one.graphed()
+    check(one, other, graph)
+    for training in (one, other):
+        with torch.no_grad():
+            training.model[0].weight.mul_(0.5)
+    with pytest.warns(OpfuseWarning, match="masters start from them"):
+        check(one, other, graph)
+    assert graph.replays == 2 * STEPS - 3
+
+
+class Remembers(nn.Module):
+    """Adds rows of a table that is made for the longest input so far, as rotary embeddings do, and is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.table = torch.zeros(0, WIDTH)
+
+    def forward(self, x):
+        if len(self.table) < len(x):
+            self.table = torch.arange(len(x) * WIDTH, device=x.device, dtype=x.dtype).view(len(x), WIDTH) / 1e5
+        return x * self.scale + self.table[: len(x)]
+
+
+def test_tensors_that_are_neither_parameters_nor_buffers(device):
+    """A table that is made anew for a longer input: graphs of shorter ones would read memory that is free."""
+    one, other = (Training(device, model=nn.Sequential(Remembers(), nn.Linear(WIDTH, WIDTH))) for _ in range(2))
+    graph = one.graphed()
+    check(one, other, graph)
+    with pytest.warns(OpfuseWarning, match="another value of an attribute"):
+        check(one, other, graph, rows=lambda step: 256)
+    check(one, other, graph, steps=range(2 * STEPS), rows=lambda step: 128 * (1 + step % 2))
+    assert graph.replays == 4 * STEPS - 9
+
+    offset = [torch.zeros(WIDTH, device=device, dtype=torch.bfloat16)]
+    here = offset[0]
+
+    def step(x):
+        return one(x + here)
+
+    graph = opfuse.graphed_step(step, one.model, one.optimizer)
+    check(one, other, graph)
+    here = torch.ones(WIDTH, device=device, dtype=torch.bfloat16)
+    with pytest.warns(OpfuseWarning, match="a tensor that the step reads"):
+        check(one, lambda x: other(x + here), graph)
+
+
+def check_two_recipes(device, called):
+    first, second = (recipes.DelayedScaling(amax_history_len=length, margin=margin) for length, margin in ((16, 0), (4, 3)))
+    one, other = pair(device, first)
+    graph = one.graphed()
+    for step in range(3 * STEPS):
+        if called(step):
+            one.recipe = other.recipe = second
+            x = batch(step, device)
+            assert torch.equal(one(x)["loss"], other(x)["loss"])
+            one.recipe = other.recipe = first
+        check(one, other, graph, steps=[step])
+
+
+def test_a_state_that_serves_another_recipe_between_replays(device):
+    with pytest.warns(OpfuseWarning, match="delayed scales are loaded, or serve another recipe"):
+        check_two_recipes(device, lambda step: step == STEPS)
+
+
+def test_graphs_are_captured_again_while_their_memory_is_alive(device):
+    one, other = (Training(device, make=torch.optim.SGD, zeroes=False) for _ in range(2))
+
+    def passes(training):
+        def run(x):
+            loss = training.model(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        return run
+
+    graph, held = opfuse.graphed_step(passes(one), one.model), []
+    for _ in range(2):
+        for step in range(STEPS):
+            graph(batch(step, device))
+            held.append([p.grad for p in one.model.parameters()])
+            one.model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", OpfuseWarning)
+            one.model.eval()
+            graph(batch(0, device))
+            one.model.zero_grad()
+    del other
+    assert graph.replays > STEPS
+
+
+def test_versions_rise_of_what_a_replay_writes_and_of_nothing_else(device):
+    training = Training(device, RECIPES["current"](), fused=True)
+    average = copy.deepcopy(training.model).requires_grad_(False)
+
+    def step(x):
+        result = training(x)
+        for mean, now in zip(average.parameters(), training.model.parameters()):
+            mean.lerp_(now, 0.5)
+        return result
+
+    graph = opfuse.graphed_step(step, training.model, average, training.optimizer)
+    x = batch(0, device)
+
+    def evaluated():
+        with torch.no_grad(), opfuse.autocast(recipe=training.recipe):
+            return average(x)
+
+    with opfuse.kept_weights(average):
+        for number in range(STEPS):
+            graph(batch(number, device))
+            kept = [evaluated() for _ in range(2)][-1]
+            with torch.no_grad():
+                wanted = copy.deepcopy(average)
+            with torch.no_grad(), opfuse.autocast(recipe=training.recipe):
+                assert torch.equal(kept, wanted(x)), number
+    look = opfuse.graphed_step(torch.no_grad()(lambda x: training.model(x).float().mean()), training.model)
+    for _ in range(4):
+        look(x)
+    y = training.model(x)
+    look(x)
+    y.sum().backward()  # which an evaluation does not forbid
+    training.optimizer.zero_grad()
 
 
 def test_a_watched_model_runs_as_written_and_says_so(device, tmp_path):
@@ -361,6 +514,7 @@ def test_arguments(device):
         (batch(0, "cpu"), "one on cpu"),
         (batch(0, device).requires_grad_(), "one that wants a gradient"),
         (object(), "an? object"),
+        (opfuse.tensors.quantizers.Float8BlockQuantizer(torch.float8_e4m3fn)(batch(0, device)), "QuantizedTensor"),
     ):
         with raised(UnsupportedError, RuntimeError, "graphed_step", got):
             graph(given)
@@ -438,6 +592,113 @@ def test_code_that_waits_and_code_that_cannot_be_captured(device):
         for step in range(5):
             other(batch(step, device))
     assert other.replays == 2
+
+
+def test_a_refusal_holds_for_later_calls_and_leaves_the_device_as_it_was(device):
+    training = Training(device, model=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)))
+    graph = opfuse.graphed_step(lambda x: training(x)["loss"].item(), training.model, training.optimizer)
+    here = torch.cuda.current_stream()
+    for step in range(3):
+        graph(batch(step, device))
+    for _ in range(2):
+        with raised(UnsupportedError, RuntimeError, "a CUDA graph can hold"):
+            graph(batch(3, device))
+    assert torch.cuda.current_stream() == here
+    training(batch(4, device))
+    assert torch.rand(4, device=device).isfinite().all()
+    for wrong in ("optimizer", "scheduler"):
+        training = Training(device, rate=torch.tensor(1e-2, device=device))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.7)
+        parts = () if wrong == "optimizer" else (training.optimizer,)
+        calls = []
+
+        def step(x, training=training, wrong=wrong, scheduler=scheduler, calls=calls):
+            calls.append(training(x)["loss"])
+            if wrong == "scheduler":
+                scheduler.step()
+
+        graph = opfuse.graphed_step(step, training.model, *parts)
+        for number in range(6):
+            with raised(UnsupportedError, RuntimeError, "graphed_step"):
+                graph(batch(number, device))
+        assert len(calls) == 1
+
+
+def test_an_error_of_the_step_is_its_own(device):
+    training = Training(device)
+    failing = []
+
+    def step(x):
+        training(x)
+        if failing:
+            try:
+                {}["labels"]
+            except KeyError as error:
+                raise ValueError("the batch has no labels") from error
+
+    graph = opfuse.graphed_step(step, training.model, training.optimizer)
+    failing.append(True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no labels"):
+            graph(batch(0, device))
+    failing.clear()
+    for number in range(3):
+        graph(batch(number, device))
+    failing.append(True)
+    with pytest.raises(ValueError, match="no labels"):
+        graph(batch(0, device))
+
+
+def test_what_the_host_would_do_at_each_step(device):
+    training = Training(device)
+
+    def draws(x):
+        return training(x, weight=random.random())
+
+    def writes(x):
+        x.mul_(0.5)
+        return training(x)
+
+    def from_cpu(x):
+        return training(x)["loss"].to("cpu")
+
+    def other(x):
+        return object()
+
+    for step, words in (
+        (draws, "random numbers"),
+        (writes, "an argument"),
+        (from_cpu, "results to copy"),
+        (other, "results to copy"),
+    ):
+        graph = opfuse.graphed_step(step, training.model, training.optimizer)
+        with raised(UnsupportedError, RuntimeError, words):
+            for number in range(3):
+                graph(batch(number, device))
+    graph = training.graphed()
+    with torch.autocast("cuda"), raised(UnsupportedError, RuntimeError, "torch.autocast"):
+        graph(batch(0, device))
+    with raised(UnsupportedError, RuntimeError, "without gaps"):
+        graph(batch(0, device, 256)[::2])
+
+
+def test_numbers_that_change_are_said_to_be_no_graphs(device):
+    training = Training(device)
+    graph = training.graphed()
+    with pytest.warns(OpfuseWarning, match="shapes or values of arguments"):
+        for step in range(70):
+            graph(batch(step, device), 1.0 + step)
+    assert graph.replays == 0
+
+
+def test_hooks_of_parameters_run(device):
+    training = Training(device)
+    graph, seen = training.graphed(), []
+    next(training.model.parameters()).register_hook(lambda grad: seen.append(1))
+    with pytest.warns(OpfuseWarning, match="hooks"):
+        for step in range(STEPS):
+            graph(batch(step, device))
+    assert len(seen) == STEPS
 
 
 def test_ranks(device):

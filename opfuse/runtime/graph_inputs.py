@@ -1,0 +1,175 @@
+"""What a CUDA graph of a training step has fixed, beside the step's arguments: compared before each replay."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import is_
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from opfuse.compiler.registry import active_rules
+from opfuse.core.tracers import all_enrolled
+from opfuse.core.watched import Tree, WatchedModule
+from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
+from opfuse.runtime.replay.recorder import PLAIN
+from opfuse.torch_private.modules import hooks_of as hooks_of_module
+from opfuse.torch_private.operations import tree_leaves
+from opfuse.torch_private.tensors import hooks_of, version_of
+
+
+class Objects(list[Any]):
+    """Objects that are held, and equal only to themselves."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Objects) and len(self) == len(other) and all(map(is_, self, other))
+
+    __hash__ = None
+
+
+class Fixed(NamedTuple):
+    """What a graph has fixed, by what it is called in :data:`ABOUT`."""
+
+    parameters: tuple[Objects, list[Any]]
+    modules: Objects
+    settings: list[Any]
+    states: list[Any]
+    scales: Objects
+    read: tuple[Objects, list[Any]]
+    ops: int
+    rules: str
+    torch: tuple[Any, ...]
+
+
+ABOUT = {
+    "parameters": "parameters or buffers are others, lie in other memory, or want gradients otherwise",
+    "modules": "a module or an optimizer has another value of an attribute, is in another mode, or has another forward",
+    "settings": "settings of an optimizer are others, as its learning rate",
+    "states": "states of an optimizer are others, or lie in other memory",
+    "scales": "delayed scales are loaded, or serve another recipe",
+    "read": "a tensor that the step reads from around it is another one",
+    "ops": "ops of opfuse, or their settings, are others",
+    "rules": "fusion rules are others",
+    "torch": "torch.no_grad, torch.autocast, the default dtype or a setting of products is another one",
+}
+"""What has happened when a field differs."""
+
+
+class GraphInputs:
+    """The modules and optimizers of a step, and what its graph fixes of them and of its surroundings."""
+
+    def __init__(self, step: Callable[..., Any], modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self._step, self._roots, self.optimizers = step, modules, optimizers
+        self._read_modules()
+
+    def _read_modules(self) -> None:
+        self._trees = [Tree.of(root) for root in self._roots]
+        self._modules = list(dict.fromkeys(module for root in self._roots for module in root.modules()))
+        self._hooks = [hooks for module in self._modules for hooks in hooks_of_module(module)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Of modules and optimizers, each once."""
+        if not all(tree.stands for tree in self._trees):
+            self._read_modules()
+        own = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        return [*dict.fromkeys(chain(own, *(group["params"] for group in self._groups())))]
+
+    def has_hooks(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether Python code hangs at a module, or at the gradient of a parameter."""
+        return any(self._hooks) or any(any(hooks_of(parameter)) for parameter in parameters)
+
+    def fixed(self, parameters: Sequence[torch.Tensor]) -> Fixed:
+        """What a graph of this call would fix."""
+        buffers = [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
+        main = [getattr(p, "main_grad", None) for p in parameters]
+        read = tensors_around(self._step)
+        states = [each.state.values() for each in self.optimizers]
+        return Fixed(
+            parameters=(
+                Objects(parameters),
+                [*map(memory_of, chain(parameters, buffers, main)), [p.requires_grad for p in parameters]],
+            ),
+            modules=Objects(chain(*(vars(each).values() for each in chain(self._modules, self.optimizers)))),
+            settings=[[memory_of(leaf) for leaf in tree_leaves(settings)] for settings in self._settings()],
+            states=[memory_of(value) for state in chain(*states) for value in state.values()],
+            scales=Objects(state.tensors_id for state in delayed_states()),
+            read=(Objects(read), [*map(memory_of, read)]),
+            ops=WatchedModule.epoch,
+            rules=active_rules().digest,
+            torch=_settings_of_torch(),
+        )
+
+    def versions(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
+        """How often each tensor was written that outlives a step and of which casts may be kept."""
+        buffers = (buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None)
+        return {each: version_of(each) for each in (*parameters, *buffers, *(state.scale for state in delayed_states()))}
+
+    def versions_of_settings(self) -> list[int]:
+        """How often settings of optimizers were written that are tensors."""
+        return [version_of(leaf) for each in self._settings() for leaf in tree_leaves(each) if isinstance(leaf, torch.Tensor)]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
+
+
+def delayed_states() -> Iterator[DelayedScalingState]:
+    """The states of all ops that are alive, each once: ops of converted models are no submodules."""
+    held = [getattr(op, "quantizer_states", None) for op in all_enrolled()]
+    yield from dict.fromkeys(state for states in held if isinstance(states, DelayedScalingStates) for state in states)
+
+
+def tensors_around(step: Any) -> list[torch.Tensor]:
+    """Tensors that a function finds in its closure, among the globals that it names, or in the object that it is a method of."""
+    own = [*vars(step.__self__).values()] if isinstance(step, MethodType) and hasattr(step.__self__, "__dict__") else []
+    function = step.__func__ if isinstance(step, MethodType) else step
+    if isinstance(function, FunctionType):
+        own += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        own += [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    elif hasattr(function, "__dict__"):
+        own += vars(function).values()
+    return [value for value in own if isinstance(value, torch.Tensor)]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def memory_of(value: Any) -> Any:
+    """Of a tensor, where it lies and its shape, or, if it wraps others, those of these; all else is itself."""
+    if type(value) in PLAIN:
+        return value.data_ptr(), value.shape
+    if not isinstance(value, torch.Tensor):
+        return value
+    flatten = getattr(value, "__tensor_flatten__", None)
+    return (value.data_ptr(), value.shape) if flatten is None else [memory_of(getattr(value, name)) for name in flatten()[0]]
+
+
+def _settings_of_torch() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+def numbers_drawn() -> list[Any]:
+    """Where the random numbers of the host stand: Python's, torch's and, if it is there, numpy's."""
+    numpy = sys.modules.get("numpy")
+    others = [] if numpy is None else [numpy.random.get_state()[1].tobytes(), numpy.random.get_state()[2]]
+    return [random.getstate(), torch.get_rng_state().tolist(), *others]

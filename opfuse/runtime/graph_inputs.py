@@ -30,6 +30,9 @@ class Objects(list[Any]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Objects) and len(self) == len(other) and all(map(is_, self, other))
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = None
 
 
@@ -106,9 +109,9 @@ class GraphInputs:
         )
 
     def versions(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
-        """How often each tensor was written that outlives a step and of which casts may be kept."""
+        """How often each parameter and buffer was written."""
         buffers = (buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None)
-        return {each: version_of(each) for each in (*parameters, *buffers, *(state.scale for state in delayed_states()))}
+        return {each: version_of(each) for each in (*parameters, *buffers)}
 
     def versions_of_settings(self) -> list[int]:
         """How often settings of optimizers were written that are tensors."""

@@ -22,7 +22,8 @@ import opfuse
 from opfuse.errors import OpfuseError, OpfuseWarning, PipelineError, UnsupportedError, describe, notice
 from opfuse.events import listeners
 from opfuse.recipes.autocast import in_region
-from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, numbers_drawn
+from opfuse.recipes.delayed import DelayedScalingState
+from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, delayed_states, numbers_drawn
 from opfuse.runtime.graphs import check_module
 from opfuse.runtime.replay.recorder import PLAIN
 from opfuse.tensors.optimizers import settle_masters
@@ -249,14 +250,16 @@ class GraphedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         versions = self._inputs.versions(parameters)
-        here, drawn = torch.cuda.current_stream(), torch.cuda.get_rng_state(self._device)
+        generations = {state: state.generation for state in delayed_states()}
+        here, generator = torch.cuda.current_stream(), torch.cuda.default_generators[self._device.index]
+        drawn = generator.clone_state()  # that of a capture that fails goes on to be captured
         failed: list[Exception] = []
         try:
             with _noted(failed):
                 graph = _CapturedStep(self._step, given, parameters, pool=self._pool, stream=self._stream, failed=failed)
         except Exception:
             torch.cuda.set_stream(here)
-            torch.cuda.set_rng_state(drawn, self._device)
+            generator.graphsafe_set_state(drawn)
             for each in parameters:
                 each.grad = None  # of a pass that never ran
             self._drop()
@@ -264,6 +267,7 @@ class GraphedStep:
             raise self._refusal from failed[0]
         graph.written = [tensor for tensor, version in versions.items() if version_of(tensor) != version]
         graph.written += [p for optimizer in graph.stepped for group in optimizer.param_groups for p in group["params"]]
+        graph.advanced = [state for state, generation in generations.items() if state.generation != generation]
         self._fixed = self._inputs.fixed(parameters)
         self._warned.clear()
         found.graph = graph
@@ -280,8 +284,8 @@ class _Specialization:
 class _CapturedStep:
     """A captured step: the memory of its arguments, its results and the gradients that it leaves.
 
-    stepped: the optimizers in it. written: tensors that it writes and of which others may know a version. flags: parameters whose
-    gradient it adds to ``main_grad``.
+    stepped: the optimizers in it. written: tensors that it writes and of which others may know a version. advanced: states of
+    delayed scaling that it updates. flags: parameters whose gradient it adds to ``main_grad``.
     """
 
     def __init__(
@@ -298,6 +302,7 @@ class _CapturedStep:
         self._arguments = _tensors((args, kwargs))
         self.stepped: list[Optimizer] = []
         self.written: list[torch.Tensor] = []
+        self.advanced: list[DelayedScalingState] = []
         self._graph = torch.cuda.CUDAGraph()
         flags = [p for p in parameters if getattr(p, "grad_added_to_main_grad", None) is False]
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: self.stepped.append(optimizer))
@@ -322,6 +327,8 @@ class _CapturedStep:
         self._graph.replay()
         if self.written:
             increment_version(self.written)
+        for state in self.advanced:
+            state.generation += 1
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for parameter in self._flags:

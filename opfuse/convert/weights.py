@@ -224,16 +224,13 @@ class _Join:
 
     def __init__(self, values: Sequence[Any], turned: Sequence[bool]) -> None:
         self.turned = turned
-        self.sizes = [len(part) for part in self._parts(values)]
+        self.sizes = [value.shape[-1 if turn and value.dim() == 2 else 0] for value, turn in zip(values, turned)]
         self.layout: tuple[Any, ...] | None = None
         self._wholes: WeakKeyDictionary[QuantizedStorage, tuple[_Lying, torch.Tensor]] = WeakKeyDictionary()
 
-    def _parts(self, values: Sequence[Any]) -> list[torch.Tensor]:
-        return [value.mT if turn else value for value, turn in zip(values, self.turned)]
-
     def whole(self, values: Sequence[Any], tape: BackwardTape, *, trains: bool) -> torch.Tensor:
         """Without autograd. A backward pass is refused after a write to what lies in the memory of the whole."""
-        whole = _whole(self._parts(values))
+        whole = _whole([_as_read(value, transposed=turn) for value, turn in zip(values, self.turned)])
         whole = whole.detach() if len(values) == 1 else whole  # of several it is a new tensor, beside the parameters
         if trains and share_memory(_arrays(whole)[0], _arrays(values[0])[0]):
             tape.watch(values)  # whose counters the whole does not have
@@ -372,7 +369,12 @@ def _blank(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _read(source: Source) -> torch.Tensor:
     module, name, transposed = source
-    value: Any = taken(module._parameters[name])
+    return _as_read(taken(module._parameters[name]), transposed=transposed)
+
+
+def _as_read(value: Any, *, transposed: bool) -> torch.Tensor:
+    if transposed and isinstance(value, QuantizedTensor):
+        value = value.dequantize()  # a view of a quantized tensor is of a class of its own, which kernels do not read
     weight: torch.Tensor = value.mT if transposed else value
     return weight
 

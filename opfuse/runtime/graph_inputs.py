@@ -65,10 +65,14 @@ ABOUT = {
 
 
 class GraphInputs:
-    """The modules and optimizers of a step, and what its graph fixes of them and of its surroundings."""
+    """The modules and optimizers of a step, and what its graph fixes of them and of its surroundings.
+
+    scaled: the states of delayed scaling that graphs update.
+    """
 
     def __init__(self, step: Callable[..., Any], modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._step, self._roots, self.optimizers = step, modules, optimizers
+        self.scaled: dict[DelayedScalingState, None] = {}
         self._read_modules()
 
     def _read_modules(self) -> None:
@@ -101,7 +105,7 @@ class GraphInputs:
             modules=Objects(chain(*(vars(each).values() for each in chain(self._modules, self.optimizers)))),
             settings=[[memory_of(leaf) for leaf in tree_leaves(settings)] for settings in self._settings()],
             states=[memory_of(value) for state in chain(*states) for value in state.values()],
-            scales=Objects(state.tensors_id for state in delayed_states()),
+            scales=Objects(state.tensors_id for state in self.scaled),
             read=(Objects(read), [*map(memory_of, read)]),
             ops=WatchedModule.epoch,
             rules=active_rules().digest,

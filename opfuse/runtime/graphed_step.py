@@ -117,6 +117,7 @@ class GraphedStep:
         self._stream = torch.cuda.Stream(self._device)
         self._specialized: dict[Any, _Specialization] = {}
         self._fixed: Fixed | None = None
+        self._restarts = 0
         self._refusal: Exception | None = None
         self._warned: set[str] = set()
         self._pool: Any = None
@@ -161,18 +162,24 @@ class GraphedStep:
         return bool(listeners() or active_modes() or hooked())
 
     def _compare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Drop the graphs if something has changed since they were made."""
-        if self._fixed is None or (found := self._inputs.fixed(parameters)) == self._fixed:
+        """Begin anew if something has changed since the step before; say so if there were graphs, or if it goes on."""
+        found = self._inputs.fixed(parameters)
+        if self._fixed is None or found == self._fixed:
+            self._fixed = found
             return
-        for name, was, now in zip(Fixed._fields, self._fixed, found):
-            if was != now:
-                self._warn(name, f"{ABOUT[name]}: graphs are dropped", _CURES.get(name, _CURE))
+        self._restarts += 1
+        if self.graphs or self._restarts > WARM:
+            for name, was, now in zip(Fixed._fields, self._fixed, found):
+                if was != now:
+                    self._warn(name, f"{ABOUT[name]}: graphs are dropped", _CURES.get(name, _CURE))
         self._drop()
+        self._fixed = self._inputs.fixed(parameters)
 
     def _drop(self) -> None:
         """Forget all graphs. torch wants a new pool where memory of the old one may be alive."""
         self._specialized.clear()
-        self._fixed = self._pool = None
+        self._inputs.scaled.clear()
+        self._pool = None
 
     def _warn(self, what: str, got: str, cure: str) -> None:
         """Once for each kind of cause, until a step is captured again."""
@@ -233,8 +240,8 @@ class GraphedStep:
             raise UnsupportedError(describe(WHERE, wanted=wanted, got=got, cure=cure))
         _check_results(result, self._device)
         found.calls += 1
-        if self._fixed is None:
-            self._fixed = self._inputs.fixed(self._inputs.parameters())  # optimizers make their states in the first step
+        if found.calls == 1:
+            self._fixed = self._inputs.fixed(self._inputs.parameters())  # first steps make states, and modules what they keep
         return result
 
     @contextmanager
@@ -268,7 +275,9 @@ class GraphedStep:
         graph.written = [tensor for tensor, version in versions.items() if version_of(tensor) != version]
         graph.written += [p for optimizer in graph.stepped for group in optimizer.param_groups for p in group["params"]]
         graph.advanced = [state for state, generation in generations.items() if state.generation != generation]
+        self._inputs.scaled.update(dict.fromkeys(graph.advanced))
         self._fixed = self._inputs.fixed(parameters)
+        self._restarts = 0
         self._warned.clear()
         found.graph = graph
         return graph

@@ -14,7 +14,7 @@ import torch
 from opfuse.errors import QuantizedTensorError, describe
 from opfuse.tensors import exchange
 from opfuse.tensors.copied_view import copied_views, written
-from opfuse.tensors.groups import GroupedPlane, groups_of, sizes_of
+from opfuse.tensors.groups import groups_of, sizes_of
 from opfuse.tensors.partial_writes import RowSpan
 from opfuse.tensors.planes import decoded, map_tensors, with_shape
 from opfuse.tensors.quantized import Quantized
@@ -155,16 +155,6 @@ def _select(func: Any, t: Quantized, dim: int, index: int) -> Any:
     return piece if piece is NotImplemented else t.over(with_shape(piece.record, t.shape[1:]), readonly=_SLICE)
 
 
-def _transpose(func: Any, t: Quantized, first: int, second: int) -> Any:
-    """The values of a stack of matrices, each transposed, from planes whose lines are columns: decoded as they lie, in order."""
-    plane = t.record.plane(t.usages[0])
-    sizes = sizes_of(t.record)
-    stacked = t.dim() == 3 and {first % 3, second % 3} == {1, 2} and sizes == (t.shape[1],) * t.shape[0]
-    if not stacked or not isinstance(plane, GroupedPlane) or (lines := plane.as_rows()) is None:
-        return NotImplemented
-    return copied_views(lines.dequantize(t.dtype).view(t.shape[0], t.shape[2], t.shape[1]))
-
-
 def _cat(func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     """Rows of quantized tensors, one below the other, keep their bytes where their blocks do not reach into each other."""
     if dim not in (0, -tensors[0].dim()) or not all(isinstance(each, Quantized) for each in tensors):
@@ -279,7 +269,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: _split,
     aten.select.int: _select,
     aten.unbind.int: _unbind,
-    aten.transpose.int: _transpose,
     aten.cat.default: _cat,
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,

@@ -73,6 +73,16 @@ class GroupedPlane(Plane):
             return dequantize_groups(stored, dtype=dtype)
         return torch.cat([member.dequantize(dtype)[:size] for member, size in zip(self.members, self.sizes)])
 
+    def shaped(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """As of any plane. A stack of matrices whose columns are stored as lines is decoded in the order of its bytes: it is mT
+        of a contiguous tensor, and products that read it transposed have nothing to turn.
+        """
+        stacked = len(shape) == 3 and self.sizes == (shape[1],) * shape[0]
+        rows = self.as_rows() if stacked else None
+        if rows is None:
+            return super().shaped(shape, dtype)
+        return rows.dequantize(dtype).view(shape[0], shape[2], shape[1]).mT
+
     def as_rows(self) -> GroupedPlane | None:
         """A rowwise plane of the transposed groups, one below the other, over the same bytes; None where they do not lie so."""
         rows = [row for row in (member.as_rows() for member in self.members) if row is not None]

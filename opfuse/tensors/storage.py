@@ -68,6 +68,13 @@ class Plane:
             return self.data.reshape(self.shape).to(dtype)
         return dequantize(self.data, self.scale, self.amax, layout=self.layout, dtype=dtype)
 
+    def shaped(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """The values as a tensor of ``shape``, whose rows may be fewer."""
+        values = self.dequantize(dtype)
+        if values.numel() != shape.numel():
+            values = values[: matrix_shape(shape)[0]]
+        return values.reshape(shape)
+
     def as_rows(self) -> Plane | None:
         """The rowwise plane of the transposed matrix over the same bytes; None where columns are not stored as lines."""
         if self.usage != COLUMNWISE or self.layout.across or self.format.rht:
@@ -172,10 +179,7 @@ class QuantizedStorage:
         plane = self.plane(usage or (ROWWISE if self.rowwise is not None else COLUMNWISE))
         if plane.format.family == "identity" and plane.data.shape == self.shape:
             return plane.data.to(dtype or self.dtype)
-        values = plane.dequantize(dtype or self.dtype)
-        if values.numel() != self.shape.numel():
-            values = values[: self.matrix_shape[0]]
-        return values.reshape(self.shape)
+        return plane.shaped(self.shape, dtype or self.dtype)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, rowwise first; what autograd saves and what a checkpoint holds."""

@@ -265,7 +265,7 @@ def test_a_model_that_is_unfused_runs_as_it_was(device):
     check(one, other, graph)
     for training in trainings:
         opfuse.unfuse_(training.model)
-    with pytest.warns(OpfuseWarning, match="fuse_ has given them another forward"):
+    with pytest.warns(OpfuseWarning, match="has another forward"):
         check(one, other, graph)
 
 
@@ -504,9 +504,10 @@ def test_graphs_of_many_shapes_share_memory_which_is_freed(device):
         taken.append(reserved() - before)
     assert graph.graphs == 4
     assert taken[0] > 2**17 * WIDTH * 2
-    assert taken[2] < 1.5 * taken[0]
+    assert taken[2] < 1.5 * taken[0], taken
     del graph
-    assert reserved() - before < taken[0] / 4
+    left = reserved() - before
+    assert left < taken[0] / 4, (left, taken)
 
 
 def test_results_are_copies_and_arguments_are_left_alone(device):

@@ -240,7 +240,7 @@ class GraphedStep:
             raise UnsupportedError(describe(WHERE, wanted=wanted, got=got, cure=cure))
         _check_results(result, self._device)
         found.calls += 1
-        if found.calls == 1:
+        if found.calls == 1 and not self.graphs:
             self._fixed = self._inputs.fixed(self._inputs.parameters())  # first steps make states, and modules what they keep
         return result
 

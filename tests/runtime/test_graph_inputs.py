@@ -1,0 +1,186 @@
+"""What ``opfuse.graphed_step`` compares before each replay: ordinary steps leave it as it is, and every change shows in it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import opfuse
+from opfuse import ops, recipes
+from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, tensors_around
+
+WIDTH = 64
+
+
+class Table(nn.Module):
+    """Keeps a tensor that is no buffer, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.zeros(WIDTH)
+
+    def forward(self, x):
+        return x + self.table
+
+
+class Training:
+    def __init__(self, recipe, *, fused=False, compiled=False):
+        torch.manual_seed(0)
+        parts = (nn.Linear(WIDTH, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, WIDTH), nn.BatchNorm1d(WIDTH), Table())
+        own = ops.RMSNorm(WIDTH), ops.Linear(WIDTH, 256), ops.SwiGLU(), ops.Linear(128, WIDTH)
+        self.model = (nn.Sequential(*parts) if fused else ops.Sequential(*own)).bfloat16()
+        if fused:
+            opfuse.fuse_(self.model, recipe)
+        if compiled:
+            self.model.compile(backend="aot_eager")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=torch.tensor(1e-3))
+        self.recipe, self.fused = recipe, fused
+        self.inputs = GraphInputs(self, [self.model], [self.optimizer])
+
+    def __call__(self, rows=128):
+        with torch.enable_grad() if self.fused else opfuse.autocast(recipe=self.recipe):
+            loss = self.model(torch.randn(rows, WIDTH).bfloat16()).float().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def fixed(self):
+        return self.inputs.fixed(self.inputs.parameters())
+
+    def changed(self, before):
+        return [name for name, was, now in zip(Fixed._fields, before, self.fixed()) if was != now]
+
+
+@pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8BlockScaling], ids=lambda recipe: recipe.__name__)
+@pytest.mark.parametrize("how", [{}, {"fused": True}, {"fused": True, "compiled": True}], ids=["ops", "converted", "compiled"])
+def test_steps_of_several_shapes_and_evaluations_change_nothing(recipe, how):
+    training = Training(recipe(), **how)
+    training()
+    before = training.fixed()
+    for rows in (128, 64, 128, 32):
+        training(rows)
+        training.model.eval()
+        with torch.no_grad():
+            training.model(torch.randn(16, WIDTH).bfloat16())
+        training.model.train()
+        assert training.changed(before) == []
+
+
+def first(training):
+    return training.model[0]
+
+
+CHANGES = {
+    "load_state_dict(assign=True)": (
+        lambda t: t.model.load_state_dict(copy.deepcopy(t.model.state_dict()), assign=True),
+        "parameters",
+    ),
+    "p.data = other": (lambda t: setattr(first(t).weight, "data", first(t).weight.data.clone()), "parameters"),
+    "fewer rows of p.data": (lambda t: setattr(first(t).weight, "data", first(t).weight.data[:64]), "parameters"),
+    "a buffer": (lambda t: setattr(t.model[4], "running_mean", torch.zeros(WIDTH)), "parameters"),
+    "main_grad": (lambda t: setattr(first(t).weight, "main_grad", torch.zeros(128, WIDTH)), "parameters"),
+    "requires_grad": (lambda t: first(t).weight.requires_grad_(False), "parameters"),
+    "a module": (lambda t: t.model.__setitem__(1, nn.ReLU()), "modules"),
+    "an attribute": (lambda t: setattr(t.model[2], "p", 0.2), "modules"),
+    "a tensor that is no buffer": (lambda t: setattr(t.model[5], "table", torch.ones(WIDTH)), "modules"),
+    "eval()": (lambda t: t.model[2].eval(), "modules"),
+    "unfuse_": (lambda t: opfuse.unfuse_(t.model), "modules"),
+    "an attribute of the optimizer": (lambda t: setattr(t.optimizer, "count", 1), "modules"),
+    "a setting": (lambda t: t.optimizer.param_groups[0].update(weight_decay=0.5), "settings"),
+    "a setting in a tuple": (lambda t: t.optimizer.param_groups[0].update(betas=(0.9, 0.99)), "settings"),
+    "another rate tensor": (lambda t: t.optimizer.param_groups[0].update(lr=torch.tensor(1e-3)), "settings"),
+    "states": (lambda t: t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict())), "states"),
+    "no_grad": (lambda t: torch.set_grad_enabled(False), "torch"),
+    "products": (lambda t: torch.set_float32_matmul_precision("medium"), "torch"),
+    "default dtype": (lambda t: torch.set_default_dtype(torch.bfloat16), "torch"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_every_change_shows(what):
+    training = Training(recipes.Float8BlockScaling(), fused=True)
+    training()
+    before, (change, field) = training.fixed(), CHANGES[what]
+    settings = torch.is_grad_enabled(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    try:
+        change(training)
+        assert field in training.changed(before)
+    finally:
+        torch.set_grad_enabled(settings[0])
+        torch.set_float32_matmul_precision(settings[1])
+        torch.set_default_dtype(settings[2])
+
+
+def test_what_is_written_in_its_place_is_no_change():
+    training = Training(recipes.Float8BlockScaling(), fused=True)
+    training()
+    before = training.fixed()
+    with torch.no_grad():
+        training.optimizer.param_groups[0]["lr"].fill_(1e-4)
+        training.model.load_state_dict(copy.deepcopy(training.model.state_dict()))
+        first(training).weight.mul_(0.5)
+    assert training.changed(before) == []
+
+
+def test_ops_rules_and_scales():
+    training = Training(recipes.DelayedScaling())
+    training()
+    states = [state for op in training.model for state in op.quantizer_states]
+    training.inputs.scaled.update(dict.fromkeys(states))
+    before = training.fixed()
+    training()
+    assert training.changed(before) == []
+    training.recipe = recipes.DelayedScaling(margin=1)
+    training()
+    assert training.changed(before) == ["scales"]
+    before = training.fixed()
+    with opfuse.use_rules(opfuse.RuleSet(())):
+        assert training.changed(before) == ["rules"]
+    training.model[2].op_forward = training.model[2].op_forward
+    assert "ops" in training.changed(before)
+
+
+def test_tensors_that_a_step_finds_around_it():
+    held, number = torch.zeros(2), 1
+
+    def step():
+        return held * number * TENSOR
+
+    class Holds:
+        def __init__(self):
+            self.held, self.number = held, 1
+
+        def step(self):
+            return self.held
+
+        __call__ = step
+
+    assert [each is held or each is TENSOR for each in tensors_around(step)] == [True, True]
+    for each in (Holds().step, Holds()):
+        (found,) = tensors_around(each)
+        assert found is held
+    assert tensors_around(print) == []
+
+
+TENSOR = torch.ones(2)
+
+
+def test_each_field_says_what_has_happened():
+    assert ABOUT.keys() == {*Fixed._fields}
+
+
+def test_hooks_are_seen():
+    training = Training(recipes.Float8BlockScaling(), fused=True)
+    parameters = training.inputs.parameters()
+    assert not training.inputs.has_hooks(parameters)
+    for register in (
+        training.model[1].register_forward_hook,
+        training.model[1].register_full_backward_pre_hook,
+        parameters[0].register_hook,
+        parameters[0].register_post_accumulate_grad_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert training.inputs.has_hooks(parameters)
+        handle.remove()
+        assert not training.inputs.has_hooks(parameters)

@@ -1,4 +1,7 @@
-"""Processes of several ranks, forked from one that has imported torch and the package once: each import takes seconds."""
+"""Processes of several ranks, forked from one that has imported torch and the package once: each import takes seconds.
+
+Optimizers and FSDP2 import torch._dynamo at their first step, in every process anew if it is not there.
+"""
 
 import contextlib
 import multiprocessing
@@ -9,7 +12,9 @@ from typing import Any
 
 import torch
 
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "opfuse.ops", "opfuse.recipes", "opfuse.cli.commands"])
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch._dynamo", "opfuse.ops", "opfuse.recipes", "opfuse.convert", "opfuse.cli.commands"]
+)
 FORKSERVER = torch.multiprocessing.get_context("forkserver")
 
 

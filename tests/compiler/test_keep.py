@@ -353,6 +353,10 @@ def routed_steps(model, recipe, *, frozen):
     return found
 
 
+def permute():
+    return ops.TokenPermute(3)
+
+
 def of_gate():
     return ops.TokenDispatch(3, WIDTH, top_k=2)
 
@@ -365,10 +369,9 @@ BEHIND = {
 
 
 @pytest.mark.row("B35")
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen input"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["linear", "grouped"])
-@pytest.mark.parametrize("routing", [lambda: ops.TokenPermute(3), of_gate], ids=["permute", "dispatch"])
-@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize(
+    ("behind", "routing", "grouped", "frozen"), in_turn(BEHIND, [permute, of_gate], [False, True], [False, True], of=2)
+)
 def test_b35_rows_for_experts_are_made_anew_for_every_reader(behind, routing, grouped, frozen):
     """A product without groups, or with them; under "recompute" also behind ops that do not save what they read."""
     model, recipe = routed(routing(), *BEHIND[behind](), grouped=grouped), Float8BlockScaling()

@@ -34,6 +34,7 @@ from tests.compiler.harness import (
     saved_values,
     to,
 )
+from tests.turns import in_turn
 
 BF16 = torch.bfloat16
 ACTIVE = OVERRIDES[1:]
@@ -177,9 +178,7 @@ def passes_of(rule: Fusion, result: Result) -> set[str]:
 
 
 @pytest.mark.row("B19")
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("override", OVERRIDES)
-@pytest.mark.parametrize("guards", GUARDS)
+@pytest.mark.parametrize(("guards", "override", "frozen"), in_turn(GUARDS, OVERRIDES, [False, True], of=2))
 def test_b19_a_rule_of_both_passes_runs_in_both_or_in_none(guards, override, frozen):
     """Whatever its guards read: of functions, of chains that files declare, and of their extensions."""
     model = to(ops.Sequential(ops.Linear(64, 64), ops.GELU(), ops.Linear(64, 96), ops.GELU()), BF16)

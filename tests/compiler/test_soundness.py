@@ -298,7 +298,7 @@ def sound(seeds: range) -> None:
 
 @pytest.mark.parametrize("chunk", range(4))
 def test_r9_some_sequences_of_cached_runs_equal_fresh_runs(chunk):
-    sound(range(10 * chunk, 10 * (chunk + 1)))
+    sound(range(5 * chunk, 5 * (chunk + 1)))
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_u01_u13_training_and_inference_alternate(name, override, stages, stored
 
 
 @pytest.mark.row("U01")
-@pytest.mark.parametrize(("name", "override"), QUANTIZED)
+@pytest.mark.parametrize(("name", "override"), in_turn(QUANTIZED, of=2))
 def test_u01_validation_between_steps_changes_no_training(name, override):
     """Validation sees other data than training, of another size."""
     recipe, x = recipe_for(name, override), randn(32, 64)

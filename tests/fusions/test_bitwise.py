@@ -220,7 +220,7 @@ def test_every_rule_fires_among_the_others():
 
 
 @pytest.mark.row("B21")
-@pytest.mark.parametrize(("rule", "name", "override", "dtype"), in_turn(RULES.rules, CASES, DTYPES, of=len(DTYPES)))
+@pytest.mark.parametrize(("rule", "name", "override", "dtype"), in_turn(RULES.rules, CASES, DTYPES, of=2 * len(DTYPES)))
 def test_r4_fused_equals_unfused(rule, name, override, dtype):
     place = PLACES[rule.name]
     model = to(place.model(), dtype)

@@ -204,7 +204,7 @@ def test_what_nothing_has_changed_is_written_as_it_was_read(kind, tmp_path, with
     assert any(isinstance(module, (FP8Linear, FP8Experts)) for module in model.modules())
 
 
-@each_model
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "Mixtral")) for kind in MODELS])
 def test_a_checkpoint_is_trained_in_full_and_read_by_transformers(kind, tmp_path, without_gpu):
     model = loaded(kind, tmp_path / "given")
     opfuse.fuse_(model, RECIPE)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from opfuse.numerics.cross_entropy import CrossEntropy, row_losses
 from opfuse.numerics.exponential import exponential, hyperbolic_tangent
+from tests.turns import in_turn
 
 ALL = CrossEntropy(ignore_index=5, label_smoothing=0.1, z_loss=1e-3, softcap=3.0)
 HOWS = (CrossEntropy(), CrossEntropy(label_smoothing=0.2), CrossEntropy(z_loss=1e-2), CrossEntropy(softcap=20.0), ALL)
@@ -84,8 +85,7 @@ def by_hand(logits: np.ndarray, target: int, how: CrossEntropy) -> tuple[np.floa
     return loss, shares * (one - tangent * tangent) if how.softcap is not None else shares
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
-@pytest.mark.parametrize("words", [1, 13, 4099, TILE + STRIDE + 21])
+@pytest.mark.parametrize(("words", "how"), in_turn([1, 13, 4099, TILE + STRIDE + 21], zip(HOWS), of=2))
 def test_every_operation_and_its_order_are_those_of_the_definition(words, how):
     logits, targets = drawn(words, rows=2)
     targets[:] = words // 2

@@ -486,7 +486,7 @@ def stored(recipe: recipes.Recipe, **form: object) -> ops.GroupedLinear:
 @pytest.mark.row("U04")
 @pytest.mark.parametrize(
     ("name", "override", "stages", "form"),
-    in_turn([case for case in CASES if case[0] != "none"], ("train infer train infer", "infer train infer train"), FORMS, of=2),
+    in_turn([case for case in CASES if case[0] != "none"], ("train infer train infer", "infer train infer train"), FORMS, of=3),
 )
 def test_u04_training_and_inference_alternate_on_stored_weights(name, override, stages, form):
     recipe, x, form = recipe_of(name, override), randn(128, K), FORMS[form]

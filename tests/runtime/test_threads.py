@@ -200,7 +200,13 @@ def parent(rank, context):
     assert same(got, [*found, *left])
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_model_goes_to_another_process_with_its_scales(context):
-    """From a process without threads of autograd, such as other tests start: torch refuses backward passes after a fork there."""
-    run_ranks(parent, context, ranks=1)
+    """Forked from a process without threads of autograd, such as other tests start: torch refuses backward passes there.
+
+    Pickled, to a process that has imported torch already, or that begins with that.
+    """
+    if context == "fork":
+        run_ranks(parent, context, ranks=1)
+    else:
+        parent(0, context)

@@ -16,6 +16,7 @@ from opfuse.config import Config, load
 from opfuse.recipes import RECIPES
 from opfuse.train import compare, to_dict
 from tests.plans import plans_used
+from tests.turns import in_turn
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 every_configuration = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -45,7 +46,7 @@ def small(config: Config) -> Config:
     return replace(config, train=config.train.model_copy(update={"batch_size": 32}))
 
 
-@every_configuration
+@pytest.mark.parametrize("path", in_turn(CONFIGS, of=2))
 @pytest.mark.usefixtures("few_samples")
 def test_every_configuration_trains(path: Path) -> None:
     config = small(loaded(path))

@@ -51,6 +51,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _without_what_modules_left():
+    """No search for garbage goes through what earlier modules have left in caches: a million objects in each full one."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def few_samples(monkeypatch):
     """Validation takes a moment, of whatever is trained."""

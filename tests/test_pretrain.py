@@ -139,7 +139,7 @@ def _eager() -> Iterator[None]:
     "others",
     [
         {},
-        {"recipe": "fp8_current"},
+        pytest.param({"recipe": "fp8_current"}, marks=pytest.mark.slow),
         {"recipe": "delayed"},
         {"recipe": "fp8_block", "optimizer": "adamw8bit"},
         {"recipe": "fp8_current", "optimizer": "adamw8bit", "micro": 4},

@@ -122,7 +122,7 @@ def test_the_report_names_what_runs_in_tiles_and_unfuse_gives_it_back():
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_checkpoints_autocast_and_adapters_keep_the_bits():
     tokens = torch.randint(130, (3, 20), generator=torch.Generator().manual_seed(1))
-    model = model_of("mixture", torch.float32)
+    model = model_of("mixture", torch.float32, num_hidden_layers=1)
     opfuse.fuse_(model, RECIPES["mxfp8"])
     opfuse.invariant(model)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_checkpoints_autocast_and_adapters_keep_the_bits():
         assert all(torch.equal(*pair) for _, *pair in ways(model, tokens, 2))
 
     peft = pytest.importorskip("peft", reason="of no extra: `pip install peft`")
-    adapted = peft.get_peft_model(model_of("dense", torch.float32), peft.LoraConfig(init_lora_weights=False))
+    adapted = peft.get_peft_model(model_of("dense", torch.float32, num_hidden_layers=1), peft.LoraConfig(init_lora_weights=False))
     opfuse.invariant(adapted)
     assert all(torch.equal(*pair) for _, *pair in ways(adapted, tokens, 2))
 

@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
 @pytest.mark.row("B21")
-@pytest.mark.parametrize(("composed", "name", "override", "dtype"), in_turn(COMPOSED, CASES, DTYPES, of=2 * len(DTYPES)))
+@pytest.mark.parametrize(("composed", "name", "override", "dtype"), in_turn(COMPOSED, CASES, DTYPES, of=3 * len(DTYPES)))
 def test_r4_composed_pipelines(composed, name, override, dtype):
     made = COMPOSED[composed]()
     model, tensors, recipe = made.model(dtype), made.tensors(dtype), recipe_for(name, override, dtype=dtype)

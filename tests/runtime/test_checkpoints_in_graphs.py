@@ -32,6 +32,9 @@ RECIPES = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True),
 }
+MORE = ("current", "block")
+"""Recipes that do nothing in a graph that others do not."""
+
 in_checkpoint = partial(checkpoint, use_reentrant=False)
 
 
@@ -77,7 +80,7 @@ def compiled(model: nn.Module, backend: str = "aot_eager") -> Any:
 
 
 @pytest.mark.row("H26")
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in MORE)) for kind in RECIPES])
 def test_the_bits_of_eager_checkpoints(kind):
     eager, model = Blocks(), Blocks()
     model.load_state_dict(eager.state_dict())

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks import calls
+from benchmarks.adapters import ALL, BF16, GRAPH, OURS
 from benchmarks.converted import COMPILED, LLAMA, STEP
-from benchmarks.libraries import TORCHAO
+from benchmarks.libraries import AS_GRAPH, TORCHAO
 from docs import performance_text as prose
 from docs.performance_figures import of_script
 from docs.tables import llama_speeds
@@ -24,6 +25,7 @@ def gains(record: Record, several: Record, h100: Record) -> str:
     return prose.GAINS.format(
         **llama(record),
         **by_tokens(record),
+        **adapters(record),
         **decoders(record, h100),
         **ranks(several),
         **small(record),
@@ -57,14 +59,26 @@ def llama(record: Record) -> dict[str, str]:
 def by_tokens(record: Record) -> dict[str, str]:
     """Speeds of training steps of converted layers that are compiled, over bf16 and torchao, by the number of tokens."""
 
-    def speeds(tokens: int, unit: str) -> str:
+    def speeds(tokens: int, unit: str, how: str = "packed") -> str:
         label = f"libraries, Llama of {LLAMA.layers} layers {tokens}x{LLAMA.sizes.hidden}"
         kinds = ("fp8_block", "fp8_current")
-        return between(value(record, "libraries", f"{label}, {kind} packed, {STEP}", unit) for kind in kinds)
+        return between(value(record, "libraries", f"{label}, {kind} {how}, {STEP}", unit) for kind in kinds)
 
+    graph = f"packed {AS_GRAPH}"
     return {
         **{f"tokens_{tokens}": speeds(tokens, f"x {COMPILED}") for tokens in (512, 4096, 16384)},
+        **{f"graph_{tokens}": speeds(tokens, f"x {COMPILED}", graph) for tokens in (512, 1024, 2048)},
+        **{f"graphs_{tokens}": speeds(tokens, f"x {COMPILED} {AS_GRAPH}", graph) for tokens in (512, 2048)},
         "torchao_16384": speeds(16384, f"x {TORCHAO}"),
+    }
+
+
+def adapters(record: Record) -> dict[str, str]:
+    """Speeds of LoRA over weights stored in FP8, of all layers in checkpoints."""
+    label = f"adapters, Llama of {ALL} layers {LLAMA.sizes.tokens}x{LLAMA.sizes.hidden}, {OURS}"
+    ways = {"called": "in checkpoints", "compiled": "compiled in checkpoints", "graph": GRAPH}
+    return {
+        f"lora_{key}": f"{value(record, 'adapters', f'{label} {how}, step', f'x {BF16} {how}'):.2f}" for key, how in ways.items()
     }
 
 

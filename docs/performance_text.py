@@ -11,8 +11,11 @@ are those of training steps, and a range is over these recipes.
 then compiled: {llama_compiled} and {llama_compiled_over_compiled} times. On an H100 a decoder of four layers as wide, with
 {decoder_tokens} tokens, has {decoder_h100} times the speed of bf16 without torch.compile; on the H200 {decoder_h200}. Under
 FSDP2 on {ranks} H200, with weights stored in FP8, a step has {fsdp_speed} times the speed of torch's in bf16, and gathers
-{fsdp_bytes} of the bytes. Give it tokens: compiled, under current and block scaling, a step has {tokens_512} times the speed of
-bf16 with 512 tokens, {tokens_4096} with 4096 and {tokens_16384} with 16384, and {torchao_16384} times that of torchao. Not
+{fsdp_bytes} of the bytes. Compiled, under current and block scaling, a step has {tokens_4096} times the speed of bf16 with
+4096 tokens and {tokens_16384} with 16384, and {torchao_16384} times that of torchao. With few tokens the CPU decides
+({tokens_512} with 512): as one CUDA graph (`opfuse.graphed_step`) a step has {graph_512} times the speed of compiled bf16 with
+512 tokens, {graph_1024} with 1024 and {graph_2048} with 2048, which is {graphs_512} and {graphs_2048} times that of bf16 as a
+graph with 512 and 2048. Not
 measured: all layers of an 8B model, more than {ranks} GPUs. A 1.1 B Llama was [trained for 8 M tokens](#a-11-b-llama).
 [Llama](#llama-converted-with-fuse_), [beside torchao](#llama-beside-torchao), [CPU time](#cpu-time), [several
 GPUs](#several-gpus).
@@ -20,8 +23,9 @@ GPUs](#several-gpus).
 **I fine-tune on an RTX 4090.** Nothing was measured: no GPU of compute capability 8.9 was at hand. FP8 with one scale per
 tensor or row is native there, and compared with exact products on first use; blocks, MXFP8 and NVFP4 are emulated.
 `opfuse doctor --certify` times FP8 products beside bf16 on your GPU. On an H200, LoRA over four layers stored in FP8 takes half
-the memory of weights in bf16; a step has 1.2 to 1.3 times the speed with 8192 tokens, about the same with 4096, and with 4096 in
-checkpoints 0.9 times called and 1.0 compiled: the CPU decides there ([adapters](#adapters-over-stored-weights)).
+the memory of weights in bf16; a step has 1.2 to 1.3 times the speed with 8192 tokens, about the same with 4096. All layers in
+checkpoints, with 4096 tokens, have {lora_called} times the speed called and {lora_compiled} compiled, since the CPU decides, and
+{lora_graph} as a CUDA graph ([adapters](#adapters-over-stored-weights)).
 
 **I have small layers.** At hidden size 256 the CPU decides: a step takes {small} times as long as eager bf16, without a
 recipe or in FP8. As a CUDA graph (`opfuse.graphed`) a step in FP8 takes {small_graphed} times as long as called.
@@ -239,7 +243,9 @@ LIBRARIES = """\
 A training step of the same layers by the number of tokens, everything compiled: opfuse, torchao 0.18 with one scale for each
 tensor (its default), and bf16. *packed* is `fuse_(pack=True)`. Speeds are over bf16 and over torchao in the same rounds. With few
 tokens the CPU decides, so these figures depend on the machine more than others, and opfuse's ops take it longer than torchao's
-compiled code; with 16384, where the GPU decides, opfuse is the faster one.
+compiled code; with 16384, where the GPU decides, opfuse is the faster one. *as a graph*: the whole step of compiled layers,
+AdamW included, as one CUDA graph (`opfuse.graphed_step`), bf16 too, and attention that needs no look at positions
+([torch.md](torch.md#a-whole-step)).
 
 """
 
@@ -277,7 +283,8 @@ LoRA of rank 16 at every linear layer of Llama 3 8B's layers, with adapters in b
 PEFT over weights in bf16, and PEFT over transformers' `FP8Linear` as `fuse_(pack=True)` converts it under `Float8BlockScaling()`,
 which multiplies the stored bytes in both passes. Peaks are those of a process that trains one model. *In checkpoints* are all 32
 layers, called and compiled. There the GPU waits for the CPU: in a trace of eight layers the kernels of a called step took
-84 ms (bf16: 114), and the CPU 120 ms to queue them (71). transformers' own FP8 is compared where its kernel can be had:
+84 ms (bf16: 114), and the CPU 120 ms to queue them (71). *As a graph* the compiled step is one CUDA graph
+(`opfuse.graphed_step`), of both. transformers' own FP8 is compared where its kernel can be had:
 [weights.md](weights.md#train-an-fp8-model-of-transformers) has a run with it.
 
 """

@@ -298,14 +298,17 @@ def host() -> str:
     few = [small[name] for name in ("none", *FP8)]
     decoder = [1 / eager[f"host, decoder of 4 layers 2048x4096, {name}, step, wall"] for name in FP8]
     experts = [faster for name, faster in compiled.items() if name.startswith(f"{EXPERTS}, fp8_")]
+    called, graph = ([compiled[f"{FEW}, {name} packed{how}, with AdamW"] for name in FP8[:2]] for how in ("", " as a graph"))
     return (
         "- Not for small layers or few tokens. With 256 tokens of hidden size 256 Python takes longer than the GPU: a training\n"
         f"  step takes {min(few):.1f} to {max(few):.1f} times as long as in eager bf16 without a recipe and in FP8, "
         f"{small['mxfp8']:.1f} times in MXFP8 and {small['nvfp4']:.1f} times\n"
         "  in NVFP4, which are emulated. With 2048 tokens of hidden size 4096 FP8 has "
         f"{min(decoder):.2f} to {max(decoder):.2f} times the speed of eager\n"
-        "  bf16. Over `torch.compile` the record has gains from 4096 tokens on, and nothing below; with the 128 small experts\n"
-        f"  of Qwen3-30B-A3B and 8192 tokens FP8 has {min(experts):.2f} to {max(experts):.2f} times its speed."
+        f"  bf16. Compiled Llama layers have {min(called):.2f} to {max(called):.2f} times the speed of compiled bf16 with 512\n"
+        f"  tokens, and {min(graph):.2f} to {max(graph):.2f} times with [whole steps as a CUDA\n"
+        "  graph](docs/torch.md#a-whole-step); layers with the\n"
+        f"  128 small experts of Qwen3-30B-A3B and 8192 tokens {min(experts):.2f} to {max(experts):.2f} times."
     )
 
 
@@ -331,6 +334,7 @@ SPEED = {
 
 FP8 = ("fp8_block", "fp8_current", "delayed")
 EXPERTS = "two layers of Qwen3-30B-A3B, 8192 tokens"
+FEW = "libraries, Llama of 4 layers 512x4096"
 
 LLAMA = "converted, Llama of 4 layers 4096x4096"
 CONVERTED = {

@@ -230,10 +230,7 @@ class GraphedStep:
             got, cure = "one that writes settings of its optimizer, as a scheduler does", "call scheduler.step() behind the step"
             raise UnsupportedError(describe(WHERE, wanted=wanted, got=got, cure=cure))
         if before[1] != after[1]:
-            got, cure = (
-                "one that writes into an argument, of which a graph has a copy",
-                "return the value, or keep it in a buffer",
-            )
+            got, cure = "one that writes into an argument, which a graph copies", "return the value, or keep it in a buffer"
             raise UnsupportedError(describe(WHERE, wanted=wanted, got=got, cure=cure))
         if found.calls and numbers_drawn() != drawn:  # compilers draw in the first
             got, cure = "one that draws random numbers on the CPU", "draw them on the GPU, or before the call, as arguments"
@@ -270,8 +267,9 @@ class GraphedStep:
             for each in parameters:
                 each.grad = None  # of a pass that never ran
             self._drop()
-            self._refusal = _reason(failed[0])
-            raise self._refusal from failed[0]
+            reason = _reason(failed[0])
+            self._refusal = reason if isinstance(reason, UnsupportedError) else None
+            raise reason from (None if reason is failed[0] else failed[0])
         graph.written = [tensor for tensor, version in versions.items() if version_of(tensor) != version]
         graph.written += [p for optimizer in graph.stepped for group in optimizer.param_groups for p in group["params"]]
         graph.advanced = [state for state, generation in generations.items() if state.generation != generation]

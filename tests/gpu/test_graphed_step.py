@@ -667,6 +667,10 @@ def test_an_error_of_the_step_is_its_own(device):
     failing.append(True)
     with pytest.raises(ValueError, match="no labels"):
         graph(batch(0, device))
+    failing.clear()
+    for number in range(5):
+        graph(batch(number, device))
+    assert graph.replays == 2
 
 
 def test_what_the_host_would_do_at_each_step(device):

@@ -134,6 +134,11 @@ SIZES = ("in_features", "out_features")
 """Attributes that are compared even if no forward reads them: code that resizes a module sets them."""
 
 
+_SAVED = frozenset({"architectures", "dtype", "quantization_config", "transformers_version"})
+"""Fields of a config of transformers that ``save_pretrained`` writes, or a user for it: what the file says of the weights, which
+forwards read of the weights themselves."""
+
+
 class Settings(NamedTuple):
     """What forwards read of a module beside tensors.
 
@@ -218,6 +223,7 @@ def _seen(value: Any, read: frozenset[str], depth: int = DEPTH) -> Any:
     of_class = {name: found for name in names - fields.keys() if (found := getattr(of, name, None)) is not None}
     if any(isinstance(found, property) for found in of_class.values()):  # which may read any field
         names |= fields.keys()
+    names = names - _SAVED if hasattr(of, "save_pretrained") else names
     own = [(name, _seen(fields[name], read, depth - 1)) for name in sorted(names & fields.keys())]
     return (
         of,

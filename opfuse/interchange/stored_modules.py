@@ -26,6 +26,7 @@ from opfuse.interchange.layouts import LAYOUTS, Foreign
 from opfuse.numerics.scales import e8m0_of_pow2
 from opfuse.tensors.dispatch import DECODED_DTYPES
 from opfuse.tensors.groups import GroupedPlane, groups_of, sizes_of
+from opfuse.tensors.optimizers import mark_replaced
 from opfuse.tensors.quantizers import GroupedQuantizer
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -252,6 +253,8 @@ def hold_stored(module: nn.Module, path: str, dtype: torch.dtype, trains: bool, 
         module.register_load_state_dict_pre_hook(_read)
     for key in kind.attributes:
         del vars(module)[key]
+    for key in slots:
+        mark_replaced(module._parameters.get(key), f"{path}.{key}")
     if kind is COMPRESSED:
         vars(module).pop("forward", None)  # which casts activations around that of nn.Linear
     module._parameters.update(slots)
@@ -278,6 +281,7 @@ def hold_arrays(module: nn.Module, tied: dict[int, list[nn.Parameter]]) -> None:
                 trains = (stored.requires_grad, *[array.trained for array in before[1:]])
                 pairs = zip(arrays, trains)
                 tied[id(stored)] = [nn.Parameter(a, requires_grad=t and a.dtype.is_floating_point) for a, t in pairs]
+            mark_replaced(stored, matrix)
             del module._parameters[matrix]
             module._parameters.update(zip([array.key for array in before], tied[id(stored)]))
         else:

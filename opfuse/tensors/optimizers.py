@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from opfuse.errors import OpfuseWarning, OptimizerError, ShapeError, describe
 from opfuse.tensors.masters import checked, exact, master_weights, stored_in, strayed
@@ -73,6 +74,32 @@ def with_masters(optimizer: AnyOptimizer, *, dtype: torch.dtype = torch.float32)
     optimizer.register_load_state_dict_post_hook(masters.after_load)
     _WITH_MASTERS[optimizer] = masters
     return optimizer
+
+
+_REPLACED = "opfuse_replaced_by"
+"""The attribute of a parameter that says which one a module has in its place."""
+
+
+def mark_replaced(parameter: torch.Tensor | None, path: str) -> None:
+    """Have the steps of optimizers that hold ``parameter`` raise: a module of the model has another one at ``path`` now."""
+    if parameter is not None:
+        setattr(parameter, _REPLACED, path)
+        _watch_steps()
+
+
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_check_replaced)
+
+
+def _check_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """OptimizerError at a step that would train what no module reads."""
+    path = next((found for p in _parameters(optimizer) if (found := getattr(p, _REPLACED, None)) is not None), None)
+    if path is not None:
+        got = f"{path} as it was before fuse_ or unfuse_, which put a parameter over the same bytes in its place"
+        cure = "make the optimizer behind fuse_: opfuse.with_masters(torch.optim.AdamW(model.parameters()))"
+        where = f"{type(optimizer).__name__}.step"
+        raise OptimizerError(describe(where, wanted="parameters of the model", got=got, cure=cure))
 
 
 def settle_masters(optimizer: Optimizer) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops
-from opfuse.errors import ConversionError, OpfuseWarning, RecipeError, SavedTensorError
+from opfuse.errors import ConversionError, OpfuseWarning, OptimizerError, RecipeError, SavedTensorError
 from opfuse.interchange.layouts import LAYOUTS, OF_LINEAR_LAYERS
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import Float8BlockQuantizer, NVFP4Quantizer
@@ -70,6 +70,42 @@ def plain(kind: str) -> nn.Module:
 def without_gpu(monkeypatch):
     """transformers loads FP8 modules here as it does beside a GPU, and calls none of their kernels."""
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("kind", ["mixture", "Mixtral"])
+def test_a_model_that_is_saved_runs_on_as_it_did(kind, tmp_path):
+    """A Trainer saves as it trains: transformers writes the config's dtype and architectures then."""
+    model = plain(kind)
+    opfuse.fuse_(model, RECIPE)
+    before = model(input_ids=WORDS).logits
+    for place in ("first", "second"):
+        model.save_pretrained(tmp_path / place)
+        assert torch.equal(model(input_ids=WORDS).logits, before)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / place, dtype=BF16).eval()
+        opfuse.fuse_(again, RECIPE)
+        read = again(input_ids=WORDS).logits
+        again.save_pretrained(tmp_path / "again")
+        assert torch.equal(again(input_ids=WORDS).logits, read)
+    _, model.config.quantization_config = opfuse.export_weights(model, "deepseek")
+    assert torch.equal(model(input_ids=WORDS).logits, before)
+
+
+def test_an_optimizer_from_before_the_conversion_is_told(tmp_path, without_gpu):
+    """It holds codes, in whose place the model has stored parameters: it would train nothing."""
+    checkpoint("dense", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    opfuse.fuse_(model, RECIPE)
+    model(input_ids=WORDS, labels=WORDS).loss.backward()
+    with pytest.raises(
+        OptimizerError, match=r"AdamW.step: wants parameters of the model.*q_proj.weight.*Cure: make the optimizer"
+    ):
+        optimizer.step()
+    later = opfuse.with_masters(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    later.step()
+    opfuse.unfuse_(model)
+    with pytest.raises(OptimizerError, match="as it was before fuse_ or unfuse_"):
+        later.step()
 
 
 def checkpoint(kind: str, folder: Path) -> dict[str, torch.Tensor]:

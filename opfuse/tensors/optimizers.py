@@ -64,7 +64,7 @@ def with_masters(optimizer: AnyOptimizer, *, dtype: torch.dtype = torch.float32)
     masters = _Masters(checked(dtype, "with_masters"))
     masters.settle(optimizer)
     if not masters.of:
-        cure = "build the model under quantized_model_init and pass its parameters; or leave with_masters out"
+        cure = "call it behind fuse_, or over a model made under quantized_model_init; without stored weights leave it out"
         _warn("with_masters", wanted="a trainable parameter that lives quantized", got="none in the groups", cure=cure)
     optimizer.register_step_pre_hook(masters.before_step)
     optimizer.register_step_post_hook(masters.after_step)

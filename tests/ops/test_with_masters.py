@@ -16,6 +16,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import DtypeError, OpfuseWarning, OptimizerError, ShapeError
 from opfuse.tensors import QuantizedTensor
+from opfuse.tensors.optimizers import settle_masters
 from tests.ops.by_hand import step_by_hand
 
 with warnings.catch_warnings():  # of extensions for GPUs that are not here
@@ -388,3 +389,16 @@ def test_an_optimizer_that_writes_the_parameters_themselves_is_refused():
     give_gradients(made, 0)
     with pytest.raises(OptimizerError, match="on the optimizer inside it"):
         optimizer.step()
+
+
+def test_masters_settle_without_a_step():
+    """As before the replay of a step, in which no hook of an optimizer runs."""
+    made = model()
+    optimizer = opfuse.with_masters(SGD(made.parameters(), lr=1.0))
+    master = optimizer.state_dict()["state"][0]["master"]
+    with torch.no_grad():
+        made[0].weight.mul_(2.0)
+    with pytest.warns(OpfuseWarning, match="1 of 2 with other values"):
+        settle_masters(optimizer)
+    assert torch.equal(master, made[0].weight.detach().dequantize())
+    settle_masters(SGD(made.parameters(), lr=1.0))

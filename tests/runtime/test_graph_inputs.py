@@ -1,14 +1,17 @@
 """What ``opfuse.graphed_step`` compares before each replay: ordinary steps leave it as it is, and every change shows in it."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, tensors_around
+from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, delayed_states, memory_of, numbers_drawn, tensors_around
+from opfuse.tensors.quantizers import MXFP8Quantizer
 
 WIDTH = 64
 
@@ -184,3 +187,129 @@ def test_hooks_are_seen():
         assert training.inputs.has_hooks(parameters)
         handle.remove()
         assert not training.inputs.has_hooks(parameters)
+    handle = parameters[-1].register_hook(lambda grad: None)
+    assert training.inputs.has_hooks(parameters)
+    handle.remove()
+
+
+def test_all_modules_groups_and_optimizers_are_looked_at():
+    one, other, alone = nn.Linear(2, 2), nn.Linear(2, 2, bias=False), nn.Parameter(torch.zeros(2))
+    groups = [{"params": [one.weight]}, {"params": [alone], "betas": (torch.tensor(0.9), 0.99)}]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.AdamW(groups, lr=0.1)]
+    inputs = GraphInputs(print, [one, other], optimizers)
+
+    def check(change, field):
+        before = inputs.fixed(inputs.parameters())
+        change()
+        after = inputs.fixed(inputs.parameters())
+        assert field in [name for name, was, now in zip(Fixed._fields, before, after) if was != now]
+
+    assert list(map(id, inputs.parameters())) == list(map(id, [one.weight, one.bias, other.weight, alone]))
+    check(lambda: setattr(other, "weight", nn.Parameter(other.weight.data)), "parameters")  # another one in the same memory
+    check(lambda: other.register_parameter("more", nn.Parameter(torch.zeros(2))), "parameters")
+    assert any(each is other.more for each in inputs.parameters())
+    check(lambda: setattr(other, "number", 1), "modules")
+    check(lambda: optimizers[1].param_groups[1].update(weight_decay=0.5), "settings")
+    check(lambda: optimizers[1].param_groups[1].update(betas=(torch.tensor(0.9), 0.99)), "settings")
+    check(lambda: optimizers[1].state[alone].update(step=torch.zeros(())), "states")
+
+
+def test_writes_are_counted_of_parameters_buffers_and_settings():
+    model = nn.BatchNorm1d(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
+    inputs = GraphInputs(print, [model], [optimizer])
+    before, settings = inputs.versions(inputs.parameters()), inputs.versions_of_settings()
+    with torch.no_grad():
+        model.weight.mul_(2)
+        model.running_mean.mul_(2)
+    after = inputs.versions(inputs.parameters())
+    assert {tensor for tensor in after if after[tensor] != before[tensor]} == {model.weight, model.running_mean}
+    assert inputs.versions_of_settings() == settings  # of which parameters are none
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    assert inputs.versions_of_settings() != settings
+
+
+def test_a_tensor_around_a_step_is_compared_by_itself_and_where_it_lies():
+    held = torch.zeros(2)
+    inputs = GraphInputs(lambda: held, [], [])
+    before = inputs.fixed([])
+    held.add_(1)
+    assert inputs.fixed([]) == before
+    held.data = held.data.clone()
+    moved = inputs.fixed([])
+    assert moved.read != before.read
+    held = held.view(2)  # another one in the same memory
+    assert inputs.fixed([]).read != moved.read
+
+
+def test_methods_of_objects_without_a_dictionary_and_cells_that_are_empty():
+    held = torch.zeros(2)
+
+    class Slots:
+        __slots__ = ()
+
+        def step(self):
+            return held * TENSOR
+
+    assert [each is held or each is TENSOR for each in tensors_around(Slots().step)] == [True, True]
+
+    def step():
+        return later * held
+
+    (found,) = tensors_around(step)
+    assert found is held
+    later = 1
+
+
+def test_where_tensors_lie():
+    class Other(torch.Tensor):
+        pass
+
+    for one in (torch.zeros(4, 2), torch.zeros(4, 2).as_subclass(Other)):
+        assert memory_of(one) == memory_of(one.view(4, 2))
+        assert memory_of(one) != memory_of(one.clone())
+        assert memory_of(one) != memory_of(one[:2])
+    made = MXFP8Quantizer()(torch.ones(64, 64))
+    here = memory_of(made)
+    assert here == memory_of(made)
+    for number, tensor in enumerate(made.record.tensors()):
+        whole, moved = tensor.data, tensor.data.clone()
+        tensor.data = moved
+        assert memory_of(made) != here, number
+        tensor.data = whole
+    assert memory_of(made) == here
+    assert memory_of("fast") == "fast"
+
+
+def test_settings_of_torch_are_compared():
+    inputs = GraphInputs(print, [], [])
+    before, dtype = inputs.fixed([]), torch.get_autocast_dtype("cuda")
+    with torch.inference_mode(), torch.enable_grad():
+        assert inputs.fixed([]).torch != before.torch
+    for change, back in (
+        (lambda: torch.set_autocast_enabled("cuda", True), lambda: torch.set_autocast_enabled("cuda", False)),
+        (lambda: torch.set_autocast_dtype("cuda", torch.bfloat16), lambda: torch.set_autocast_dtype("cuda", dtype)),
+        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
+    ):
+        change()
+        try:
+            assert inputs.fixed([]).torch != before.torch
+        finally:
+            back()
+        assert inputs.fixed([]) == before
+
+
+def test_delayed_states_are_those_of_all_ops():
+    training = Training(recipes.DelayedScaling())
+    training()
+    states = {state for op in training.model for state in op.quantizer_states}
+    assert states
+    assert states <= {*delayed_states()}
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1), np.random.rand], ids=["python", "torch", "numpy"])
+def test_random_numbers_of_the_host_are_noticed(draw):
+    before = numbers_drawn()
+    assert numbers_drawn() == before
+    draw()
+    assert numbers_drawn() != before

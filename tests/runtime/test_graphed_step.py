@@ -1,11 +1,16 @@
 """``opfuse.graphed_step`` without a GPU: what it refuses, with cures; steps that run are in tests/gpu/test_graphed_step.py."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import opfuse
-from opfuse.errors import PipelineError, UnsupportedError
+from opfuse import recipes
+from opfuse.errors import OpfuseWarning, PipelineError, UnsupportedError
+from opfuse.runtime import graphed_step as code
 from tests.ops.test_op_errors import raised
 
 
@@ -38,3 +43,142 @@ def test_what_a_graph_cannot_have():
 def test_the_cure_without_a_gpu():
     with pytest.raises(UnsupportedError, match="Cure: call the step itself"):
         opfuse.graphed_step(print, nn.Linear(2, 2))
+
+
+# -- arguments and results -------------------------------------------------------------------------------------------------------
+
+
+def signature(*args, **kwargs):
+    return code._signature((args, kwargs))
+
+
+def test_values_of_arguments_have_graphs_of_their_own():
+    different = [1, True, 1.0, "1", b"1", None, 0.0, -0.0, float("nan"), torch.float32, (1,), [1], {"x": 1}, {"y": 1}, [[1]]]
+    assert len({signature(each) for each in different}) == len(different)
+    assert signature(float("nan")) == signature(float("nan"))
+    assert signature(1, 2) != signature(2, 1)
+    assert signature(1, x=2) != signature(1, 2) != signature([1, 2])
+    assert signature(x=1) != signature(y=1)
+
+
+def test_arguments_that_cannot_be_copied():
+    for given, got in ((torch.zeros(2), "one on cpu"), (nn.Parameter(torch.zeros(2)), "one on cpu"), (object(), "a object")):
+        with raised(UnsupportedError, RuntimeError, got):
+            signature([given])
+
+
+def test_tensors_are_told_apart_by_what_a_graph_has_of_them():
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(code, "PLAIN", {FakeTensor})
+        made = [torch.empty(2, 4, device="cuda"), torch.empty(4, 2, device="cuda"), torch.empty(4, 2, device="cuda").t()]
+        made += [torch.empty(2, 4, device="cuda", dtype=torch.float16), torch.empty(2, 4, device="cuda:1")]
+        assert len({signature(each) for each in made}) == len(made)
+        assert signature(made[0]) == signature(torch.empty(2, 4, device="cuda"))
+        with raised(UnsupportedError, RuntimeError, "one that wants a gradient"):
+            signature(torch.empty(2, device="cuda", requires_grad=True))
+        patch.setattr(code, "PLAIN", set())
+        with raised(UnsupportedError, RuntimeError, "a FakeTensor"):
+            signature(made[0])
+
+
+def test_tensors_with_gaps_are_refused():
+    code._check_dense([torch.zeros(4, 2), torch.zeros(4, 2).t()])
+    with raised(UnsupportedError, RuntimeError, "without gaps", r"strides \(4, 1\) of shape \(2, 2\)"):
+        code._check_dense([torch.zeros(2), torch.zeros(4, 2)[::2]])
+
+
+def test_results_that_cannot_be_copied():
+    here = torch.device("cpu")
+    code._check_results({"loss": torch.zeros(1), "n": [1, 1.0, True, "x", None, torch.float32, here]}, here)
+    for result, got in ((torch.zeros(1, device="meta"), "a tensor on meta"), (object(), "a object")):
+        with raised(UnsupportedError, RuntimeError, "results to copy", got):
+            code._check_results([torch.zeros(1), result], here)
+
+
+# -- calls and optimizers --------------------------------------------------------------------------------------------------------
+
+
+def test_calls_inside_of_a_region_and_with_gradients():
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    code._check_call(parameters)
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()), raised(UnsupportedError, RuntimeError, "outside of autocast"):
+        code._check_call(parameters)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with raised(UnsupportedError, RuntimeError, "outside of torch.autocast"):
+            code._check_call(parameters)
+        torch.set_autocast_cache_enabled(False)
+        code._check_call(parameters)
+    finally:
+        torch.set_autocast_cache_enabled(True)
+        torch.set_autocast_enabled("cuda", False)
+    parameters[0].grad = parameters[2].grad = torch.zeros(2)
+    with raised(PipelineError, ValueError, "without gradients", "2 that are not None"):
+        code._check_call(parameters)
+
+
+def test_optimizers_that_are_not_known_or_count_on_the_cpu():
+    weight = nn.Parameter(torch.zeros(2))
+    plain, other = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
+    code._check_optimizer(plain, [other, plain])  # parameters themselves do not count
+    with raised(UnsupportedError, RuntimeError, "all optimizers", "SGD beside them"):
+        code._check_optimizer(plain, [other])
+    plain.state[weight] = {"step": torch.zeros((), device="meta")}
+    code._check_optimizer(plain, [plain])
+    plain.state[weight] = {"step": torch.zeros(())}
+    for each in (plain, torch.optim.SGD([weight], lr=torch.tensor(0.1))):
+        with raised(UnsupportedError, RuntimeError, "no tensor on the CPU", "SGD, which"):
+            code._check_optimizer(each, [each])
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------------------
+
+
+def error_of(*errors):
+    """What is told of a capture in which these were raised, one after another."""
+    failed = []
+    for error in errors:
+        with pytest.raises(type(error)), code._noted(failed):
+            raise error
+    return code._reason(failed[0])
+
+
+def test_the_first_error_is_told_and_those_of_others_are_their_own():
+    first = ValueError("no labels")
+    assert error_of(first, RuntimeError("capture failed")) is first
+    for error in (torch.OutOfMemoryError("full"), PipelineError("ours"), UnsupportedError("ours")):
+        assert error_of(error) is error
+
+
+def test_a_step_that_cannot_be_captured_is_told_with_its_line():
+    told = error_of(RuntimeError("not permitted when capturing\nCompile with debugging"), ValueError("later"))
+    assert isinstance(told, UnsupportedError)
+    assert "not permitted when capturing at " in str(told)
+    assert "test_graphed_step.py:" in str(told)
+    assert ", raise error" in str(told)
+    assert "Compile with" not in str(told)
+    assert "got RuntimeError at" in str(error_of(RuntimeError()))
+    assert "got nowhere. Cure" in str(code._reason(RuntimeError("nowhere")))
+    with pytest.raises(RuntimeError) as caught:
+        nn.Linear(3, 3)(torch.zeros(2))  # which ends in code of torch
+    assert "nn.Linear(3, 3)" in str(code._reason(caught.value))
+
+
+# -- what is kept ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_of_too_many_signatures_goes(monkeypatch):
+    monkeypatch.setattr(code, "SHAPES", 2)
+    step = code.GraphedStep.__new__(code.GraphedStep)
+    step._specialized, step._warned = {}, set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, _ = (step._specialization(number, ()) for number in (1, 2))
+        assert step._specialization(1, ()) is first
+        first.graph = object()
+        step._specialization(3, ())
+    assert [*step._specialized] == [2, 3]
+    assert step.graphs == 0
+    with pytest.warns(OpfuseWarning, match="more than 2 shapes"):
+        step._specialization(4, ())
+    assert [*step._specialized] == [3, 4]

@@ -322,7 +322,7 @@ def _written_apart(
         suffix, stack = arrays[0][0].lstrip("."), torch.stack([array for _, array in arrays])
         shared = stack.dim() == 2  # one number for each matrix, which each part of it has
         for file, part in _as_in_files(model, name, stack[:, None].expand(-1, cuts, -1) if shared else stack).items():
-            found[file.removesuffix("weight") + suffix] = part.flatten() if shared else part
+            found[file.removesuffix("weight") + suffix] = part.flatten().clone() if shared else part  # files want memory apart
     return found
 
 

@@ -90,6 +90,15 @@ def test_a_model_that_is_saved_runs_on_as_it_did(kind, tmp_path):
     assert torch.equal(model(input_ids=WORDS).logits, before)
 
 
+@pytest.mark.parametrize("layout", ["deepseek", "fp8_block", "fp8_dynamic", "mxfp8", "nvfp4", "mxfp4"])
+def test_experts_of_every_layout_can_be_saved(layout, tmp_path):
+    """Gate and up are one matrix here, with one second scale, and two in files, whose tensors share no memory."""
+    tensors, _ = opfuse.export_weights(plain("mixture"), layout)
+    assert any("experts.0.up_proj" in name for name in tensors)
+    save_file(dict(tensors), tmp_path / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
+
+
 def test_an_optimizer_from_before_the_conversion_is_told(tmp_path, without_gpu):
     """It holds codes, in whose place the model has stored parameters: it would train nothing."""
     checkpoint("dense", tmp_path)

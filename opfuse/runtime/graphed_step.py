@@ -404,7 +404,7 @@ def _check_results(result: Any, device: torch.device) -> None:
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and leaf.device == device:
             continue
-        if isinstance(leaf, torch.Tensor) or not isinstance(leaf, _VALUES):
+        if not isinstance(leaf, _VALUES):
             got = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
             cure = "return tensors of the GPU and plain values, in lists, tuples or dictionaries"
             raise UnsupportedError(describe(WHERE, wanted="results to copy", got=got, cure=cure))

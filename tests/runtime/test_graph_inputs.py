@@ -214,6 +214,14 @@ def test_all_modules_groups_and_optimizers_are_looked_at():
     check(lambda: optimizers[1].state[alone].update(step=torch.zeros(())), "states")
 
 
+def test_a_module_that_is_replaced_is_noticed_in_each_of_several():
+    models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    inputs = GraphInputs(print, models, [])
+    for model in models:
+        model[0] = nn.Linear(2, 2)
+        assert any(each is model[0].weight for each in inputs.parameters())
+
+
 def test_writes_are_counted_of_parameters_buffers_and_settings():
     model = nn.BatchNorm1d(2)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))

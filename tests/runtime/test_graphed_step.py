@@ -36,7 +36,7 @@ def test_what_a_graph_cannot_have():
     nn.Module.__init__(wrapped)
     wrapped.module = model
     with raised(UnsupportedError, RuntimeError, "that no ranks exchange", "DistributedDataParallel"):
-        opfuse.graphed_step(model, nn.Sequential(wrapped))
+        opfuse.graphed_step(model, model, nn.Sequential(wrapped))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the cure is that of a machine without a GPU")
@@ -71,7 +71,11 @@ def test_tensors_are_told_apart_by_what_a_graph_has_of_them():
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
         patch.setattr(code, "PLAIN", {FakeTensor})
         made = [torch.empty(2, 4, device="cuda"), torch.empty(4, 2, device="cuda"), torch.empty(4, 2, device="cuda").t()]
-        made += [torch.empty(2, 4, device="cuda", dtype=torch.float16), torch.empty(2, 4, device="cuda:1")]
+        made += [
+            torch.empty(3, 4, device="cuda"),
+            torch.empty(2, 4, device="cuda", dtype=torch.float16),
+            torch.empty(2, 4, device="cuda:1"),
+        ]
         assert len({signature(each) for each in made}) == len(made)
         assert signature(made[0]) == signature(torch.empty(2, 4, device="cuda"))
         with raised(UnsupportedError, RuntimeError, "one that wants a gradient"):
@@ -79,6 +83,15 @@ def test_tensors_are_told_apart_by_what_a_graph_has_of_them():
         patch.setattr(code, "PLAIN", set())
         with raised(UnsupportedError, RuntimeError, "a FakeTensor"):
             signature(made[0])
+
+
+def test_parameters_on_two_devices():
+    with FakeTensorMode():
+        here, second, cpu = (torch.empty(2, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
+    assert code._device_of([here, here]) == here.device
+    for other in (second, cpu):
+        with raised(UnsupportedError, RuntimeError, "parameters on one GPU", f"cuda:0 and {other.device}"):
+            code._device_of([here, other])
 
 
 def test_tensors_with_gaps_are_refused():
@@ -150,6 +163,10 @@ def test_the_first_error_is_told_and_those_of_others_are_their_own():
         assert error_of(error) is error
 
 
+def multiplied():
+    return nn.ReLU()(nn.Linear(3, 3)(torch.zeros(2)))  # which ends in code of torch
+
+
 def test_a_step_that_cannot_be_captured_is_told_with_its_line():
     told = error_of(RuntimeError("not permitted when capturing\nCompile with debugging"), ValueError("later"))
     assert isinstance(told, UnsupportedError)
@@ -160,8 +177,8 @@ def test_a_step_that_cannot_be_captured_is_told_with_its_line():
     assert "got RuntimeError at" in str(error_of(RuntimeError()))
     assert "got nowhere. Cure" in str(code._reason(RuntimeError("nowhere")))
     with pytest.raises(RuntimeError) as caught:
-        nn.Linear(3, 3)(torch.zeros(2))  # which ends in code of torch
-    assert "nn.Linear(3, 3)" in str(code._reason(caught.value))
+        multiplied()
+    assert "nn.ReLU()(nn.Linear(3, 3)" in str(code._reason(caught.value))
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------------------
@@ -182,3 +199,9 @@ def test_the_oldest_of_too_many_signatures_goes(monkeypatch):
     with pytest.warns(OpfuseWarning, match="more than 2 shapes"):
         step._specialization(4, ())
     assert [*step._specialized] == [3, 4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step._specialization(5, ())  # which is told once
+    with raised(UnsupportedError, RuntimeError, "without gaps"):
+        step._specialization(6, [torch.zeros(4, 2)[::2]])
+    assert 6 not in step._specialized

@@ -125,7 +125,12 @@ class GraphInputs:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _settings(self) -> list[dict[str, Any]]:
-        return [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
+        return [settings for optimizer in self.optimizers for settings in settings_of(optimizer)]
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What each group of an optimizer holds beside parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def delayed_states() -> Iterator[DelayedScalingState]:

@@ -23,7 +23,7 @@ from opfuse.errors import OpfuseError, OpfuseWarning, PipelineError, Unsupported
 from opfuse.events import listeners
 from opfuse.recipes.autocast import in_region
 from opfuse.recipes.delayed import DelayedScalingState
-from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, delayed_states, numbers_drawn
+from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, delayed_states, numbers_drawn, settings_of
 from opfuse.runtime.graphs import check_module
 from opfuse.runtime.replay.recorder import PLAIN
 from opfuse.tensors.optimizers import settle_masters
@@ -391,8 +391,7 @@ def _check_optimizer(optimizer: Optimizer, known: Sequence[Optimizer]) -> None:
     if not any(optimizer is each for each in known):
         cure = "pass it: graphed_step(step, model, optimizer)"
         raise UnsupportedError(describe(WHERE, wanted="all optimizers of the step", got=f"{name} beside them", cure=cure))
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    values = tree_leaves((settings, [*optimizer.state.values()]))
+    values = tree_leaves((settings_of(optimizer), [*optimizer.state.values()]))
     if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values):
         got = f"{name}, which has a count of steps or a setting there"
         cure = f"{name}(..., capturable=True) if it takes that, with settings on the GPU; else step outside of the graph"

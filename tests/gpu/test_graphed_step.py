@@ -63,6 +63,15 @@ def pair(device, recipe=None, **how):
     return Training(device, recipe, **how), Training(device, recipe, **how)
 
 
+def with_masters(device, recipe, pipeline):
+    """Weights that live quantized, and an optimizer of their masters."""
+    torch.manual_seed(0)
+    with opfuse.quantized_model_init(recipe=recipe):
+        made = Training(device, recipe, model=ops.Sequential(*PIPELINES[pipeline]()).to(device))
+    opfuse.with_masters(made.optimizer)
+    return made
+
+
 def check(one, other, graph, *, steps=range(STEPS), rows=lambda step: 128):
     """Steps by the graph and as they are written have equal bits."""
     for step in steps:
@@ -113,16 +122,7 @@ def test_a_converted_model_that_is_compiled(how, dropout, device):
 
 @pytest.mark.parametrize("stored", ["current", "block", "mxfp8"])
 def test_masters_of_weights_that_live_quantized_step_in_the_graph(stored, device):
-    recipe = RECIPES[stored]()
-
-    def made():
-        torch.manual_seed(0)
-        with opfuse.quantized_model_init(recipe=recipe):
-            made = Training(device, recipe, model=ops.Sequential(*PIPELINES["swiglu"]()).to(device))
-        opfuse.with_masters(made.optimizer)
-        return made
-
-    one, other = made(), made()
+    one, other = (with_masters(device, RECIPES[stored](), "swiglu") for _ in range(2))
     graph = one.graphed()
     check(one, other, graph)
     assert graph.replays == STEPS - 3
@@ -321,16 +321,7 @@ def test_arguments_are_known_by_their_names(device):
 
 
 def test_masters_take_what_is_loaded_between_replays(device):
-    recipe = RECIPES["block"]()
-
-    def made():
-        torch.manual_seed(0)
-        with opfuse.quantized_model_init(recipe=recipe):
-            made = Training(device, recipe, model=ops.Sequential(*PIPELINES["gelu"]()).to(device))
-        opfuse.with_masters(made.optimizer)
-        return made
-
-    one, other = made(), made()
+    one, other = (with_masters(device, RECIPES["block"](), "gelu") for _ in range(2))
     graph = one.graphed()
     check(one, other, graph)
     for training in (one, other):

@@ -72,11 +72,11 @@ def with_masters(device, recipe, pipeline):
     return made
 
 
-def check(one, other, graph, *, steps=range(STEPS), rows=lambda step: 128):
-    """Steps by the graph and as they are written have equal bits."""
+def check(one, other, graph, *, steps=range(STEPS), rows=lambda step: 128, offset=0):
+    """Steps by the graph and as they are written have equal bits. offset: what the step of the graph adds to its input."""
     for step in steps:
         x = batch(step, one.device, rows(step))
-        got, wanted = graph(x), other(x)
+        got, wanted = graph(x), other(x + offset)
         assert torch.equal(got["loss"], wanted["loss"]), step
         assert torch.equal(got["y"], wanted["y"]), step
         assert not got["loss"].requires_grad
@@ -369,7 +369,7 @@ def test_tensors_that_are_neither_parameters_nor_buffers(device):
     check(one, other, graph)
     here = torch.ones(WIDTH, device=device, dtype=torch.bfloat16)
     with pytest.warns(OpfuseWarning, match="a tensor that the step reads"):
-        check(one, lambda x: other(x + here), graph)
+        check(one, other, graph, offset=here)
 
 
 def check_two_recipes(device, called):

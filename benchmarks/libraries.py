@@ -1,9 +1,9 @@
 """Training steps of Llama layers beside torchao and bf16, by the number of tokens: ``python -m benchmarks.libraries``.
 
 Layers, optimizer and the way of compiling are those of :mod:`benchmarks.converted`. torchao, where it is installed, converts the
-same linear layers to FP8 with one scale for each tensor, its default. "packed" is ``fuse_(pack=True)``, which lays weights that
-are one product out in one memory. "as a graph": with few tokens the host decides, so the whole step of compiled layers, in bf16
-too, is also repeated as one CUDA graph (``opfuse.graphed_step``).
+same linear layers to FP8 with one scale for each tensor, its default. A step of 16 384 tokens has four sequences. "packed" is
+``fuse_(pack=True)``, which lays weights that are one product out in one memory. "as a graph": with few tokens the host decides,
+so the whole step of compiled layers, in bf16 too, is also repeated as one CUDA graph (``opfuse.graphed_step``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layers of mixtures of experts as transformers has them, converted by ``fuse_``: ``python -m benchmarks.mixtures``.
 
 Two decoder layers of Qwen3-30B-A3B's shape (128 experts, eight for each token) and of Mixtral's (8, two for each), random weights
-in bf16, one sequence. Beside them the same layers in bf16, whose experts are transformers' ``grouped_mm``. "compiled":
+in bf16, sequences of 4096 tokens. Beside them the same layers in bf16, with transformers' ``grouped_mm``. "compiled":
 torch.compile takes each layer; "called": nothing is compiled. Models take turns, and torch forgets what it compiled before each
 size, else the second size would be compiled for any number of tokens. "as a graph": both passes of the compiled layers as one
 CUDA graph, in bf16 too.
@@ -33,6 +33,7 @@ from benchmarks.converted import (
     WARM,
     Record,
     as_graph,
+    batch,
     compiled,
     memory_of,
     milliseconds,
@@ -107,7 +108,7 @@ TOKENS = {"Qwen3-30B-A3B": (16384, 8192), "Mixtral": (16384,)}
 
 
 def model_of(mixture: Mixture, tokens: int, kind: str, device: str, *, layers: int = 2, attention: str = SDPA) -> nn.Module:
-    """Two layers with the last norm, under the recipe of that kind, or in bf16. Attention is torch's, over one sequence."""
+    """Two layers with the last norm, under the recipe of that kind, or in bf16. Attention is torch's."""
     import transformers
 
     config = getattr(transformers, mixture.config)(
@@ -130,7 +131,7 @@ def model_of(mixture: Mixture, tokens: int, kind: str, device: str, *, layers: i
 
 def passes_of(model: nn.Module, tokens: int, width: int, device: str) -> Call:
     """Both passes, from a gradient of the last hidden state; gradients are new at each call."""
-    x, dy = (torch.randn(1, tokens, width, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x, dy = (torch.randn(*batch(tokens), width, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
     parameters = [parameter for name, parameter in model.named_parameters() if "embed" not in name]
 

@@ -124,15 +124,15 @@ def small(record: Record) -> dict[str, str]:
 
 
 def mixtures(record: Record) -> dict[str, str]:
-    """Speeds of mixtures whose layers are compiled, over layers in bf16 that are compiled, and of those that are called."""
+    """Speeds of mixtures over layers in bf16 that are compiled: called, compiled, and compiled as a graph."""
     sizes = {"mixtral": "Mixtral, 16384", "qwen": "Qwen3-30B-A3B, 16384", "qwen_few": "Qwen3-30B-A3B, 8192"}
     return {
-        f"{key}_{way}": between(
+        f"{key}_{way.replace(' ', '_')}": between(
             value(record, "mixtures", f"two layers of {size} tokens, {kind} {way}", f"x {COMPILED}")
             for kind in ("fp8_block", "fp8_current")
         )
         for key, size in sizes.items()
-        for way in WAYS
+        for way in (*WAYS, f"compiled {AS_GRAPH}")
     }
 
 

@@ -34,9 +34,10 @@ graphs](#cuda-graphs-torchcompile-offload).
 
 **I train a mixture of experts.** Two layers, each compiled, over the same in bf16, under current and block scaling:
 {mixtral_compiled} times the speed for Mixtral's few large experts (16384 tokens); {qwen_compiled} for the 128 small ones of
-Qwen3-30B-A3B with as many tokens, and {qwen_few_compiled} with 8192: many small experts gain little, and with few tokens they
-can lose. Compile the layers: called, they have {mixtral_called}, {qwen_called} and {qwen_few_called} times the speed. With
-experts spread over {ranks} GPUs, a layer has {spread_mixtral} times the speed of torch's in bf16 for Mixtral's shape and
+Qwen3-30B-A3B with as many tokens, and {qwen_few_compiled} with 8192, where the CPU decides. As one CUDA graph
+(`opfuse.graphed_step`) they have {mixtral_compiled_as_a_graph}, {qwen_compiled_as_a_graph} and {qwen_few_compiled_as_a_graph}
+times the speed. Compile the layers: called, they have {mixtral_called}, {qwen_called} and {qwen_few_called}.
+With experts spread over {ranks} GPUs, a layer has {spread_mixtral} times the speed of torch's in bf16 for Mixtral's shape and
 {spread_qwen} for Qwen3's. [Mixtures](#mixtures-converted-with-fuse_), [several GPUs](#several-gpus).
 
 **I use torch.compile.** Compiling the converted Llama layers above saves {compiling_saves} % of their step. Two decoder
@@ -106,13 +107,14 @@ Without that multiplication the same kernel reached 1185 to 1269 TFLOP/s on an H
 
 - tiles of 128x128, in which one consumer adds while the matrix unit computes its next sums: 0.95 to 1.02 times the speed;
 - reading no scales of columns: 7 to 9 % faster;
-- one barrier arrival for each warp in place of one for each thread: nothing.
+- one barrier arrival for each warp in place of one for each thread: nothing;
+- what [scales-before-products](decisions/scales-before-products.md) tells of both products.
 
 Where others miss their limit, it is by little more than two records of one kernel differ: split sums and 1x128 by 128x128 were
 2 to 4 % behind cuBLASLt at 8192x4096x14336 in each of them, fast sums per tensor there between 1 % behind and 6 % ahead. Per row,
 cuBLASLt makes single products, so that a call does not pay. Why they stay behind is not known. What was tried:
 
-- pairs of blocks, each of which loads half of the right operand for both: 0.79 to 0.89 times the speed;
+- [pairs of blocks](decisions/pairs-of-blocks.md), each of which loads half of an operand for both;
 - reading the scales of rows before a consumer's turn in place of after it: nothing."""
 
 CHAINED = """\
@@ -229,13 +231,13 @@ and of a plan of A.
 """
 
 CONVERTED = """\
-Layers of Llama 3 8B from transformers with random weights, one sequence, converted by `fuse_`. *called* runs them as they
-are, *compiled* with torch.compile on each layer. Speedups are over the plain layers in bf16 under torch.compile. AdamW is
-torch's fused one. Times of one process differ from those of the next by up to 7 % here: between kernels the GPU waits for the
-CPU. Of the forward and backward pass that is called, the kernels take 25.3 ms under delayed scaling, 27.0 under current and
-29.4 under block scaling, and the CPU takes 19 to 21 ms to queue them (three processes on an H200 on 2026-11-28). Machines differ
-more: on another H200 on 2026-11-29 both passes, compiled, had 1.11, 1.24 and 1.28 times the speed of bf16 under delayed, current
-and block scaling.
+Layers of Llama 3 8B from transformers with random weights, one sequence of 4096 tokens, converted by `fuse_`. *called* runs
+them as they are, *compiled* with torch.compile on each layer. Speedups are over the plain layers in bf16 under torch.compile.
+AdamW is torch's fused one. Times of one process differ from those of the next by up to 7 % here: between kernels the GPU waits
+for the CPU. Of the forward and backward pass that is called, the kernels take 25.3 ms under delayed scaling, 27.0 under current
+and 29.4 under block scaling, and the CPU takes 19 to 21 ms to queue them (three processes on an H200 on 2026-11-28). Machines
+differ more: on another H200 on 2026-11-29 both passes, compiled, had 1.11, 1.24 and 1.28 times the speed of bf16 under delayed,
+current and block scaling.
 
 """
 
@@ -250,12 +252,14 @@ AdamW included, as one CUDA graph (`opfuse.graphed_step`), bf16 too, and attenti
 """
 
 MIXTURES = """\
-Two layers of transformers' models with random weights, one sequence, forward and backward; experts in bf16 are transformers'
-`grouped_mm`. *called* and *compiled* are as above, and so is what speeds are over. Below the wall time stands what the device
-does, by the names of kernels, with launches in parentheses, how long the host takes to queue a step, and what a forward pass
-leaves for the backward pass, also under `keep="quantized"`. Of Qwen3's shape at 8192 tokens the CPU decides, and machines with
-this GPU differ: on four H200s of one day compiled layers had 0.92, 0.99, 0.99 and 1.09 times the speed of bf16 under current
-scaling, 1.00, 1.05, 1.05 and 1.13 under block scaling.
+Two layers of transformers' models with random weights, sequences of 4096 tokens, forward and backward; experts in bf16 are
+transformers' `grouped_mm`. *called* and *compiled* are as above, and so is what speeds are over; *as a graph* is both passes of
+the compiled layers as one CUDA graph. Below the wall time stands what the device does, by the names of kernels, with launches
+in parentheses, how long the host takes to queue a step, and what a forward pass leaves for the backward pass, also under
+`keep="quantized"`. Of Qwen3's shape at 8192 tokens the CPU decides, and machines with this GPU differ: on four H200s of one day
+compiled layers had 0.92, 0.99, 0.99 and 1.09 times the speed of bf16 under current scaling, 1.00, 1.05, 1.05 and 1.13 under
+block scaling. In one sequence of 16384 tokens attention takes half of a step of Qwen3's shape, and what FP8 gains is half as
+much: 1.12 times the speed on 2026-11-30 (1.35 to 1.40 for Mixtral's).
 [mixtures-part-by-part](decisions/mixtures-part-by-part.md) says what was tried.
 
 """

@@ -599,6 +599,11 @@ def test_a_kernel_of_a_mixture_belongs_to_a_part(kernel: str, part: str) -> None
     assert mixtures.part_of(kernel) == part
 
 
+@pytest.mark.parametrize(("tokens", "shape"), [(32, (1, 32)), (4096, (1, 4096)), (16384, (4, 4096))])
+def test_many_tokens_are_several_sequences(tokens: int, shape: tuple[int, int]) -> None:
+    assert converted.batch(tokens) == shape
+
+
 @pytest.mark.parametrize("kind", ["", "fp8_block"])
 def test_a_mixture_of_small_sizes_runs_both_passes(kind: str) -> None:
     pytest.importorskip("transformers", reason="of the extra `test`")

@@ -26,7 +26,7 @@ from opfuse.numerics.checks import check_amaxes, check_array, check_cast
 from opfuse.numerics.hadamard import SIZE, sign_mask
 from opfuse.numerics.layouts import Layout, are_known, ceil_div
 
-_PLANE, _PLANES = parameter_of("nvfp4_plane.cuh", "Plane"), parameter_of("nvfp4.cuh", "Nvfp4")
+_PLANE, _PLANES = parameter_of("fp4_plane.cuh", "Plane"), parameter_of("nvfp4.cuh", "Nvfp4")
 _CAST, _AMAX = parameter_of("cast_nvfp4.cu"), parameter_of("amax_nvfp4.cu")
 
 _THREADS, _WARP = 256, 32

@@ -1,6 +1,6 @@
 // dequantize_fp4: a matrix from the E2M1 codes and the scales of one plane, of NVFP4 or of MXFP4.
 //
-// plane          see nvfp4_plane.cuh; without an amax, amax * unit is 1. Lines are rows of out for decode_rows, columns for decode_columns
+// plane          see fp4_plane.cuh; without an amax, amax * unit is 1. Lines are rows of out for decode_rows, columns for decode_columns
 // out            [rows, columns] of OUT, on 16 bytes
 // PER_SCALE      16: scales of E4M3 under a global amax. 32: scales of E8M0, and no amax
 // Arithmetic     fp32 (code * scale) * (amax * unit), or code * scale, then one conversion, where overflow gives inf
@@ -12,7 +12,7 @@
 // ALIGNED        columns % 8 == 0, and codes on 4 bytes, for decode_rows; columns of whole 16 bytes, rows % 16 == 0, and codes on 8
 //                bytes for decode_columns; without it lines are of even length
 // Defined by     opfuse/numerics/dequantize.py.
-#include "nvfp4_plane.cuh"
+#include "fp4_plane.cuh"
 #include "hadamard.cuh"
 
 struct Coded {

@@ -56,21 +56,58 @@ DEVICE_FN void wait(u32 barrier, u32 parity) {
 DEVICE_FN void meet(u32 number, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 DEVICE_FN void signal(u32 number, u32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
+// ------------------------------------------------------------------------------------------------------------------- reading
+
+// Read where they stand: the compiler would move a plain read to where its value is used, and products on the matrix unit make it late.
+DEVICE_FN float load_shared(u32 address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+DEVICE_FN float2 load_shared_two(u32 address) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+    return x;
+}
+DEVICE_FN float load_constant(const float* address) {
+    float x;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(address) : "memory");
+    return x;
+}
+
 // ------------------------------------------------------------------------------------------------------------------- windows
 
 constexpr u64 WINDOW_BASE = 256;  // the address at which every map begins
 constexpr int NEAR_BITS = 34;     // the third dimension reaches 2^34 bytes, in steps of 16; the fourth the rest
 
-// The part of a box of WIDE x HIGH elements that begins at `at`: elements of a number of rows, which are `pitch` bytes apart.
 struct Window {
     u32 x, y, near, far;
 };
 
+// A number of rows of a box, which are `pitch` bytes apart, from `at` on: how many rows lie before them in the box, and where the first does.
+struct Rows {
+    u64 corner;
+    u32 before;
+};
+
+template <int HIGH>
+DEVICE_FN Rows rows_at(const void* at, u64 pitch, u32 rows) {
+    u32 before = HIGH - smaller(rows, HIGH);
+    return {reinterpret_cast<u64>(at) - before * pitch - WINDOW_BASE, before};
+}
+
+// The part of a box of WIDE elements in each of its rows: so many, from `along` bytes behind the beginning of the rows on.
+template <int WIDE, int BYTES>
+DEVICE_FN Window window_of(const Rows& rows, u32 along, u32 elements) {
+    u32 x = WIDE - smaller(elements, WIDE);
+    u64 corner = rows.corner + along - x * BYTES;
+    return {x, rows.before, static_cast<u32>((corner & ((1ull << NEAR_BITS) - 1)) >> 4), static_cast<u32>(corner >> NEAR_BITS)};
+}
+
+// The part of a box of WIDE x HIGH elements that begins at `at`: elements of a number of rows, which are `pitch` bytes apart.
 template <int WIDE, int HIGH, int BYTES>
 DEVICE_FN Window window_at(const void* at, u64 pitch, u32 elements, u32 rows) {
-    u32 x = WIDE - smaller(elements, WIDE), y = HIGH - smaller(rows, HIGH);
-    u64 corner = reinterpret_cast<u64>(at) - x * BYTES - y * pitch - WINDOW_BASE;
-    return {x, y, static_cast<u32>((corner & ((1ull << NEAR_BITS) - 1)) >> 4), static_cast<u32>(corner >> NEAR_BITS)};
+    return window_of<WIDE, BYTES>(rows_at<HIGH>(at, pitch, rows), 0, elements);
 }
 
 DEVICE_FN void load_window(u32 to, const Map* map, const Window& w, u32 barrier) {

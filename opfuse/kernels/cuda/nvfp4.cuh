@@ -9,7 +9,7 @@
 // Non-finite     a block that holds one has the scale NaN and the code of 6 for each value
 // Defined by     opfuse/numerics/casts.py, cast_nv.
 #pragma once
-#include "nvfp4_plane.cuh"
+#include "fp4_plane.cuh"
 #include "e2m1.cuh"
 
 enum Mode { NEAREST, STOCHASTIC, MAE, MSE };

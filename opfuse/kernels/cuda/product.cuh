@@ -21,14 +21,14 @@
 //                0: they are not. OF_LINES: runs of the lines of one left and one result; `at` is the place of their tiles in the table.
 //                OF_SUMS: runs along which sums are taken; `at` is the place of the groups in the table, each of which begins on a
 //                tile; a group without rows has a result of zeros
-// one            1.0, which the compiler cannot know
 // Grid           at most as many blocks as multiprocessors, of 3 x 128 threads; block b takes the tiles b, b + blocks, ... The first warp
 //                loads; two consumers of four warps multiply. Dynamic shared memory: SHARED bytes, which the host knows
 // FAST           a tile is 128 x 128, and the consumers take turns by tiles: one multiplies while the other stores
 // otherwise      a tile is 256 x 128, and each consumer has half of its lines; the second follows the first, so that one multiplies while
 //                the other adds
 // End            what is done with the sums of a tile: a consumer calls `store` for its 128 lines and columns, and `finish` at last. It
-//                stores through two rooms in shared memory. TURNED: each consumer has 128 x 128 bytes more, and there is one stage less
+//                stores through ROOMS rooms in shared memory. TURNED: each consumer has 128 x 128 bytes more, in place of a stage under
+//                FAST, otherwise of two rooms
 #pragma once
 #include "vectors.cuh"
 #include "hopper.cuh"
@@ -49,9 +49,9 @@ struct Product {
     Map windows[MAPS];
     Group groups[GROUPS];
     u32 count, tiles, columns;
-    float one;
+    u32 at;
     const Entry* table;
-    u32 at, unused[9];  // to the end of 64 bytes, on which maps lie
+    u32 unused[10];  // to the end of 64 bytes, on which maps lie
 };
 constexpr int TENSORS = 0, TILES = 1, LINES = 2, ROWS = 3;
 constexpr bool BY_BLOCKS = SCALING == TILES || SCALING == LINES;
@@ -62,14 +62,16 @@ constexpr int CONSUMER = 128, PRODUCT_THREADS = 3 * CONSUMER;
 
 constexpr u32 BOX = 128;                              // lines, columns, and bytes along a sum
 constexpr u32 TALL = FAST ? 1 : 2;                    // how many boxes of the left a tile has
-constexpr u32 STAGES = (FAST ? 6 : 4) - TURNED;
+constexpr u32 STAGES = FAST ? 6 - TURNED : 3;
+constexpr u32 ROOMS = FAST || TURNED ? 2 : 4;         // for results, of a consumer
 constexpr u32 BOX_BYTES = BOX * BOX, STAGE_BYTES = (TALL + 1) * BOX_BYTES;
 constexpr u32 STORED_LINES = 64, STORED_PITCH = 128, STORED_BYTES = STORED_LINES * STORED_PITCH;  // one room for results
-constexpr u32 SCALE_BYTES = SCALING == LINES ? BOX * sizeof(float) : 0;
+constexpr u32 LEFT_SCALE_BYTES = (TALL * BOX + 4) * sizeof(float);  // from a multiple of four lines on
+constexpr u32 RIGHT_SCALE_BYTES = SCALING == LINES ? BOX * sizeof(float) : 0;
+constexpr u32 SCALE_BYTES = BY_BLOCKS ? LEFT_SCALE_BYTES + RIGHT_SCALE_BYTES : 0;
 constexpr u32 BAND = 8;                               // so many tiles of lines run over the same columns, which stay in the cache
-constexpr u32 AT_STORED = STAGES * STAGE_BYTES, AT_TURNED = AT_STORED + 4 * STORED_BYTES;
-constexpr u32 SLOTS = STAGES + 1;                     // for scales, which are read after the codes of their stage
-constexpr u32 AT_SCALES = AT_TURNED + (TURNED ? 2 * BOX_BYTES : 0), AT_BARRIERS = AT_SCALES + SLOTS * SCALE_BYTES;
+constexpr u32 AT_STORED = STAGES * STAGE_BYTES, AT_TURNED = AT_STORED + 2 * ROOMS * STORED_BYTES;
+constexpr u32 AT_SCALES = AT_TURNED + (TURNED ? 2 * BOX_BYTES : 0), AT_BARRIERS = AT_SCALES + STAGES * SCALE_BYTES;
 static_assert(AT_BARRIERS + 2 * STAGES * 8 <= SHARED, "the shared memory that the host asks for");
 
 // Numbers of meetings. Each consumer has one of OWN, and one of TURN; these are FAST's, STARTED and FOLLOW the others', with the same numbers.
@@ -124,17 +126,16 @@ DEVICE_FN Tile tile_at(const Product& p, u32 t, u32& group) {
 
 // The stages, in turn. Barrier `full` is over when the bytes of a stage are there, `empty` when all who read it are done.
 struct Ring {
-    u32 base, stage, parity, slot;
+    u32 base, stage, parity;
 
-    DEVICE_FN Ring(u32 base, u32 parity) : base(base), stage(0), parity(parity), slot(0) {}
+    DEVICE_FN Ring(u32 base, u32 parity) : base(base), stage(0), parity(parity) {}
     DEVICE_FN u32 full() const { return base + AT_BARRIERS + stage * 8; }
     DEVICE_FN u32 empty() const { return base + AT_BARRIERS + (STAGES + stage) * 8; }
     DEVICE_FN u32 left() const { return base + stage * STAGE_BYTES; }
     DEVICE_FN u32 right() const { return left() + TALL * BOX_BYTES; }
-    DEVICE_FN u32 scales() const { return base + AT_SCALES + slot * SCALE_BYTES; }
+    DEVICE_FN u32 scales() const { return base + AT_SCALES + stage * SCALE_BYTES; }
     DEVICE_FN void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
-        if (SCALING == LINES && ++slot == SLOTS) slot = 0;
     }
     DEVICE_FN void skip(u32 steps) {
         u32 reached = stage + steps;
@@ -152,23 +153,26 @@ DEVICE_FN void load_tiles(const Product& p, u32 base) {
         Tile tile = tile_at(p, t, group);
         const Group& g = p.groups[group];
         const Map* map = &p.windows[MAPS == 1 ? 0 : group];
-        const u8* left = g.left + static_cast<u64>(tile.line) * g.pitch;
-        const u8* right = g.right + static_cast<u64>(tile.column) * g.pitch;
-        u32 boxes = smaller(TALL, ceil_div(lines_of(g, tile) - tile.line, BOX));  // no box beyond the last line: its address may be nobody's
-        u32 scale_bytes = smaller(SCALE_BYTES, left_of(g.right_pitch, tile.column) * 4);
+        u32 lines = lines_of(g, tile) - tile.line, boxes = smaller(TALL, ceil_div(lines, BOX)), first_scale = tile.line & ~3u;
+        Rows left[TALL], right = rows_at<BOX>(g.right + static_cast<u64>(tile.column) * g.pitch, g.pitch, p.columns - tile.column);
+#pragma unroll
+        for (u32 i = 0; i < TALL; ++i)
+            left[i] = rows_at<BOX>(g.left + static_cast<u64>(tile.line + i * BOX) * g.pitch, g.pitch, left_of(lines, i * BOX));
+        u32 left_scales = BY_BLOCKS ? smaller(LEFT_SCALE_BYTES, (g.left_pitch - first_scale) * 4) : 0;
+        u32 right_scales = SCALING == LINES ? smaller(RIGHT_SCALE_BYTES, (g.right_pitch - tile.column) * 4) : 0;
         for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
-            u32 block = block_at(tile, k), there = g.length - block * BOX;
+            u32 block = block_at(tile, k), along = block * BOX, there = g.length - along;
             wait(ring.empty(), ring.parity);
-            expect_bytes(ring.full(), (boxes + 1) * BOX_BYTES + scale_bytes);
-            for (u32 i = 0; i < boxes; ++i) {
-                const u8* from = left + static_cast<u64>(i * BOX) * g.pitch + block * BOX;
-                Window window = window_at<BOX, BOX, 1>(from, g.pitch, there, left_of(lines_of(g, tile), tile.line + i * BOX));
-                load_window(ring.left() + i * BOX_BYTES, map, window, ring.full());
-            }
-            Window window = window_at<BOX, BOX, 1>(right + block * BOX, g.pitch, there, left_of(p.columns, tile.column));
-            load_window(ring.right(), map, window, ring.full());
+            expect_bytes(ring.full(), (boxes + 1) * BOX_BYTES + left_scales + right_scales);
+#pragma unroll
+            for (u32 i = 0; i < TALL; ++i)  // no box beyond the last line: its address may be nobody's
+                if (i < boxes) load_window(ring.left() + i * BOX_BYTES, map, window_of<BOX, 1>(left[i], along, there), ring.full());
+            load_window(ring.right(), map, window_of<BOX, 1>(right, along, there), ring.full());
+            if constexpr (BY_BLOCKS)
+                load_bytes(ring.scales(), g.left_scale + static_cast<u64>(block) * g.left_pitch + first_scale, left_scales, ring.full());
             if constexpr (SCALING == LINES)
-                load_bytes(ring.scales(), g.right_scale + static_cast<u64>(block) * g.right_pitch + tile.column, scale_bytes, ring.full());
+                load_bytes(ring.scales() + LEFT_SCALE_BYTES, g.right_scale + static_cast<u64>(block) * g.right_pitch + tile.column, right_scales,
+                           ring.full());
         }
     }
 }
@@ -180,12 +184,9 @@ struct Consumer {
     u32 number, thread, warp, lane;
 };
 
-// How many arrivals of a warp free a stage: one, since a warp waits as a whole for what the unit reads. Under LINES each lane reads scales
-// for itself, those of the block before, whose slot the loader may fill next; so all lanes arrive.
-constexpr u32 ARRIVALS = SCALING == LINES ? 32 : 1;
-
+// A warp is done with a stage: as a whole it has waited for the products of the stage, before which it read the scales.
 DEVICE_FN void release(u32 empty, const Consumer& own) {
-    if (own.lane < ARRIVALS) arrive(empty);
+    if (own.lane == 0) arrive(empty);
 }
 
 // Multiplies 64 lines of the stage's left, box i of the consumer's two, by its right.
@@ -194,11 +195,11 @@ DEVICE_FN void multiply_box(float (&sums)[64], u32 left, u32 right, u32 i) {
     for (u32 k = 0; k < BOX / 32; ++k) multiply_64x128x32(sums, left + i * DOWN_64 + k * ALONG_32, right + k * ALONG_32, k != 0);
 }
 
-// The next of the consumer's two rooms for 64 rows of 128 bytes, once the engine has read what was in it.
+// The next of the consumer's rooms for 64 rows of 128 bytes, once the engine has read what was in it.
 DEVICE_FN u32 next_room(u32 base, const Consumer& own, u32& used) {
-    if (own.thread == 0) wait_stores_read<1>();
+    if (own.thread == 0) wait_stores_read<ROOMS - 1>();
     meet(OWN + own.number, CONSUMER);
-    return base + AT_STORED + (own.number * 2 + used++ % 2) * STORED_BYTES;
+    return base + AT_STORED + (own.number * ROOMS + used++ % ROOMS) * STORED_BYTES;
 }
 
 // Makes what the consumer wrote to a room known to the engine.
@@ -278,7 +279,7 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
 
 // Consumers share a tile. Sums of 128 elements are added in fp32; one consumer adds while the other multiplies.
 template <class End>
-DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own, u8* shared, End& end) {
+DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own, End& end) {
     Ring ring(base, 0);
     u32 group = 0, tiles = tiles_of(p);
     bool later = false;
@@ -288,9 +289,9 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
         const Group& g = p.groups[group];
         float scale = SCALING == TENSORS ? g.left_scale[0] * g.right_scale[0] : 1.0f;
         u32 line = tile.line + own.number * BOX + own.warp * 16 + own.lane / 4;
-        LeftScales scales(p.one);
-        if constexpr (BY_BLOCKS)
-            if (has_steps(tile)) scales.load(g, tile, line, own.lane % 4);
+        u32 own_scales = (line - (tile.line & ~3u)) * sizeof(float);  // from the first scale of a stage
+        const float* of_tiles = g.right_scale + static_cast<u64>(tile.column / BOX) * g.right_pitch + block_at(tile, 0);
+        float of_tile = SCALING == TILES && has_steps(tile) ? load_constant(of_tiles) : 1.0f;
 #pragma unroll
         for (u32 i = 0; i < 2; ++i)
 #pragma unroll
@@ -300,37 +301,29 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
             signal(STARTED, 2 * CONSUMER);
         }
         for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
-            float rows[4] = {};
-            float2 ahead[AHEAD] = {};
+            BlockScales scales;
             wait(ring.full(), ring.parity);
             u32 left = operand_at(ring.left() + own.number * BOX_BYTES), right = operand_at(ring.right());
-            const float2* columns = reinterpret_cast<const float2*>(shared + (ring.scales() - base)) + own.lane % 4;
+            if constexpr (SCALING == LINES) scales.read_columns(ring.scales() + LEFT_SCALE_BYTES + own.lane % 4 * 2 * sizeof(float));
+            float next_tile = SCALING == TILES ? load_constant(of_tiles + smaller(k + 1, tile.steps - 1)) : 1.0f;
 #pragma unroll
             for (u32 i = 0; i < 2; ++i) {
+                if constexpr (BY_BLOCKS) scales.read_rows(ring.scales() + own_scales + i * 64 * sizeof(float));
                 begin_products();
                 multiply_box(part, left, right, i);
                 commit_products();
-                if (BY_BLOCKS && i == 0) {  // while the unit works
-                    if (k % 4 == 0) {
-                        scales.advance();
-                        scales.load(g, tile, line, k + 4 + own.lane % 4);
-                    }
-#pragma unroll
-                    for (u32 e = 0; e < 4; ++e) rows[e] = scales.of(e, own.lane, k);
-                }
+                if (SCALING == TILES) scales.rows[0] *= of_tile, scales.rows[1] *= of_tile;
                 if (i == 0 && k == 0 && own.number == 0) {  // the second consumer begins after the first, which waits for it once in each tile
                     if (later) meet(STARTED, 2 * CONSUMER);
                     signal(FOLLOW, 2 * CONSUMER);
                     later = true;
                 }
-                if (SCALING == LINES && i == 0)
-#pragma unroll
-                    for (u32 j = 0; j < AHEAD; ++j) ahead[j] = columns[j * 4];
                 wait_products<0>();
                 sums_are_ready(part);
                 if (i == 1) release(ring.empty(), own);
-                add_part(sums[i], part, rows[i * 2], rows[i * 2 + 1], ahead, columns);
+                add_part(sums[i], part, scales);
             }
+            of_tile = next_tile;
         }
         if constexpr (SCALING == ROWS) scale_rows(p, g, tile, line, tile.column + own.lane % 4 * 2, sums);
         end.store(p, g, tile, base, own, sums, scale);
@@ -346,7 +339,7 @@ DEVICE_FN void multiply(const Product& p, End& end) {
     if (threadIdx.x == 0) {
         for (Ring ring(base, 0); ring.parity == 0; ring.advance()) {
             init_barrier(ring.full(), 1);
-            init_barrier(ring.empty(), (FAST ? 4 : 8) * ARRIVALS);  // of warps
+            init_barrier(ring.empty(), FAST ? 4 : 8);  // of warps
         }
         publish_barriers();
     }
@@ -360,7 +353,7 @@ DEVICE_FN void multiply(const Product& p, End& end) {
         if constexpr (FAST)
             multiply_in_turns(p, base, own, end);
         else
-            multiply_together(p, base, own, shared, end);
+            multiply_together(p, base, own, end);
         end.finish(own);
         if (own.thread == 0) wait_stores_done();
     }

@@ -2,8 +2,6 @@
 #pragma once
 #include "product.cuh"
 
-constexpr u32 AHEAD = RUNS == OF_SUMS ? 7 : 8;  // how many of sixteen pairs of scales a thread reads once for both boxes; more would spill
-
 // Line e of a thread's four lines, two of each 64, from `line` on; the last line, if there is no such line.
 DEVICE_FN u32 line_of(const Group& g, const Tile& tile, u32 line, u32 e) { return smaller(line + e % 2 * 8 + e / 2 * 64, lines_of(g, tile) - 1); }
 
@@ -25,41 +23,36 @@ DEVICE_FN void scale_rows(const Product& p, const Group& g, const Tile& tile, u3
     }
 }
 
-// The scales of a thread's lines, two of each 64, times the scale of the right's tile, if there is one. Four threads share lines; each
-// reads the scales of every fourth block, four blocks ahead. Every scale that was read is multiplied, if need be by `one`: the thread
-// would wait at once for a load whose result it only copies.
-struct LeftScales {
-    float now[4], next[4], right;
+// The scales of a block that a thread multiplies by: of its two lines in 64, and under LINES of its pairs of columns. They are read from
+// shared memory before the products whose sums they multiply are asked for: beside these a read takes so long that sums would wait for it.
+struct BlockScales {
+    float rows[2];
+    float2 columns[SCALING == LINES ? 16 : 1];
 
-    DEVICE_FN LeftScales(float one) : right(one) {}
-
-    DEVICE_FN void load(const Group& g, const Tile& tile, u32 line, u32 block) {
-        u64 k = block_at(tile, smaller(block, tile.steps - 1));
-        const float* scales = g.left_scale + k * g.left_pitch;
+    // From where that of the first line lies.
+    DEVICE_FN void read_rows(u32 at) {
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) next[e] = __ldg(scales + line_of(g, tile, line, e));
-        if constexpr (SCALING == TILES) right = __ldg(g.right_scale + static_cast<u64>(tile.column / BOX) * g.right_pitch + k);
+        for (u32 e = 0; e < 2; ++e) rows[e] = load_shared(at + e * 8 * sizeof(float));
     }
-    DEVICE_FN void advance() {
+    DEVICE_FN void read_columns(u32 at) {
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) now[e] = next[e] * right;
+        for (u32 j = 0; j < 16; ++j) columns[j] = load_shared_two(at + j * 8 * sizeof(float));
     }
-    DEVICE_FN float of(u32 e, u32 lane, u32 block) const { return __shfl_sync(~0u, now[e], lane / 4 * 4 + block % 4); }
 };
 
-// Adds a block's sums, scaled. `upper` and `lower` are the scales of the thread's two lines, `columns` those of its columns.
-DEVICE_FN void add_part(float (&sums)[64], const float (&part)[64], float upper, float lower, const float2 (&ahead)[AHEAD], const float2* columns) {
+// Adds the sums of a block for 64 lines, scaled.
+DEVICE_FN void add_part(float (&sums)[64], const float (&part)[64], const BlockScales& by) {
 #pragma unroll
-    for (u32 j = 0; j < 16; ++j) {
-        float2 column = SCALING != LINES ? float2{1.0f, 1.0f} : j < AHEAD ? ahead[j] : columns[j * 4];
+    for (u32 j = 0; j < 16; ++j)
 #pragma unroll
         for (u32 e = 0; e < 4; ++e) {
-            float x = part[j * 4 + e], row = e < 2 ? upper : lower;
+            float x = part[j * 4 + e], row = by.rows[e / 2];
             float& sum = sums[j * 4 + e];
-            if constexpr (!BY_BLOCKS)
-                sum += x;
+            if constexpr (SCALING == TILES)
+                sum = __fmaf_rn(x, row, sum);
+            else if constexpr (SCALING == LINES)
+                sum = __fmaf_rn(x * row, e % 2 ? by.columns[j].y : by.columns[j].x, sum);
             else
-                sum = SCALING == TILES ? __fmaf_rn(x, row, sum) : __fmaf_rn(x * row, e % 2 ? column.y : column.x, sum);
+                sum += x;
         }
-    }
 }

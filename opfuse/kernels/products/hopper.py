@@ -108,13 +108,15 @@ class Form(NamedTuple):
     def shared(self) -> int:
         """Bytes of a block, as product.cuh lays them out and asserts.
 
-        Stages of boxes of 128 x 128 codes, each with two barriers of 8 bytes; fp32 scales of 128 lines for each stage and one
-        more; four rooms of 64 lines of 128 bytes for results; for a transpose two boxes in place of a stage.
+        Stages have 128 codes of each line and column of a tile, its scales in fp32, of lines from a multiple of four on, and two
+        barriers of 8 bytes. Each of two consumers has rooms of 64 lines of 128 bytes for results, and 128 x 128 bytes for a
+        transpose.
         """
-        stages, boxes = (6, 2) if self.fast else (4, 3)
-        own = 4 * 64 * 128 + self.turned * 2 * 128 * 128
-        stages -= self.turned
-        return stages * (boxes * 128 * 128 + 16) + (stages + 1) * 512 * (self.scaling == LINES) + own
+        lines, columns = self.tile
+        stages, rooms = 6 - self.turned if self.fast else 3, 2 if self.fast or self.turned else 4
+        results = 2 * rooms * 64 * 128 + self.turned * 2 * 128 * 128
+        scales = {TILES: (lines + 4) * 4, LINES: (lines + 4 + columns) * 4}.get(self.scaling, 0)
+        return stages * ((lines + columns) * 128 + scales + 16) + results
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -172,7 +174,6 @@ class Form(NamedTuple):
             count=len(groups),
             tiles=tiles,
             columns=columns,
-            one=1.0,
             table=table,
             at=at,
         )

@@ -1,9 +1,9 @@
-// nvfp4_plane: where the codes and the scale of 16 values of a line are stored.
+// fp4_plane: where the codes of 16 values of a line, and their scale, are stored.
 //
 // Lines       rows of a matrix in its rowwise plane, columns in its columnwise one
 // codes       of E2M1, two to a byte, the first in the low half; lines one after the other
-// scales      a byte for PER_SCALE values, 16 of NVFP4 or 32 of MXFP4, [lines, blocks], padded to whole tiles of 128 x 4; a row has `quads` fours. Compact: row by row; swizzled: see
-//             swizzle.cuh
+// scales      a byte for PER_SCALE values, 16 of NVFP4 or 32 of MXFP4, [lines, blocks], padded to whole tiles of 128 x 4; a row has
+//             `quads` fours. Compact: row by row; swizzled: see swizzle.cuh
 // amax        fp32, the global amax: one of all lines, or one for each
 // Defined by  opfuse/numerics/layouts.py.
 #pragma once

@@ -9,6 +9,7 @@ limit. What hangs ends by the one limit for all tests, ``timeout`` in pyproject.
 """
 
 import gc
+import logging
 import os
 
 import hypothesis
@@ -20,6 +21,9 @@ from opfuse.torch_private.autograd import saving_hooks
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("suite")
+for devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not devices.is_available():
+        devices.manual_seed_all = lambda seed: None  # it keeps Python's stack at each seed, for a device that may be used yet
 for name in [name for name in os.environ if name.startswith("NVTE_") or name == "OPFUSE_BACKWARD_OVERRIDE"]:
     del os.environ[name]
 
@@ -49,6 +53,11 @@ def pytest_collection_finish():
     """What was collected stays until the end: no later search for garbage, of which tests ask for some, goes through it again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # most of what a search finds young is alive: types, plans, graphs
+    # Pytest adds its handlers to the root and to each logger that keeps its records from it, six times a test; torch has sixty.
+    for logger in logging.Logger.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -243,16 +243,20 @@ class Recorder(TorchDispatchMode):
             with self:  # what it does with the tensors that it wraps is what is recorded
                 return wrapper.__torch_dispatch__(func, types, args, kwargs)
         filled: Any = ()
-        with self._refusing():
+        try:  # not a block that refuses: this runs for each op, and a context manager takes as long as all else here
             if _decided_by_values(func):
                 raise Unrecordable(f"values decide the result of {func}")
             filled = self._filled(args), self._filled(kwargs)
             if func is _aten.as_strided.default and (len(args) > 3 or "storage_offset" in kwargs):
                 self._check_place(self._spans[_start(args[0].untyped_storage())].number)
+        except Unrecordable as reason:
+            self.refuse(str(reason))
         result = func(*args, **kwargs)
         if not self.refusal:
-            with self._refusing():
+            try:
                 self._record_op(func, filled, result)
+            except Unrecordable as reason:
+                self.refuse(str(reason))
         return result
 
     def _filled(self, value: Any) -> Any:

@@ -328,7 +328,7 @@ LOSSES: dict[str, Callable[[tuple], tuple]] = {
 }
 
 
-FOUND = {"the ops": 19, "the recipe's fields": 40, "the backward override": 42, "grad mode": 12, "the input": 6, "the rules": 26}
+FOUND = {"the ops": 19, "the recipe's fields": 40, "the backward override": 42, "grad mode": 12, "the input": 6, "the rules": 31}
 """Seeds that found a loss once, which are tried first; any other will do where a change draws other sequences from them."""
 
 

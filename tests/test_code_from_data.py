@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -77,9 +77,10 @@ the source of a method that is loaded already, compiled to be compared and never
 
 def used(tree: ast.Module, file: str = "") -> Iterator[str]:
     """Whatever a module uses that could turn data into code, with its line."""
-    known = _names(tree)
-    calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    known = _names(nodes)
+    calls = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             found = [name for alias in node.names for name in [_imported(node, alias)]]
         elif isinstance(node, ast.Name | ast.Attribute):
@@ -97,10 +98,10 @@ def _imported(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
     return "" if node.level else f"{node.module}.{alias.name}"
 
 
-def _names(tree: ast.Module) -> dict[str, str]:
+def _names(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """What names of a module mean, by their full name: those that it imports, and those of Python itself."""
     known = {name: f"builtins.{name}" for name in (*dir(builtins), "__builtins__")}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             known |= {
                 alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -114,20 +114,20 @@ def dotted(node: ast.AST) -> list[str]:
     return [node.id] if isinstance(node, ast.Name) else [""]
 
 
-def own_names(tree: ast.AST) -> set[str]:
+def own_names(nodes: Collection[ast.AST]) -> set[str]:
     """What the classes of a file define themselves: their methods, and attributes that they assign."""
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    stored = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    fields = {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    fields = {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     return defined | stored | fields
 
 
 def findings(source: str) -> Iterator[str]:
     """Private names of torch and readings of the stack in a text of Python."""
-    tree = ast.parse(source)
-    own = own_names(tree)
+    nodes = [*ast.walk(ast.parse(source))]
+    own = own_names(nodes)
     imported = {"torch": "torch"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -135,7 +135,7 @@ def findings(source: str) -> Iterator[str]:
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value and ".".join(dotted(node.value)) == ATEN:
             imported |= {".".join(dotted(each)): ATEN for each in getattr(node, "targets", None) or [node.target]}
     yield from filter(is_private, imported.values())
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             first, *rest = dotted(node)
             path = ".".join((imported.get(first, first), *rest))

@@ -32,9 +32,6 @@ RECIPES = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True),
 }
-MORE = ("current", "block")
-"""Recipes that do nothing in a graph that others do not."""
-
 in_checkpoint = partial(checkpoint, use_reentrant=False)
 
 
@@ -80,11 +77,12 @@ def compiled(model: nn.Module, backend: str = "aot_eager") -> Any:
 
 
 @pytest.mark.row("H26")
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in MORE)) for kind in RECIPES])
-def test_the_bits_of_eager_checkpoints(kind):
+def test_the_bits_of_eager_checkpoints():
     eager, model = Blocks(), Blocks()
     model.load_state_dict(eager.state_dict())
-    assert same(steps(eager, eager, RECIPES[kind]), steps(compiled(model), model, RECIPES[kind]))
+    call = compiled(model)
+    for kind, recipe in RECIPES.items():
+        assert same(steps(eager, eager, recipe), steps(call, model, recipe)), kind
     assert not counters["graph_break"]
 
 

@@ -178,11 +178,13 @@ of_pipelines, of_converted = (
 """One model runs every time and the other with -m slow; each is compiled, and called until it is repeated, for every test."""
 
 
-@pytest.mark.parametrize(("kind", "recipe"), in_turn(MODELS, KINDS, of=2))
-def test_every_recipe_has_the_numbers_of_eager_calls(kind, recipe):
+@pytest.mark.parametrize(("kind", "start"), in_turn(MODELS, [0, 1], of=2))
+def test_every_recipe_has_the_numbers_of_eager_calls(kind, start):
+    """Every second one, in one model."""
     pair = Pair(kind)
-    for _ in range(6):
-        pair.step(KINDS[recipe])
+    for recipe in [*KINDS.values()][start::2]:
+        for _ in range(6):
+            pair.step(recipe)
 
 
 @of_converted
@@ -277,14 +279,18 @@ def evaluated(model: nn.Module) -> None:
     model.eval()
 
 
-@pytest.mark.parametrize(
-    ("pair", "change"), in_turn(MODELS, [frozen, scaled, moved, misaligned, replaced, evaluated], of=2), indirect=["pair"]
-)
-def test_what_changes_in_a_model(pair, change):
-    for _ in range(2):
-        pair.both(change)
-        for _ in range(4):
-            pair.step()
+CHANGES = [scaled, frozen, evaluated, moved, misaligned, replaced]
+"""Those that leave packed weights where they lie come first."""
+
+
+@pytest.mark.parametrize(("pair", "start"), in_turn(MODELS, [0, 1], of=2), indirect=["pair"])
+def test_what_changes_in_a_model(pair, start):
+    """Every second one, in one model."""
+    for change in CHANGES[start::2]:
+        for _ in range(2):
+            pair.both(change)
+            for _ in range(4):
+                pair.step()
 
 
 @contextmanager

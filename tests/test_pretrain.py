@@ -219,8 +219,8 @@ def test_moments_in_8_bits_are_all_that_is_held_beside_weights_and_gradients(rec
 
 @pytest.mark.usefixtures("_eager")
 def test_moments_in_8_bits_train_as_fp32_masters_do(found: corpus.Corpus, tmp_path: Path) -> None:
-    """As far as 60 steps of a tiny model tell."""
-    long = replace(TINY, recipe="fp8_current", tokens=60 * TINY.step_tokens, micro=4, every=60)
+    """As far as 40 steps of a tiny model tell."""
+    long = replace(TINY, recipe="fp8_current", tokens=40 * TINY.step_tokens, micro=4, every=40)
     made = [
         pretrain.pretrain(each, Data(found, each), tmp_path, device="cpu")
         for each in (long, replace(long, optimizer="adamw8bit"))
@@ -232,13 +232,14 @@ def test_moments_in_8_bits_train_as_fp32_masters_do(found: corpus.Corpus, tmp_pa
 
 @pytest.mark.usefixtures("_eager")
 def test_the_vocabulary_of_llama_3_trains_without_logits_on_fewer_words(found: corpus.Corpus) -> None:
-    settings = replace(TINY, vocabulary=128_256, loss="fused", optimizer="adamw8bit", recipe="fp8_block", micro=4, hidden=32)
+    few = {"tokens": 2 * LENGTH, "step_tokens": LENGTH, "micro": 1, "hidden": 32}
+    settings = replace(TINY, **few, vocabulary=128_256, loss="fused", optimizer="adamw8bit", recipe="fp8_block")
     run = pretrain.Run(settings, Data(found, settings), "cpu")
     for _ in range(2):
         run.train()
     assert run.curve["loss"][1] < run.curve["loss"][0]
     assert settings.name.endswith(
-        "micro-4_layers-1_hidden-32_inner-128_heads-4_groups-2_vocabulary-128256_loss-fused"
+        "micro-1_layers-1_hidden-32_inner-128_heads-4_groups-2_vocabulary-128256_loss-fused"
         "_optimizer-adamw8bit_rate-0.01_validation_tokens-128_every-2_compile-False"
     )
 

@@ -170,7 +170,7 @@ def test_graphs_with_ops_of_a_users_own_repeat_as_they_are_interpreted(seed: int
 
 
 @pytest.mark.row("R04")
-@pytest.mark.parametrize("seed", in_turn(range(200), of=67))
+@pytest.mark.parametrize("seed", in_turn(range(200), of=100))
 def test_compiled_graphs_have_the_numbers_of_eager_calls_and_of_torch(seed: int) -> None:
     """Views alone, too, of which autograd and the compiled call keep track in different ways."""
     assert compiled(seed) == []

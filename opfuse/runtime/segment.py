@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from opfuse.runtime.compile.backward_tape import (
 )
 from opfuse.runtime.interpret.checkpoint_replay import check_once
 from opfuse.runtime.interpret.interpreter import Interpreter, Kwargs
-from opfuse.runtime.replay.dispatch import ReplayedSegment, runner_of
+from opfuse.runtime.replay.dispatch import ReplayedSegment, popped, runner_of
 from opfuse.runtime.replay.replayable import Recorded, tensors_and_planes
 from opfuse.runtime.weights.packed import from_blocks, to_blocks_again
 from opfuse.tensors.groups import sizes_read_once
@@ -121,7 +120,7 @@ def _handed_over(ctx: Any) -> Iterator[torch.Tensor]:
     ctx.maybe_clear_saved_tensors()
     if ctx.runner.places:
         saved = to_blocks_again(saved, ctx.runner.places)
-    return _popped([*reversed(saved)])
+    return popped([*saved])
 
 
 def _saved_tensors(ctx: Any) -> Sequence[torch.Tensor]:
@@ -248,9 +247,8 @@ def _gradients(
         _begin(runner)
     grads = dict(zip(runner.segment.outputs, received))
     received.clear()
-    tensors = saved.unpack(keep)
-    tensors.reverse()
-    made: Sequence[torch.Tensor | None] = _profiled(runner, BACKWARD, runner.gradients, grads, _popped(tensors))
+    tensors = popped(saved.unpack(keep))
+    made: Sequence[torch.Tensor | None] = _profiled(runner, BACKWARD, runner.gradients, grads, tensors)
     return made
 
 
@@ -258,11 +256,6 @@ def _begin(runner: AnyRunner) -> None:
     """Before gradients have delayed scales: refuse a pass that runs twice, and have one inside of another be a part of that."""
     check_once(runner.plan.name)
     count_in(runner.outer)
-
-
-def _popped(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """From the last to the first. No generator: most passes take all at once, in one call."""
-    return map(tensors.pop, repeat(-1, len(tensors)))
 
 
 # -- a plan --------------------------------------------------------------------------------------------------------------------

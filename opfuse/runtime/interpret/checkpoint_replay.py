@@ -112,22 +112,16 @@ class _RandomStates:
             yield
 
 
-class _CheckpointRecord:
-    """The calls of an outermost checkpoint, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[_FirstCall] = []
-
-
 class _PartOfCall:
-    """The calls of one checkpoint: those of a record from ``start`` on. reached: the next call to repeat, by backward pass.
+    """The calls of one checkpoint: of those of an outermost one, in order, the ones from ``start`` on.
 
-    outer: the backward pass in which the checkpoint was made, by the recomputation of one around it; None if in none. places: of
-    compiled code, whose calls are repeated in any order, the places of each in the record.
+    reached: the next call to repeat, by backward pass. outer: the backward pass in which the checkpoint was made, by the
+    recomputation of one around it; None if in none. places: of compiled code, whose calls are repeated in any order, the places
+    of each in ``calls``.
     """
 
-    def __init__(self, record: _CheckpointRecord, start: int, outer: PassAround = None) -> None:
-        self.record = record
+    def __init__(self, calls: list[_FirstCall], start: int, outer: PassAround = None) -> None:
+        self.calls = calls
         self.start = start
         self.outer = outer
         self.reached: dict[Any, int] = {}
@@ -172,12 +166,12 @@ def _search(pipeline: CalledPipeline, checkpointed: CheckpointedCall | None) -> 
         elif found.compiled:
             return _of_compiled(pipeline, getattr(found.owner, _NAME, None), number)
         elif (part := getattr(found.owner, _NAME, None)) is not None:
-            calls = part.record.calls
+            calls = part.calls
             at = part.reached.get(found.again, part.start)
             if at < len(calls) and _same(pipeline, calls[at].pipeline, strict=found.strict):
                 part.reached[found.again] = at + 1
                 count_in(part.outer)
-                _join(first, part.record, at, number, running_pass() if first and not in_compiled_autograd() else None)
+                _join(first, calls, at, number, running_pass() if first and not in_compiled_autograd() else None)
                 mark_region_used()  # in the region that the function has entered again, if it has
                 call: _FirstCall = calls[at]
                 return call.again
@@ -187,10 +181,10 @@ def _search(pipeline: CalledPipeline, checkpointed: CheckpointedCall | None) -> 
     if not first:
         return None
     outermost = getattr(first[-1].owner, _NAME, None)
-    record = _CheckpointRecord() if outermost is None else outermost.record
-    _join(first, record, len(record.calls), number)
+    calls = [] if outermost is None else outermost.calls
+    _join(first, calls, len(calls), number)
     made = _FirstCall(pipeline)
-    record.calls.append(made)
+    calls.append(made)
     kind = Pass.TRAINED if any(found.trains for found in first) else Pass.FIRST
     return lambda run: made.first(kind, run, checkpointed)
 
@@ -203,7 +197,7 @@ def _of_compiled(pipeline: CalledPipeline, part: _PartOfCall | None, number: _Ca
         raise _not_repeated(pipeline, got)
     count_in(part.outer)
     mark_region_used()
-    return part.record.calls[places[0]].again_in_graph
+    return part.calls[places[0]].again_in_graph
 
 
 def check_once(label: str) -> None:
@@ -227,14 +221,12 @@ _CHECKED: list[int | None] = [None]
 """The backward pass that was checked last."""
 
 
-def _join(
-    first: list[FoundCheckpoint], record: _CheckpointRecord, at: int, number: _CallNumber, outer: PassAround = None
-) -> None:
-    """Give ``record``, from call ``at`` on, to the checkpoints that run for the first time."""
+def _join(first: list[FoundCheckpoint], calls: list[_FirstCall], at: int, number: _CallNumber, outer: PassAround = None) -> None:
+    """Give ``calls``, from call ``at`` on, to the checkpoints that run for the first time."""
     for found in first:
         part: _PartOfCall | None = getattr(found.owner, _NAME, None)
         if part is None:
-            part = _PartOfCall(record, at, outer)
+            part = _PartOfCall(calls, at, outer)
             setattr(found.owner, _NAME, part)
         if found.compiled:
             part.places.setdefault(number, []).append(at)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ class BackwardPass:
 
     def _run(self, replayable: Replayable, key: Any, grads: GradOutputs, saved: list[torch.Tensor]) -> Result:
         def interpret(recorder: Recorder | None) -> Ran:
-            return Ran(self.interpreter.gradients(grads, _one_by_one(saved)), packs=self.packs or self.packing is not None)
+            return Ran(self.interpreter.gradients(grads, popped(saved)), packs=self.packs or self.packing is not None)
 
         def release() -> None:
             saved.clear()
@@ -278,11 +279,10 @@ class BackwardPass:
             backward.program.settle()
 
 
-def _one_by_one(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors in order, each released when it is taken."""
+def popped(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors in order, each released when it is taken. No generator: most passes take all at once, in one call."""
     tensors.reverse()
-    while tensors:
-        yield tensors.pop()
+    return map(tensors.pop, repeat(-1, len(tensors)))
 
 
 class ReplayedSegment:

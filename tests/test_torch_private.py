@@ -80,7 +80,6 @@ ALLOWED = {
     "_apply": "a method that a module overrides bears its name",
     "_save_to_state_dict": "a method that a module overrides bears its name",
     "_load_from_state_dict": "a method that a module overrides bears its name",
-    "_should_skip_dynamo": "a method that a mode overrides bears its name",
 }
 """Private names of torch that may stand elsewhere, and why."""
 

@@ -28,7 +28,7 @@ from opfuse.inspect.observe import parts_of
 from opfuse.kernels.engine.sized import standing_for, stands_for_gpu
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
-from opfuse.torch_private.dispatch import TorchDispatchMode
+from opfuse.torch_private.dispatch import UncompiledMode
 from opfuse.torch_private.operations import tree_leaves, tree_map
 from opfuse.torch_private.tensors import number_of
 
@@ -62,7 +62,7 @@ class AllocatedBlock:
     read: int = 0
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(UncompiledMode):
     """Follows ops on the meta device inside of :meth:`following`. weights: the module of each storage of a weight, by its number.
 
     places: from which op on the weights of which module were read last. segments: first and last op of each pass of a segment.
@@ -77,12 +77,6 @@ class Ledger(TorchDispatchMode):
         self._alive: dict[int, AllocatedBlock] = {}
         self._values: Any = WeakIdKeyDictionary()
         self._began = 0
-        self._depth = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: nothing that runs under it is compiled."""
-        return False
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -12,16 +12,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opfuse.torch_private.names import attribute, convention, private
 
 
-class _NotedOperations(TorchDispatchMode):
+class UncompiledMode(TorchDispatchMode):
+    """A mode whose method torch does not wrap, which would import torch.compile at its first call and take seconds.
+
+    Nothing is lost: what opfuse runs inside of compiled code is a custom op, where dynamo does not look.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _NotedOperations(UncompiledMode):
     """Notes the operations that it sees."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[str] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(str(func))

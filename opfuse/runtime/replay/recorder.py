@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from opfuse.events import HostCallBegan, HostCallEnded, KernelLaunched, ValuesRead, subscribed
 from opfuse.runtime.replay.instructions import WORD, AddressSlot, CallStep, LaunchStep, OpStep, Ref, Step, TensorOffset
-from opfuse.torch_private.dispatch import TorchDispatchMode, schema_of
+from opfuse.torch_private.dispatch import UncompiledMode, schema_of
 from opfuse.torch_private.tensors import number_of
 
 _aten: Any = torch.ops.aten
@@ -75,7 +75,7 @@ class _StorageSpan:
     views: dict[Any, int] = field(default_factory=dict)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(UncompiledMode):
     """The steps of one run, in order. Records what the thread does inside ``with recorder.recording():``.
 
     given: the tensors that come in, numbered from 0; one that is given twice is given twice in every run. A tensor subclass is
@@ -129,14 +129,6 @@ class Recorder(TorchDispatchMode):
         self.refusal = self.refusal or reason
         for records in (self.steps, self.tensors, self._spans, self._starts, self._wrappers):
             records.clear()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap the method below, and import torch.compile at its first call, which takes seconds.
-
-        Nothing is lost: what opfuse runs inside of compiled code is a custom op, where dynamo does not look.
-        """
-        return False
 
     # -- numbers -----------------------------------------------------------------------------------------------------
 

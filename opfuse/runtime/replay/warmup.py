@@ -24,7 +24,7 @@ from opfuse.kernels.engine.launch import dry_run
 from opfuse.recipes.passes import Pass, running
 from opfuse.runtime.interpret.interpreter import Interpreter
 from opfuse.runtime.replay.recorder import PLAIN
-from opfuse.torch_private.dispatch import TorchDispatchMode, arguments_of, schema_of
+from opfuse.torch_private.dispatch import UncompiledMode, arguments_of, schema_of
 from opfuse.torch_private.operations import tree_leaves
 
 _log = logging.getLogger("opfuse.programs")
@@ -39,7 +39,7 @@ class _Stop(Exception):
     """Ends a rehearsal. Never leaves the module."""
 
 
-class _Harmless(TorchDispatchMode):
+class _Harmless(UncompiledMode):
     """Leaves out what writes in place to memory that was not made inside; ends a rehearsal at other such ops, at one whose values
     matter, and at one that waits for other ranks.
     """
@@ -47,11 +47,6 @@ class _Harmless(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: set[int] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No, as of a recorder."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -18,7 +18,6 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
 from opfuse.recipes.autocast import current_model_init
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
-from opfuse.tensors.planes import structure
 from opfuse.tensors.quantizers import GroupedQuantizer
 from opfuse.tensors.shards import join
 from opfuse.tensors.storage import QuantizedStorage
@@ -89,7 +88,7 @@ def _stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     stored = [part for part in parts if isinstance(part, QuantizedTensor)]
     records = [part.record for part in stored]
     first = records[0] if len(records) == len(parts) else None
-    if first is None or any((structure(record), record.shape) != (structure(first), first.shape) for record in records):
+    if first is None or any((record.structure, record.shape) != (first.structure, first.shape) for record in records):
         return torch.stack(list(parts))
     sizes = (first.matrix_shape[0],) * len(records)
     rowwise, columnwise = (

@@ -26,7 +26,7 @@ from opfuse.formats import DTYPES, USAGES, Element, NumberFormat, dtype_name
 from opfuse.tensors import quantizers
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.masters import stored_in
-from opfuse.tensors.planes import check_describable, known_format, with_formats
+from opfuse.tensors.planes import known_format, with_formats
 from opfuse.tensors.quantizers.base import Quantizer, zero_plane
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -115,7 +115,7 @@ def _no_record(name: str, got: str) -> QuantizedTensorError:
 
 def _apart(tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The plain tensors of one, by what is added to its name."""
-    check_describable(tensor.record)
+    _ = tensor.record.structure  # which raises for planes that the host cannot describe
     arrays: dict[str, torch.Tensor] = {}
     record = _described(tensor.record, "", arrays)
     own: dict[str, torch.Tensor] = {}

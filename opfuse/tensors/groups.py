@@ -61,6 +61,13 @@ class GroupedPlane(Plane):
         source = iter(tensors)
         return self._mapped(member.with_tensors(source) for member in self.members)
 
+    def parts(self) -> Iterable[tuple[int | str, Plane]]:
+        return enumerate(self.members)
+
+    @property
+    def description(self) -> tuple[Any, ...]:
+        return self.sizes, tuple([part for member in self.members for part in member.description[1]])
+
     @property
     def layout(self) -> Any:
         """The layouts of the members."""

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
-from opfuse.errors import QuantizedTensorError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.engine.launch import check_capture
 from opfuse.numerics.layouts import Layout, layout_of, load_data, load_scale, store_data, store_scale
 from opfuse.numerics.scales import are_pow2
 from opfuse.tensors.groups import GroupedPlane
-from opfuse.tensors.storage import Plane, QuantizedStorage
-
-Made = TypeVar("Made")
-
-
-def _kept(make: Callable[[QuantizedStorage], Made]) -> Callable[[QuantizedStorage], Made]:
-    """``make``, whose result stays with the storage, which is frozen: compiled code asks for it at each call."""
-    name = f"_{make.__name__}"
-
-    @wraps(make)
-    def kept(storage: QuantizedStorage) -> Made:
-        known = vars(storage)
-        if name not in known:
-            known[name] = make(storage)
-        return known[name]  # type: ignore[no-any-return]
-
-    return kept
-
-
-INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}
-"""Names for the tensors of a record, of which a plane need not have all: usage and field."""
+from opfuse.tensors.storage import INNER_NAMES, Plane, QuantizedStorage
 
 
 def map_tensors(storage: QuantizedStorage, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedStorage:
@@ -86,7 +64,7 @@ def _lies(plane: Plane) -> Layout:
 
 def _has_scales_of(source: Plane, target: Plane) -> bool:
     """Whether scales of ``source`` are powers of two wherever ``target`` says that its own are."""
-    said = [(one, other.format.pow2 and not one.format.pow2) for (_, one), (_, other) in zip(_parts(source), _parts(target))]
+    said = [(one, other.format.pow2 and not one.format.pow2) for (_, one), (_, other) in zip(source.parts(), target.parts())]
     return all(_has_powers(part) for part, unknown in said if unknown)
 
 
@@ -105,7 +83,7 @@ def formats_of(storage: QuantizedStorage) -> dict[str, NumberFormat]:
 
 def known_format(plane: Plane) -> NumberFormat:
     """The format of ``plane``, with what its arrays say of their values, for which the host reads them."""
-    scales = [cast(torch.Tensor, part.scale) for _, part in _parts(plane) if plane.format.family == "block"]
+    scales = [cast(torch.Tensor, part.scale) for _, part in plane.parts() if plane.format.family == "block"]
     known = bool(scales) and all(not scale.is_meta and are_pow2(scale) for scale in scales)
     return plane.format.replace(pow2=known)
 
@@ -137,43 +115,8 @@ def as_matrix(storage: QuantizedStorage) -> QuantizedStorage:
     return with_shape(storage, storage.plane(storage.usages[0]).shape)
 
 
-@_kept
-def named_tensors(storage: QuantizedStorage) -> Mapping[str, torch.Tensor]:
-    """The tensors of ``storage`` by name, from :data:`INNER_NAMES`; those of a group with its number behind."""
-    found = {
-        f"{name}{number}": getattr(part, field)
-        for name, (usage, field) in INNER_NAMES.items()
-        if (plane := getattr(storage, usage)) is not None
-        for number, part in _parts(plane)
-    }
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def _parts(plane: Plane) -> Iterable[tuple[int | str, Plane]]:
-    return enumerate(plane.members) if isinstance(plane, GroupedPlane) else [("", plane)]
-
-
-@_kept
-def structure(storage: QuantizedStorage) -> tuple[Any, ...]:
-    """All of ``storage`` but its tensors and its shape, to compare. QuantizedTensorError as :func:`check_describable`."""
-    check_describable(storage)
-    planes = [storage.plane(usage) for usage in storage.usages]
-    sizes = tuple(plane.sizes if isinstance(plane, GroupedPlane) else None for plane in planes)
-    parts = tuple(tuple((p.usage, p.format, p.shape, p.swizzled) for _, p in _parts(plane)) for plane in planes)
-    return storage.dtype, storage.why, tuple(zip(sizes, parts))
-
-
-def check_describable(storage: QuantizedStorage) -> None:
-    """QuantizedTensorError for groups whose sizes only the device knows: no value of the host tells how such planes lie."""
-    for plane in (storage.plane(usage) for usage in storage.usages):
-        if plane.in_groups and not isinstance(plane, GroupedPlane):
-            wanted, cure = "planes that the host can describe", "dequantize() it first"
-            got = "groups of rows of sizes that only the device knows"
-            raise QuantizedTensorError(describe(f"{plane.usage} plane", wanted=wanted, got=got, cure=cure))
-
-
 def assemble(tensors: Mapping[str, torch.Tensor], made: tuple[Any, ...], shape: Sequence[int]) -> QuantizedStorage:
-    """The storage that :func:`named_tensors` and :func:`structure` took apart."""
+    """The storage whose ``named_tensors`` and ``structure`` these are."""
     dtype, why, described = made
     planes: dict[str, Plane] = {}
     for sizes, parts in described:

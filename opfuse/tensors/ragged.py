@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
+from opfuse.errors import QuantizedTensorError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, EncodedArrays, Encoding, WithOriginal
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
@@ -65,6 +66,11 @@ class RaggedPlane(Plane):
         source = iter(tensors)
         plain = super().with_tensors(source)
         return replace(self, data=plain.data, scale=plain.scale, groups=self.groups._replace(table=next(source)))
+
+    @property
+    def description(self) -> NoReturn:
+        wanted, got = "planes that the host can describe", "groups of rows of sizes that only the device knows"
+        raise QuantizedTensorError(describe(f"{self.usage} plane", wanted=wanted, got=got, cure="dequantize() it first"))
 
     @property
     def layout(self) -> Layout:

@@ -7,18 +7,21 @@ frozen; the bytes of a plane may be rewritten in place (optimizers, gathers), wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from opfuse.errors import MissingPlaneError, ShapeError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat, Usage
+from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.kernels.casts.transpose import transposed
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, relayout_scale, store_scale
+
+INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}
+"""Names for the tensors of a record, of which a plane need not have all: usage and field."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,15 @@ class Plane:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors of this plane, in a fixed order."""
         return tuple([t for t in (self.data, self.scale, self.amax) if t is not None])
+
+    def parts(self) -> Iterable[tuple[int | str, Plane]]:
+        """The planes of one array each, with what stands behind the names of their tensors: itself, or those of its groups."""
+        return [("", self)]
+
+    @property
+    def description(self) -> tuple[Any, ...]:
+        """All of it but its tensors. QuantizedTensorError for groups whose sizes no value of the host tells."""
+        return None, ((self.usage, self.format, self.shape, self.swizzled),)
 
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Plane:
         """A copy of the plane over other ``tensors``, in the order of :meth:`tensors`."""
@@ -106,7 +118,7 @@ class QuantizedStorage:
     """A tensor of logical ``shape`` and nominal ``dtype`` as quantized planes; ``why`` says why a plane is missing.
 
     A plane may hold more rows than the shape says: zeros that fill its last block. What follows from the fields is kept once it
-    was asked for, since each call of a pipeline asks it of every weight.
+    was asked for, since each call of a pipeline, and of compiled code, asks it of every weight.
     """
 
     shape: torch.Size
@@ -188,6 +200,22 @@ class QuantizedStorage:
     @cached_property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         return tuple([t for plane in (self.rowwise, self.columnwise) if plane is not None for t in plane.tensors()])
+
+    @cached_property
+    def named_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Its tensors by name, from :data:`INNER_NAMES`; those of a group with its number behind."""
+        found = {
+            f"{name}{number}": getattr(part, field)
+            for name, (usage, field) in INNER_NAMES.items()
+            if (plane := getattr(self, usage)) is not None
+            for number, part in plane.parts()
+        }
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """All of it but its tensors and its shape, to compare. QuantizedTensorError as :attr:`Plane.description`."""
+        return self.dtype, self.why, tuple([self.plane(usage).description for usage in self.usages])
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> QuantizedStorage:
         """A copy of the storage over other tensors, in the order of :meth:`tensors`."""

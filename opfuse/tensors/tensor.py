@@ -14,19 +14,9 @@ from torch.autograd.graph import increment_version
 from opfuse.errors import QuantizedTensorError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.tensors import dispatch, exchange, gather, one_plane_fsdp, partial_writes, shards
-from opfuse.tensors.planes import (
-    INNER_NAMES,
-    as_matrix,
-    assemble,
-    covers,
-    decoded,
-    map_tensors,
-    named_tensors,
-    structure,
-    tensor_pairs,
-)
+from opfuse.tensors.planes import as_matrix, assemble, covers, decoded, map_tensors, tensor_pairs
 from opfuse.tensors.quantized import Quantized
-from opfuse.tensors.storage import Plane, QuantizedStorage
+from opfuse.tensors.storage import INNER_NAMES, Plane, QuantizedStorage
 from opfuse.tensors.straight import gradient_text, straight_through
 from opfuse.torch_private.tensors import make_wrapper_subclass, no_torch_function
 
@@ -274,7 +264,7 @@ class QuantizedTensor(Quantized):
         return tensor
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        return list(named_tensors(self.record)), (structure(self.record), self._quantizer, self._readonly)
+        return list(self.record.named_tensors), (self.record.structure, self._quantizer, self._readonly)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
@@ -284,7 +274,7 @@ class QuantizedTensor(Quantized):
     def __getattr__(self, name: str) -> torch.Tensor:
         """An array by the name that ``__tensor_flatten__`` gives it; AttributeError for one of a plane that was not made."""
         if name.startswith(tuple(INNER_NAMES)):
-            found = named_tensors(self.record)
+            found = self.record.named_tensors
             if name in found:
                 return found[name]
             raise AttributeError(f"this {type(self).__name__} has no {name}: it holds {', '.join(found)}")

@@ -30,7 +30,6 @@ from opfuse.runtime.compile.saved_call import CallInside, apart, autocast_dtype,
 from opfuse.runtime.compile.write_version import write_version
 from opfuse.runtime.interpret.checkpoint_replay import CheckpointedCall, check_recomputed_in_graph
 from opfuse.tensors.dispatch import HANDLERS
-from opfuse.tensors.planes import named_tensors
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.autograd import is_saved_by_its_node, keeps_graph
 from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, not_traced
@@ -272,7 +271,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or the first array of one that lives quantized."""
-    return next(iter(named_tensors(tensor.record).values())) if isinstance(tensor, QuantizedTensor) else tensor
+    return next(iter(tensor.record.named_tensors.values())) if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _by_memory(op: Any, tensors: Sequence[torch.Tensor], *rest: Any) -> Any:

@@ -172,9 +172,10 @@ def schema(
     as_json: Json = True,
 ) -> None:
     """Print the JSON schema of configurations."""
-    from opfuse.cli.schema import schema
+    from opfuse.cli.output import echo_json
+    from opfuse.config.schema import configuration_schema, policy_schema
 
-    schema(policy=policy)
+    echo_json(policy_schema() if policy else configuration_schema())
 
 
 def kernels(

@@ -90,11 +90,14 @@ class Explanation:
         return tuple(name for plan in self.plans for name in plan.fusions)
 
     def __str__(self) -> str:
-        return text(self)
+        """A screenful: pipelines that are alike once, rules that fused or were refused, sums."""
+        section = _brief if self.rule is None else _of_rule
+        return "\n".join((*_head(self), *_pipelines(self, section), *([] if self.rule else ["", DETAILS])))
 
     def details(self) -> str:
         """As text: every rule at every place, each product and each value saved, where ``str`` is a screenful."""
-        return details(self)
+        saved = ["", "saved for backward", *listed(self.saved)] if self.saved and self.rule is None else []
+        return "\n".join((*_head(self), *_pipelines(self, _full if self.rule is None else _of_rule), *saved))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: ``forward`` and ``backward`` outcomes, the pipelines before and after, bytes, backend."""
@@ -119,17 +122,6 @@ class Explanation:
     def mermaid(self) -> str:
         """A Mermaid flow chart of each direction of each pipeline; fused nodes share a box."""
         return "\n\n".join("\n".join(_mermaid(plan, side)) for plan in self.plans for side in SIDES)
-
-
-def text(e: Explanation) -> str:
-    """A screenful: pipelines that are alike once, rules that fused or were refused, sums."""
-    return "\n".join((*_head(e), *_pipelines(e, _brief if e.rule is None else _of_rule), *([] if e.rule else ["", DETAILS])))
-
-
-def details(e: Explanation) -> str:
-    """Every rule at every place, each product and each value that is saved."""
-    saved = ["", "saved for backward", *listed(e.saved)] if e.saved and e.rule is None else []
-    return "\n".join((*_head(e), *_pipelines(e, _full if e.rule is None else _of_rule), *saved))
 
 
 def _head(e: Explanation) -> Iterator[str]:

@@ -410,3 +410,8 @@ def converted(module: nn.Module) -> Converted | None:
     """The forward that :func:`opfuse.fuse_` gave a module that it has converted."""
     own = given_forward(module)
     return own if isinstance(own, Converted) else None
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether it has converted some module of ``model``."""
+    return any(converted(module) is not None for module in model.modules())

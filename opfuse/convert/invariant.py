@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from opfuse.convert.converted import Converted, converted
+from opfuse.convert.converted import Converted, converted, is_converted
 from opfuse.convert.fuse import fuse_, unfuse_
 from opfuse.convert.invariant_attention import NAME, InvariantAttention, register_attention
 from opfuse.convert.report import Report
@@ -93,7 +93,7 @@ def invariant(model: nn.Module) -> Report:
                 forward.report, forward.strict = told, True
         _try(model)
     except BaseException:
-        if any(converted(module) is not None for module in model.modules()):
+        if is_converted(model):
             unfuse_(model)
         model.set_attn_implementation(before)  # type: ignore[operator]
         raise

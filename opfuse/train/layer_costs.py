@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opfuse.convert.converted import converted
+from opfuse.convert.converted import converted, is_converted
 from opfuse.convert.experts import experts_of
 from opfuse.convert.fuse import fuse_, unfuse_
 from opfuse.convert.leaves import weight_of
@@ -80,7 +80,7 @@ def layer_costs(model: nn.Module, recipe: object, loss: Loss) -> LayerCosts:
     ConversionError for a model that is converted already, and for one without such layers.
     """
     chosen = as_recipe(recipe)
-    if any(converted(module) is not None for module in model.modules()):
+    if is_converted(model):
         cure = "opfuse.unfuse_(model) first"
         raise ConversionError(describe("layer_costs", wanted="a model that is not converted", got="one that is", cure=cure))
     layers = list(_layers(model, chosen))

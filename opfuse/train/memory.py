@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from opfuse.convert.converted import converted
+from opfuse.convert.converted import converted, is_converted
 from opfuse.convert.fuse import fuse_
 from opfuse.convert.head_loss import LossKind
 from opfuse.core.operation import FusibleOperation
@@ -207,7 +207,7 @@ class _MemoryStep:
         """Whether a copy of the model is converted: not one of opfuse's ops, and none that is to stay as it is."""
         if _is_of_ops(self.model):
             return False
-        return self.recipe is not None or (self.settings.loss == "fused" and not _is_converted(self.model))
+        return self.recipe is not None or (self.settings.loss == "fused" and not is_converted(self.model))
 
     def _run(self, model: nn.Module) -> Memory:
         """Both passes."""
@@ -225,13 +225,9 @@ class _MemoryStep:
         return _MemoryAccount(self, model, ledger, forward, saved, gradients).memory()
 
 
-def _is_converted(model: nn.Module) -> bool:
-    return any(converted(module) is not None for module in model.modules())
-
-
 def _is_of_ops(model: nn.Module) -> bool:
     """Whether a model computes by ops of opfuse as it is."""
-    return not _is_converted(model) and any(isinstance(module, FusibleOperation) for module in model.modules())
+    return not is_converted(model) and any(isinstance(module, FusibleOperation) for module in model.modules())
 
 
 @contextmanager

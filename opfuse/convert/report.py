@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from opfuse.errors import ConversionError, describe, nearest
-from opfuse.inspect.alike import alike, common, counted, starred
+from opfuse.inspect.alike import aligned, alike, common, counted, starred
 
 Status = Literal["fused", "joined", "parts", "kept", "refused"]
 STATUSES: tuple[Status, ...] = ("fused", "joined", "parts", "kept", "refused")
@@ -122,9 +122,7 @@ class Report:
 
     def __str__(self) -> str:
         rows = [COLUMNS, *(row[:4] for row in self.rows())]
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join((*lines, self._summary()))
+        return "\n".join((*aligned(rows), self._summary()))
 
     def _repr_html_(self) -> str:
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[:4]) + "</tr>" for row in self.rows())

@@ -1,9 +1,9 @@
-"""Grouping what layers of a model have in common, so that reports tell it once, with the number of layers."""
+"""Grouping what layers of a model have in common, so that reports tell it once, with the number of layers; aligned rows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -37,3 +37,11 @@ def common(names: Sequence[str]) -> str:
 def counted(names: Sequence[str]) -> str:
     """The :func:`common` name, with the number of names if there are several: ``layers.*.mlp ×2``."""
     return f"{common(names)} ×{len(names)}" if len(names) > 1 else names[0]
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:
+    """A line of text for each row, whose cells begin below each other; those of the columns ``right`` end so."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = (cell.rjust(n) if i in right else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths)))
+        yield "  ".join(cells).rstrip()

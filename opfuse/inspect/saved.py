@@ -12,7 +12,7 @@ from torch import nn
 from opfuse.domains import checked_arguments
 from opfuse.errors import OpfuseError, PipelineError, describe, number_of
 from opfuse.formats import dtype_name
-from opfuse.inspect.alike import alike, common, counted, starred
+from opfuse.inspect.alike import aligned, alike, common, counted, starred
 from opfuse.inspect.gradients import error_of, gradients_of
 from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, observe
 from opfuse.recipes import Recipe, autocast, current_recipe
@@ -184,10 +184,7 @@ def totals_line(totals: Totals) -> str:
 def listed(values: Sequence[SavedValue]) -> Iterator[str]:
     """Lines of a table of the values."""
     rows = [HEAD, *(_row(same) for same in alike(values, _as_another))]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        cells = (cell.rjust(n) if name == "bytes" else cell.ljust(n) for name, cell, n in zip(HEAD, row, widths))
-        yield "  " + "  ".join(cells).rstrip()
+    return (f"  {line}" for line in aligned(rows, right=(HEAD.index("bytes"),)))
 
 
 def _as_another(v: SavedValue) -> SavedValue:

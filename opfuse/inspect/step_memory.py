@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from opfuse.inspect.alike import alike, counted, starred
+from opfuse.inspect.alike import aligned, alike, counted, starred
 from opfuse.inspect.charts import PageChart
 from opfuse.inspect.page import Cell, Page, PageBytes, PageSection, PageTable, rounded_bytes
 
@@ -116,9 +116,7 @@ def _lines(found: Memory) -> Iterator[str]:
     yield str(found.settings)
     yield ""
     rows = [HEAD, *((name, *map(rounded_bytes, sizes)) for name, *sizes in _folded(found))]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for name, *cells in rows:
-        yield "  ".join((name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:]))))
+    yield from aligned(rows, right=range(1, len(HEAD)))
     yield ""
     for name, size in (*found.held.items(), ("saved by the forward pass", found.saved), ("gradients", found.gradients)):
         if size:

@@ -19,6 +19,7 @@ from opfuse.core.protocol import RunsOps
 from opfuse.domains import NUMBER
 from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest, notice
 from opfuse.events import GroupRan
+from opfuse.inspect.alike import aligned
 from opfuse.inspect.casts import DeviceFigures, figures
 from opfuse.inspect.writers import OF_STEP, WATCHED, sink_of
 from opfuse.recipes.passes import Pass, current_pass
@@ -298,10 +299,7 @@ _HEAD = tuple(name for name in WATCHED if name != "nonfinite")
 
 def _rows(records: list[dict[str, Any]]) -> Iterator[str]:
     latest = {(record["op"], record["tensor"], record["plane"]): record for record in records}
-    rows = [_HEAD, *(tuple(map(_cell, (record[name] for name in _HEAD))) for record in latest.values())]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    return aligned([_HEAD, *(tuple(map(_cell, (record[name] for name in _HEAD))) for record in latest.values())])
 
 
 def _cell(value: object) -> str:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from opfuse.errors import PipelineError, describe, number_of
 from opfuse.tensors.storage import QuantizedStorage
@@ -26,6 +27,12 @@ class RunsOps(Protocol):
 
     def told(self) -> Iterable[Sequence[str]]:
         """What became of each module of the model that was converted: module, class, recipe, what it became, status."""
+
+
+def runs_ops(module: nn.Module) -> RunsOps | None:
+    """What stands for the ``forward`` of ``module`` and runs ops, if something does."""
+    own = getattr(vars(module).get("forward"), "__self__", None)
+    return own if isinstance(own, RunsOps) else None
 
 
 class Grouping(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from opfuse.core.operation import FusibleOperation
-from opfuse.core.protocol import RunsOps
+from opfuse.core.protocol import runs_ops
 from opfuse.core.tracers import Enrolled
 from opfuse.errors import PipelineError, describe, number_of
 from opfuse.runtime.fuser import OperationFuser, infos_of
@@ -48,8 +48,7 @@ def _pipelines(model: nn.Module) -> Iterator[tuple[str, list[OperationFuser]]]:
     """The path of each module that runs pipelines, and these; none yet for an op and a converted module that nobody called."""
     inside = {id(op) for module in model.modules() if _is_list(module) for op in module.children()}
     for path, module in model.named_modules():
-        converted = getattr(vars(module).get("forward"), "__self__", None)
-        if isinstance(converted, RunsOps):
+        if (converted := runs_ops(module)) is not None:
             yield path, [run.fuser for run in converted.runs if run.fuser is not None]
         elif isinstance(module, FusibleOperation):
             if "_fuser" in vars(module) or id(module) not in inside:

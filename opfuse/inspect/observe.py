@@ -14,7 +14,7 @@ from torch import nn
 
 from opfuse.compiler.plan import Plan
 from opfuse.core.context import Value
-from opfuse.core.protocol import RunsOps
+from opfuse.core.protocol import runs_ops
 from opfuse.errors import PipelineError, describe
 from opfuse.events import PlanUsed, ProductChosen, TensorSaved, collected, silenced, subscribed
 from opfuse.formats import dtype_name
@@ -206,7 +206,7 @@ def _check(model: object, given: CallInputs) -> None:
 def _no_op_ran(model: nn.Module) -> PipelineError:
     """The error for a call in which no op ran."""
     got, cure = type(model).__name__, "convert the model, opfuse.fuse_(model, recipe), or pass a module of opfuse.ops"
-    if any(isinstance(getattr(vars(module).get("forward"), "__self__", None), RunsOps) for module in model.modules()):
+    if any(map(runs_ops, model.modules())):
         without = " since no recipe is active" if current_recipe() is None else ""
         got = f"a converted {got} whose modules ran their own forwards{without}"
         cure = "call it under a recipe: inside of opfuse.autocast(recipe=...), or outside of autocast(enabled=False)"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from opfuse.core.operation import FusibleOperation
-from opfuse.core.protocol import RunsOps
+from opfuse.core.protocol import runs_ops
 from opfuse.domains import NUMBER
 from opfuse.errors import OpfuseWarning, PipelineError, describe, nearest, notice
 from opfuse.events import GroupRan
@@ -267,8 +267,7 @@ def _ops(model: nn.Module) -> Iterator[tuple[str, FusibleOperation]]:
     for path, module in model.named_modules():
         if isinstance(module, FusibleOperation):
             yield path, module
-        forward = getattr(vars(module).get("forward"), "__self__", None)
-        if isinstance(forward, RunsOps):  # of a converted module
+        if (forward := runs_ops(module)) is not None:  # of a converted module
             yield from forward.named_ops()
 
 
@@ -290,8 +289,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 def _told(model: nn.Module) -> Iterator[Sequence[str]]:
     """What ``fuse_`` told of a model that it converted; of one that was converted part by part, what it told of the first."""
-    forwards = (getattr(vars(module).get("forward"), "__self__", None) for module in model.modules())
-    yield from next((forward.told() for forward in forwards if isinstance(forward, RunsOps)), ())
+    yield from next((forward.told() for forward in map(runs_ops, model.modules()) if forward is not None), ())
 
 
 _HEAD = tuple(name for name in WATCHED if name != "nonfinite")

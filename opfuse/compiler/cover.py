@@ -390,13 +390,9 @@ def _replaced(function: FusionFunction, ops: Sequence[BasicOperation], env: Env)
     result = function.func(list(ops), recipe=env.recipe)
     is_list = isinstance(result, Sequence) and all(isinstance(op, FusibleOperation) for op in result)
     if not is_list or [id(basic) for op in result for basic in op.basic_ops] != [id(op) for op in ops]:
-        raise FusionError(
-            describe(
-                f"fusion function {function.name!r}",
-                wanted="a list of ops that stand for the same basic ops in the same order",
-                got=[op.label for op in result] if is_list else repr(result),
-                cure="replace runs of ops by FusedOperations of exactly these ops",
-            )
-        )
+        wanted = "a list of ops that stand for the same basic ops in the same order"
+        got = [op.label for op in result] if is_list else repr(result)
+        cure = "replace runs of ops by FusedOperations of exactly these ops"
+        raise FusionError(describe(f"fusion function {function.name!r}", wanted=wanted, got=got, cure=cure))
     starts = accumulate((len(op.basic_ops) for op in result), initial=0)
     return [(start, op) for start, op in zip(starts, result) if isinstance(op, FusedOperation)]

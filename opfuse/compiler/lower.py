@@ -351,23 +351,13 @@ def check_channels(ops: Sequence[BasicOperation], imports: Collection[str] = ())
     for op in ops:
         for i, channel in enumerate(op.extra_input_channels):
             if channel.name is not None and channel.name not in produced:
-                raise PipelineError(
-                    describe(
-                        f"{op.label} extra input {i}",
-                        wanted=f"an earlier op that produces channel {channel.name!r}",
-                        got=_among(channel.name, sorted(produced)),
-                        cure="put the producer before the consumer, or take the input from the caller",
-                    )
-                )
+                wanted, got = f"an earlier op that produces channel {channel.name!r}", _among(channel.name, sorted(produced))
+                cure = "put the producer before the consumer, or take the input from the caller"
+                raise PipelineError(describe(f"{op.label} extra input {i}", wanted=wanted, got=got, cure=cure))
         for channel in op.extra_output_channels:
             if channel.name in produced:
-                raise PipelineError(
-                    describe(
-                        f"{op.label} extra output",
-                        wanted="one producer a channel",
-                        got=f"a second producer of {channel.name!r}",
-                        cure="rename one of the channels",
-                    )
-                )
+                where, wanted = f"{op.label} extra output", "one producer a channel"
+                got, cure = f"a second producer of {channel.name!r}", "rename one of the channels"
+                raise PipelineError(describe(where, wanted=wanted, got=got, cure=cure))
             if channel.name is not None:
                 produced.add(channel.name)

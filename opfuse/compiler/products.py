@@ -87,14 +87,9 @@ def _check_found(op: BasicOperation, role: str, stored: QuantizedTensor, read: C
     """MissingPlaneError for a plane that is read and cannot be had."""
     for usage in USAGES:
         if usage in read and _format(stored, usage) is None:
-            raise MissingPlaneError(
-                describe(
-                    f"{op.label} {role}",
-                    wanted=f"{usage} data, which a product of this call reads",
-                    got=f"a parameter stored without: {stored.held.why}",
-                    cure="quantize it in both directions" + _SPARED.get(usage, ""),
-                )
-            )
+            wanted, got = f"{usage} data, which a product of this call reads", f"a parameter stored without: {stored.held.why}"
+            cure = "quantize it in both directions" + _SPARED.get(usage, "")
+            raise MissingPlaneError(describe(f"{op.label} {role}", wanted=wanted, got=got, cure=cure))
 
 
 def _as_stored(formats: Formats) -> Formats:

@@ -154,26 +154,14 @@ class RuleSet:
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
             if name not in self.names:
-                raise FusionError(
-                    describe(
-                        f"fusion {name!r}",
-                        wanted=f"one of {self.names}",
-                        got=repr(name),
-                        cure="name a registered fusion" + nearest(name, self.names),
-                    )
-                )
+                wanted, cure = f"one of {self.names}", "name a registered fusion" + nearest(name, self.names)
+                raise FusionError(describe(f"fusion {name!r}", wanted=wanted, got=repr(name), cure=cure))
 
     def _free(self, fusion: object, kind: type) -> None:
         name = _typed(fusion, kind).name
         if name in self.names:
-            raise FusionError(
-                describe(
-                    f"fusion {name!r}",
-                    wanted="a new name",
-                    got="one that is registered",
-                    cure="choose another name or unregister the old rule",
-                )
-            )
+            got, cure = "one that is registered", "choose another name or unregister the old rule"
+            raise FusionError(describe(f"fusion {name!r}", wanted="a new name", got=got, cure=cure))
 
 
 def extends(rule: Fusion, base: Fusion) -> bool:

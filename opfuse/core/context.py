@@ -137,14 +137,9 @@ class Context:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""
         declared = self.op.saves
         if declared is None or set(values) != set(declared):
-            raise SavedTensorError(
-                describe(
-                    f"{self.op.label} saved state",
-                    wanted=f"exactly {declared}",
-                    got=tuple(values),
-                    cure="list every saved name in the class attribute `saves`; pass None for what no gradient needs",
-                )
-            )
+            where, wanted = f"{self.op.label} saved state", f"exactly {declared}"
+            cure = "list every saved name in the class attribute `saves`; pass None for what no gradient needs"
+            raise SavedTensorError(describe(where, wanted=wanted, got=tuple(values), cure=cure))
         if self._saved:
             values |= {name: value for name, value in self._saved.items() if name.isdigit()}
         self._store(values)
@@ -217,14 +212,10 @@ class Context:
         SavedTensorError if one of them was written since: autograd counts writes only from here on.
         """
         if self._versions != self._versions_now():
-            raise SavedTensorError(
-                describe(
-                    f"{self.op.label} saved state",
-                    wanted="tensors that stay as they were saved",
-                    got="one that a later op of the pipeline changed in place",
-                    cure="clone the extra tensor that the op with in_place=True writes to, or use in_place=False",
-                )
-            )
+            where, wanted = f"{self.op.label} saved state", "tensors that stay as they were saved"
+            got = "one that a later op of the pipeline changed in place"
+            cure = "clone the extra tensor that the op with in_place=True writes to, or use in_place=False"
+            raise SavedTensorError(describe(where, wanted=wanted, got=got, cure=cure))
         tensors: list[torch.Tensor] = []
         for name, value in self._saved.items():
             parts = _tensors(value)

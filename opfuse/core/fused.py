@@ -28,14 +28,8 @@ class FusedOperation(FusibleOperation):
         super().__init__()
         ops = tuple(basic_ops)
         if not ops or not all(isinstance(op, BasicOperation) for op in ops):
-            raise PipelineError(
-                describe(
-                    type(self).__name__,
-                    wanted="at least one BasicOperation",
-                    got=[type(op).__name__ for op in ops],
-                    cure="pass the basic ops in forward order",
-                )
-            )
+            got, cure = [type(op).__name__ for op in ops], "pass the basic ops in forward order"
+            raise PipelineError(describe(type(self).__name__, wanted="at least one BasicOperation", got=got, cure=cure))
         self._modules["basic_ops"] = nn.ModuleList(ops)
 
     @property

@@ -163,14 +163,9 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "spec" or name in spec_fields(self):
-            raise SpecError(
-                describe(
-                    f"{self.label}.{name}",
-                    wanted="no assignment: hyper-parameters are frozen",
-                    got=repr(value),
-                    cure=f"build a new {type(self).__name__} and put it in the pipeline",
-                )
-            )
+            wanted = "no assignment: hyper-parameters are frozen"
+            cure = f"build a new {type(self).__name__} and put it in the pipeline"
+            raise SpecError(describe(f"{self.label}.{name}", wanted=wanted, got=repr(value), cure=cure))
         super().__setattr__(name, value)
 
     def forward(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Any:
@@ -398,23 +393,12 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
         what = ("input", "output")[side]
         index = INTEGER.checked(f"{self.label} extra {what} channel", index, PipelineTypeError)
         if not 0 <= index < len(channels):
-            raise PipelineIndexError(
-                describe(
-                    f"{self.label} extra {what} channel",
-                    wanted=f"an index below {len(channels)}",
-                    got=index,
-                    cure=f"this op has {number_of(len(channels), f'extra {what}')}",
-                )
-            )
+            wanted, cure = f"an index below {len(channels)}", f"this op has {number_of(len(channels), f'extra {what}')}"
+            raise PipelineIndexError(describe(f"{self.label} extra {what} channel", wanted=wanted, got=index, cure=cure))
         if self._captured:
-            raise ChannelError(
-                describe(
-                    f"{self.label} extra {what} {index}",
-                    wanted="channels set before the first call",
-                    got="a captured op",
-                    cure="set channels before the op enters a pipeline, or build a new op",
-                )
-            )
+            wanted, got = "channels set before the first call", "a captured op"
+            cure = "set channels before the op enters a pipeline, or build a new op"
+            raise ChannelError(describe(f"{self.label} extra {what} {index}", wanted=wanted, got=got, cure=cure))
         channels[index] = channel
 
     # -- quantization ------------------------------------------------------------------------------------------------------

@@ -162,14 +162,9 @@ class _LearnedNorm(_Normalization):
 
     def _check_input(self, x: torch.Tensor) -> None:
         if (found := tuple(x.shape[-len(self.normalized_shape) :])) != self.normalized_shape:
-            raise ShapeError(
-                describe(
-                    f"{self.label} input",
-                    wanted=f"trailing dimensions {self.normalized_shape}",
-                    got=tuple(x.shape),
-                    cure=f"pass so many features, or have the op before it make them, or build the op for {found}",
-                )
-            )
+            wanted = f"trailing dimensions {self.normalized_shape}"
+            cure = f"pass so many features, or have the op before it make them, or build the op for {found}"
+            raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(x.shape), cure=cure))
 
 
 class RMSNorm(_LearnedNorm):

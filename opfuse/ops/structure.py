@@ -44,14 +44,9 @@ class Reshape(BasicOperation):
         try:
             return input_.reshape(self.shape)
         except RuntimeError as error:
-            raise ShapeError(
-                describe(
-                    f"{self.label} input",
-                    wanted=f"{number_of(input_.numel(), 'element')} to fit {self.shape}",
-                    got=tuple(input_.shape),
-                    cure="name a shape of as many elements, or leave one dimension to be found: -1",
-                )
-            ) from error
+            wanted = f"{number_of(input_.numel(), 'element')} to fit {self.shape}"
+            cure = "name a shape of as many elements, or leave one dimension to be found: -1"
+            raise ShapeError(describe(f"{self.label} input", wanted=wanted, got=tuple(input_.shape), cure=cure)) from error
 
     def op_backward(self, ctx: Context, grad_output: torch.Tensor) -> tuple[torch.Tensor, tuple[()]]:
         return grad_output.reshape(ctx.input_shape), ()

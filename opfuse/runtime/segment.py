@@ -85,14 +85,9 @@ class _SegmentFunction(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[Any, ...]:
         check_backward(ctx.runner.plan.name)
         if torch.is_grad_enabled():
-            raise UnsupportedError(
-                describe(
-                    "backward of an opfuse pipeline",
-                    wanted="create_graph=False",
-                    got="a double backward",
-                    cure="compute second derivatives with plain torch modules; quantized backward passes have none",
-                )
-            )
+            where, wanted, got = "backward of an opfuse pipeline", "create_graph=False", "a double backward"
+            cure = "compute second derivatives with plain torch modules; quantized backward passes have none"
+            raise UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
         check_batched(f"backward of {ctx.runner.plan.name}", grad_outputs)
         if ctx.runner.plan.delays:
             _begin(ctx.runner)

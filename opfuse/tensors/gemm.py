@@ -334,11 +334,6 @@ def _check_shapes(name: str, left: Operand, right: Operand) -> None:
     what = GEMMS[name]
     sums = matrix_shape(left.shape)[what.summed[0]], matrix_shape(right.shape)[what.summed[1]]
     if sums[0] != sums[1]:
-        raise ShapeError(
-            describe(
-                f"{name} of {what.left} {tuple(left.shape)} and {what.right} {tuple(right.shape)}",
-                wanted="equal summed dimensions",
-                got=f"{sums[0]} and {sums[1]}",
-                cure="check in_features and out_features",
-            )
-        )
+        where = f"{name} of {what.left} {tuple(left.shape)} and {what.right} {tuple(right.shape)}"
+        got, cure = f"{sums[0]} and {sums[1]}", "check in_features and out_features"
+        raise ShapeError(describe(where, wanted="equal summed dimensions", got=got, cure=cure))

@@ -9,7 +9,7 @@ interpreted from where the pass is: nothing has to be undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -36,25 +36,21 @@ Interpret = Callable[[Sequence[Group], Gradients], None]
 _WANTS_GRADIENT = attrgetter("requires_grad")
 
 
+@torch.no_grad()
 def precomputed_casts(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], nodes: Sequence[Node], inputs: Sequence[Any]
 ) -> tuple[PrecomputedCast, ...]:
     """What ``nodes`` cast, in their order. inputs: of the segment first. A layout is None where no program may take the cast."""
-    with torch.no_grad():
-        return tuple(_precomputed(plan, segment, ops, nodes, inputs))
-
-
-def _precomputed(
-    plan: Plan, segment: Segment, ops: Sequence[BasicOperation], nodes: Sequence[Node], inputs: Sequence[Any]
-) -> Iterator[PrecomputedCast]:
+    made = []
     for node in nodes:
         cast = plan.casts[node.index]
         source = ops[node.op].parameter(cast.role) if node.side else inputs[segment.inputs.index(node.inputs[0])]
         storage = cast(source)
         try:
-            yield PrecomputedCast(node.index, storage, storage.tensors(), identity(storage))
+            made.append(PrecomputedCast(node.index, storage, storage.tensors(), identity(storage)))
         except KeyError:
-            yield PrecomputedCast(node.index, storage, (), None)
+            made.append(PrecomputedCast(node.index, storage, (), None))
+    return tuple(made)
 
 
 @dataclass(frozen=True, eq=False)

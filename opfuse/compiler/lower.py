@@ -34,7 +34,7 @@ from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
 from opfuse.errors import GemmError, PipelineError, describe, nearest
 from opfuse.recipes import Recipe
-from opfuse.recipes.policy import quantized_products
+from opfuse.recipes.policy import OVERRIDES
 
 
 class Inputs(NamedTuple):
@@ -171,11 +171,10 @@ def _casts(
         return {}
     multiplied = params.keys() & set(op.quantized_roles()) or params.keys()
     backward = (("dgrad",) if "input" in needs else ()) + (("wgrad",) if needs & multiplied else ())
-    products = quantized_products(recipe.backward_override, backward)
-    left_out = {"input"} if _leaves_cast(b, index) else set()
+    products = ("fprop",) + (backward if OVERRIDES[recipe.backward_override].backward == "quantized" else ())
     casts, stored = {}, {}
     for role in op.quantized_roles():
-        if role in left_out:
+        if role == "input" and _leaves_cast(b, index):
             continue
         signature = params.get(role)
         is_stored = signature is not None and signature.quantized is not None

@@ -126,19 +126,17 @@ def _of_reader(
         given = env.input_saved and source.inputs == (0,) and not source.spec.groups and saved != "original"
         followed = _CHEAP if env.keep is None else _FOLLOWED
         chain = () if source.side or given else _chain(graph, ops, env, source.inputs[0], followed)
-        if chain is None or (source.side and _saves_the_parameter(cast.quantizer, saved)):
+        if chain is None:
             continue
+        is_plain = cast.quantizer.formats[1].family == IDENTITY.family
+        if source.side and (saved == "original" or (saved == "columnwise" and is_plain)):
+            continue  # the parameter itself would be saved, so that there is nothing to gain
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
         exact = env.keep != "quantized" or not chain or not _CHEAP.isdisjoint(graph.nodes[chain[0]].traits)
         same = exact and anew is not None
         yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain, given, same)
-
-
-def _saves_the_parameter(quantizer: Quantizer, saved: str) -> bool:
-    """Whether the parameter itself would be saved, so that there is nothing to gain."""
-    return saved == "original" or (saved == "columnwise" and quantizer.formats[1].family == IDENTITY.family)
 
 
 def _only(quantizer: Quantizer, usage: Usage) -> Quantizer:

@@ -47,11 +47,6 @@ def planes(role: str, gemms: tuple[str, ...]) -> frozenset[str]:
     return frozenset(plane for reader, plane in reads if reader == role)
 
 
-def quantized_products(override: str | None, backward_gemms: tuple[str, ...]) -> tuple[str, ...]:
-    """The products of a linear layer that read quantized operands, when ``backward_gemms`` are those of its backward pass."""
-    return ("fprop",) + (backward_gemms if OVERRIDES[override].backward == "quantized" else ())
-
-
 def cast_quantizer(quantizer: Quantizer, role: str, override: str | None, backward_gemms: tuple[str, ...]) -> Quantizer | None:
     """``quantizer`` narrowed to the planes that the products of a linear layer read; None if they read none.
 

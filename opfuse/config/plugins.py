@@ -47,10 +47,8 @@ def _offered(group: str, fault_of: Callable[[EntryPoint, Any], PointFault]) -> I
             fault = fault_of(point, value)
         except Exception as error:  # whatever the module of somebody else raises
             message, cure = sentence(str(error)) if isinstance(error, OpfuseError) else (str(error), "")
-            value, fault = (
-                None,
-                ("one that can be imported", f"{type(error).__name__}: {message}", cure or "mend or uninstall it"),
-            )
+            value = None
+            fault = "one that can be imported", f"{type(error).__name__}: {message}", cure or "mend or uninstall it"
         if fault is None:
             yield point.name, value
         else:

@@ -356,10 +356,8 @@ class _Walk:
             if not choice.convert:
                 self.left[module] = {"status": "kept", "got": choice.got, "cure": choice.cure, **left}
             elif kind is COMPRESSED and not is_whole(model):
-                wanted, got = (
-                    "the whole model that was compressed",
-                    "a part of it, which the first call of the whole decompresses",
-                )
+                wanted = "the whole model that was compressed"
+                got = "a part of it, which the first call of the whole decompresses"
                 self.left[module] = {"status": "refused", "wanted": wanted, "got": got, "cure": "fuse_ the whole model", **left}
             elif got := why_not_held(module):
                 self.left[module] = {"status": "refused", "wanted": kind.wanted, "got": got, "cure": kind.cure, **left}

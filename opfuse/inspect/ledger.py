@@ -172,10 +172,8 @@ class Ledger(UncompiledMode):
 
     def _value_of(self, tensor: torch.Tensor) -> Any:
         if tensor not in self._values:
-            got, cure = (
-                "a meta tensor, which has none",
-                "pass what the model reads on the host as numbers or as tensors on the CPU",
-            )
+            got = "a meta tensor, which has none"
+            cure = "pass what the model reads on the host as numbers or as tensors on the CPU"
             raise UnsupportedError(describe("memory: the model", wanted="values that the host can read", got=got, cure=cure))
         return self._values[tensor].item()
 

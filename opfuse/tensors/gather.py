@@ -54,11 +54,8 @@ def before(
         got = number_of(shape[0], "matrix")
         cure = "shard over a number of ranks that divides them, or dequantize() the parameter before"
         if len(shape) == MATRIX:
-            wanted, got, cure = (
-                f"{wanted} of a multiple of {row_unit(storage)} rows",
-                number_of(shape[0], "row"),
-                "pad the parameter's rows",
-            )
+            wanted, got = f"{wanted} of a multiple of {row_unit(storage)} rows", number_of(shape[0], "row")
+            cure = "pad the parameter's rows"
         raise ShapeError(describe(where, wanted=wanted, got=got, cure=cure))
     gathering = Gathering(storage, is_mirror(shard), None, torch.Size(shape), storage.tensors(), None, shard)
     if not agree(shard, mesh):

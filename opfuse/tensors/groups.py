@@ -266,9 +266,7 @@ def check_copied(splits: torch.Tensor, rows: int, *, where: str) -> None:
 def check_sizes(sizes: Sizes, rows: int, *, where: str) -> Sizes:
     """``sizes`` themselves; ShapeError unless they are numbers of rows that add up to ``rows``."""
     if min(sizes, default=0) < 0 or sum(sizes) != rows:
-        wanted, cure = (
-            f"numbers of rows, none below 0, with the sum {rows}",
-            "count the rows of the input that belong to each group",
-        )
+        wanted = f"numbers of rows, none below 0, with the sum {rows}"
+        cure = "count the rows of the input that belong to each group"
         raise ShapeError(describe(f"{where} split sizes", wanted=wanted, got=f"{sizes} with the sum {sum(sizes)}", cure=cure))
     return sizes

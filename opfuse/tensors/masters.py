@@ -55,10 +55,9 @@ def checked(dtype: torch.dtype, where: str) -> torch.dtype:
 def strayed(parameter: torch.Tensor, master: torch.Tensor) -> bool:
     """Whether something else wrote ``parameter``: on this rank it is neither the cast of ``master`` nor equal to it."""
     weight, master = stored_in(parameter).detach(), stored_in(master)
-    values, cast = (
-        weight.to(torch.float32),
-        weight.clone().copy_(master).to(torch.float32),
-    )  # the cast is one of all ranks, at all times, and from the master's own dtype, in which some scale rules compute
+    values = weight.to(torch.float32)
+    # The cast is one of all ranks, at all times, and from the master's own dtype, in which some scale rules compute.
+    cast = weight.clone().copy_(master).to(torch.float32)
     return not torch.equal(values, master.to(torch.float32)) and not torch.equal(values, cast)
 
 

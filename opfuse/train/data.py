@@ -94,10 +94,8 @@ def _tokens(name: str, data: bytes, file: TokenFile) -> torch.Tensor:
     most = int(found.max()) if whole else -1
     if not whole or most >= file.vocabulary:
         wanted = f"16-bit numbers below its vocabulary, {file.vocabulary}"
-        got, cure = (
-            f"{most}" if whole else number_of(len(data), "byte"),
-            "write numpy's uint16 with tofile, and data.vocabulary as the tokenizer has it",
-        )
+        got = f"{most}" if whole else number_of(len(data), "byte")
+        cure = "write numpy's uint16 with tofile, and data.vocabulary as the tokenizer has it"
         raise ConfigError(describe(f"data {name}", wanted=wanted, got=got, cure=cure))
     return found
 

@@ -261,10 +261,8 @@ def _changed(pipeline: CalledPipeline, wanted: CalledPipeline | None) -> Unsuppo
 
 def _not_repeated(pipeline: CalledPipeline, got: str) -> UnsupportedError:
     cure = "checkpoint the compiled function, or compile without fullgraph what is inside of the checkpoint"
-    where, wanted = (
-        f"{pipeline.label} in a graph of torch.compile",
-        "a call whose one run in the forward pass the backward pass repeats",
-    )
+    where = f"{pipeline.label} in a graph of torch.compile"
+    wanted = "a call whose one run in the forward pass the backward pass repeats"
     return UnsupportedError(describe(where, wanted=wanted, got=got, cure=cure))
 
 

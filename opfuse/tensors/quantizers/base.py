@@ -282,10 +282,8 @@ class Quantizer(ABC):
         """
         taken = self.input_dtypes
         if dtype is not None and taken is not None and dtype not in taken:
-            wanted, convert = (
-                ", ".join(map(str, taken)),
-                f"cast the input to {taken[0]}" if taken else "use formats that share one",
-            )
+            wanted = ", ".join(map(str, taken))
+            convert = f"cast the input to {taken[0]}" if taken else "use formats that share one"
             raise DtypeError(describe(where or type(self).__name__, wanted=wanted, got=dtype, cure=convert))
         if not shape:
             scalar = {"wanted": "at least one dimension", "got": "a scalar", "cure": "pass x.reshape(1)"}

@@ -27,10 +27,8 @@ try:
     import accelerate
     from accelerate.utils import KwargsHandler
 except ImportError as error:
-    cure = "pip install opfuse[accelerate]"
-    raise UnsupportedError(
-        describe("opfuse.convert.accelerate", wanted="the package accelerate", got="none", cure=cure)
-    ) from error
+    where, cure = "opfuse.convert.accelerate", "pip install opfuse[accelerate]"
+    raise UnsupportedError(describe(where, wanted="the package accelerate", got="none", cure=cure)) from error
 
 
 @dataclass
@@ -62,10 +60,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         handlers = [*(kwargs_handlers or ())]
         own = [each for each in handlers if isinstance(each, OpfuseRecipeKwargs)]
         if len(own) > 1:
-            cure = "give modules recipes of their own by its policy"
-            raise ConversionError(
-                describe("Accelerator kwargs_handlers", wanted="one OpfuseRecipeKwargs", got=len(own), cure=cure)
-            )
+            wanted, cure = "one OpfuseRecipeKwargs", "give modules recipes of their own by its policy"
+            raise ConversionError(describe("Accelerator kwargs_handlers", wanted=wanted, got=len(own), cure=cure))
         if own and "fp8" in (options.get("mixed_precision"), *args):
             raise _other_library()
         self.opfuse_recipe_handler = own[0] if own else None

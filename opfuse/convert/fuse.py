@@ -248,10 +248,9 @@ def _check_whole(where: str, forwards: Mapping[nn.Module, Converted]) -> None:
     """ConversionError if one of the modules is over ranks."""
     label = next((forward.label for forward in forwards.values() if forward.over_ranks), None)
     if label is not None:
+        wanted, got = "modules with all of their parameters", "experts over ranks"
         cure = "call it on a model as it was built, and parallelize_module after that"
-        raise ConversionError(
-            describe(f"{where} {label}", wanted="modules with all of their parameters", got="experts over ranks", cure=cure)
-        )
+        raise ConversionError(describe(f"{where} {label}", wanted=wanted, got=got, cure=cure))
 
 
 def _none_converted(where: str, model: nn.Module) -> ConversionError:

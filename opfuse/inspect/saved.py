@@ -84,10 +84,9 @@ def saved(model: nn.Module, *inputs: Any, errors: bool = False, **named: Any) ->
     """
     given = CallInputs(inputs, named)
     if errors and any(tensor.is_meta for tensor in given.tensors):
+        where, wanted, got = "saved(errors=True)", "tensors with values", "some on the meta device"
         cure = "leave errors out, or give the model memory (to_empty) and values, and pass inputs with values"
-        raise PipelineError(
-            describe("saved(errors=True)", wanted="tensors with values", got="some on the meta device", cure=cure)
-        )
+        raise PipelineError(describe(where, wanted=wanted, got=got, cure=cure))
     found = observe(model, given)
     recipes = recipes_of(found)
     asked = ("backward_override", "keep") if len(recipes) == 1 else ()

@@ -106,10 +106,8 @@ class GroupedLinear(BasicOperation):
         if not bias:
             self.__dict__["spec"] = replace(self.spec, scale_bias=False, single_grouped_bias=False)
         if delay_wgrad_compute and accumulate_into_main_grad:
-            got, cure = "delay_wgrad_compute beside it", "choose one of the two"
-            raise SpecError(
-                describe(f"{where}.accumulate_into_main_grad", wanted="gradients that come at once", got=got, cure=cure)
-            )
+            wanted, got = "gradients that come at once", "delay_wgrad_compute beside it"
+            raise SpecError(describe(f"{where}.accumulate_into_main_grad", wanted=wanted, got=got, cure="choose one of the two"))
         if self.spec.scale_bias:
             self.__dict__["num_extra_inputs"] = 2
         super().__init__()

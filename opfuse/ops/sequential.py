@@ -158,10 +158,8 @@ class Sequential(Enrolled):
         try:
             self.add_module(name, module)
         except (KeyError, TypeError) as error:
-            cure = f"give it another name: {error.args[0]}"
-            raise PipelineError(
-                describe("Sequential", wanted="a name that a submodule can have", got=repr(name), cure=cure)
-            ) from error
+            wanted, cure = "a name that a submodule can have", f"give it another name: {error.args[0]}"
+            raise PipelineError(describe("Sequential", wanted=wanted, got=repr(name), cure=cure)) from error
 
     def append(self, module: nn.Module) -> Sequential:
         """Add a module at the end."""
@@ -345,9 +343,8 @@ class Sequential(Enrolled):
             ]
             if not places:
                 wanted, cure = "a BasicOperation of this Sequential, or its index", "pass keyword arguments to basic ops only"
-                raise PipelineError(
-                    describe("Sequential op_kwargs", wanted=wanted, got=getattr(op, "label", repr(key)), cure=cure)
-                )
+                got = getattr(op, "label", repr(key))
+                raise PipelineError(describe("Sequential op_kwargs", wanted=wanted, got=got, cure=cure))
             if isinstance(key, int):
                 name = self._name(key)
                 places = [(run, i) for run, i in places if run.starts.get(name) == i]

@@ -37,10 +37,9 @@ class CopiedView(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if written(cls, func, args, kwargs):
-            wanted, cure = "a tensor that holds its values", "write to the whole: t[index] = value; or clone() the view"
-            raise QuantizedTensorError(
-                describe(f"{func}", wanted=wanted, got="a view of a QuantizedTensor, which is a copy", cure=cure)
-            )
+            wanted, got = "a tensor that holds its values", "a view of a QuantizedTensor, which is a copy"
+            cure = "write to the whole: t[index] = value; or clone() the view"
+            raise QuantizedTensorError(describe(f"{func}", wanted=wanted, got=got, cure=cure))
         result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         return copied_views(result) if func.is_view else result
 

@@ -67,10 +67,8 @@ def compute(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[s
     for tensor in targets:
         shape = plain[id(tensor)].shape
         if shape != tensor.shape:
-            cure = "dequantize() it first"
-            raise QuantizedTensorError(
-                describe(f"{func} on {tensor!r}", wanted="an unchanged shape", got=tuple(shape), cure=cure)
-            )
+            where, cure = f"{func} on {tensor!r}", "dequantize() it first"
+            raise QuantizedTensorError(describe(where, wanted="an unchanged shape", got=tuple(shape), cure=cure))
     for tensor in targets:
         tensor.quantize_(plain[id(tensor)])
     wrappers = {id(plain[id(tensor)]): tensor for tensor in targets}

@@ -64,10 +64,8 @@ class QuantizedTensor(Quantized):
         cls, storage: QuantizedStorage, *, quantizer: Quantizer | None = None, requires_grad: bool = False
     ) -> QuantizedTensor:
         if not isinstance(storage, QuantizedStorage):
-            cure = "quantize a tensor by calling a quantizer: quantizer(x)"
-            raise QuantizedTensorError(
-                describe("QuantizedTensor", wanted="a QuantizedStorage", got=type(storage).__name__, cure=cure)
-            )
+            got, cure = type(storage).__name__, "quantize a tensor by calling a quantizer: quantizer(x)"
+            raise QuantizedTensorError(describe("QuantizedTensor", wanted="a QuantizedStorage", got=got, cure=cure))
         exchange.register_nested_lists()
         placement = {"dtype": storage.dtype, "device": storage.device}
         tensor: QuantizedTensor = make_wrapper_subclass(cls, storage.shape, **placement, requires_grad=requires_grad)

@@ -25,10 +25,8 @@ def writable(directory: Path) -> Path:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"\0")
     except OSError as error:
-        cure = "name another directory with --out"
-        raise OutputError(
-            describe(str(directory), wanted="a directory to write in", got=os_error_text(error), cure=cure)
-        ) from None
+        got, cure = os_error_text(error), "name another directory with --out"
+        raise OutputError(describe(str(directory), wanted="a directory to write in", got=got, cure=cure)) from None
     return directory
 
 

@@ -123,10 +123,9 @@ def memory(
     first = first or next((f"input {i}" for i, each in enumerate(inputs) if _has_memory(each)), None)
     first = first or next((name for name, each in named.items() if _has_memory(each)), None)
     if first is not None:
+        wanted, got = "a tensor on the meta device", "one with memory"
         cure = "make model and inputs under torch.device('meta'), or move them: model.to('meta')"
-        raise ConversionError(
-            describe(f"memory: {first}", wanted="a tensor on the meta device", got="one with memory", cure=cure)
-        )
+        raise ConversionError(describe(f"memory: {first}", wanted=wanted, got=got, cure=cure))
     most, chosen = None if budget is None else bytes_of(budget), _recipe(recipe)
     settings = MemorySettings("none" if chosen is None else repr(chosen), optimizer, world, checkpointing, loss, main_grads)
     step = _MemoryStep(model, inputs, named, chosen, settings)
@@ -248,10 +247,9 @@ def _root(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     found = [loss] if isinstance(loss, torch.Tensor) else [each for each in tensors_within(output) if each.requires_grad]
     if not found:
+        wanted, got = "a tensor with a gradient", type(output).__name__
         cure = "pass inputs of a training step: labels, or a model whose first tensor needs a gradient"
-        raise ConversionError(
-            describe("memory: the result", wanted="a tensor with a gradient", got=type(output).__name__, cure=cure)
-        )
+        raise ConversionError(describe("memory: the result", wanted=wanted, got=got, cure=cure))
     return found[0]
 
 

@@ -297,7 +297,14 @@ def host() -> str:
     small = {name: eager[f"host, A 256x256, {name}, forward + backward"] for name in ("none", *FP8, "mxfp8", "nvfp4")}
     few = [small[name] for name in ("none", *FP8)]
     decoder = [1 / eager[f"host, decoder of 4 layers 2048x4096, {name}, step, wall"] for name in FP8]
-    experts = [faster for name, faster in compiled.items() if name.startswith(f"{EXPERTS}, fp8_")]
+    experts, of_graphs = (
+        [
+            faster
+            for name, faster in compiled.items()
+            if name.startswith(f"{EXPERTS}, fp8_") and name.endswith(" as a graph") == graph
+        ]
+        for graph in (False, True)
+    )
     called, graph = ([compiled[f"{FEW}, {name} packed{how}, with AdamW"] for name in FP8[:2]] for how in ("", " as a graph"))
     return (
         "- Not for small layers or few tokens. With 256 tokens of hidden size 256 Python takes longer than the GPU: a training\n"
@@ -308,7 +315,8 @@ def host() -> str:
         f"  bf16. Compiled Llama layers have {min(called):.2f} to {max(called):.2f} times the speed of compiled bf16 with 512\n"
         f"  tokens, and {min(graph):.2f} to {max(graph):.2f} times with [whole steps as a CUDA\n"
         "  graph](docs/torch.md#a-whole-step); layers with the\n"
-        f"  128 small experts of Qwen3-30B-A3B and 8192 tokens {min(experts):.2f} to {max(experts):.2f} times."
+        f"  128 small experts of Qwen3-30B-A3B and 8192 tokens {min(experts):.2f} to {max(experts):.2f} times, and "
+        f"{min(of_graphs):.2f} to {max(of_graphs):.2f} as a graph."
     )
 
 

@@ -16,8 +16,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import UnsupportedError
+from opfuse.runtime.graphs import check_module
 from opfuse.runtime.replay import warmup as rehearsal
 from opfuse.tensors import quantizers, row_collectives
+from tests.ops.test_op_errors import raised
 
 RECIPES = {"none": None, "mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling()}
 
@@ -175,3 +177,16 @@ def test_a_tensor_parallel_pipeline_is_compiled_by_itself_and_not_inside_of_a_gr
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"meet around it. Cure: compile the pipeline by itself"):
         torch.compile(nn.Sequential(inside), backend="eager", fullgraph=True)(data().float())
     torch._dynamo.reset()
+
+
+def test_a_graph_takes_no_parameters_in_shards(mesh):
+    wanted = "parameters that no ranks share"
+    gathered = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(gathered[1], mesh=mesh)
+    with raised(UnsupportedError, RuntimeError, wanted, "got 1 in shards"):
+        check_module("graphed", gathered)
+    placed = nn.Sequential(nn.Linear(4, 4))
+    placed[0].bias = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
+    with raised(UnsupportedError, RuntimeError, wanted, "got 0.bias in shards"):
+        check_module("graphed", placed)
+    check_module("graphed", nn.Sequential(nn.Linear(4, 4)))

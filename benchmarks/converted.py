@@ -36,7 +36,7 @@ LEAST = {"delayed compiled": 1.30, "fp8_current compiled": 1.30, f"{QUANTIZED} c
 
 LENGTH = 4096
 """Tokens of the longest sequence: a step of more tokens has several. In one sequence of 16 384 tokens attention, which no recipe
-touches, takes a quarter of a step of Llama 3 8B's layers in bf16, and half of Qwen3-30B-A3B's.
+touches, takes nearly half of a pass through Qwen3-30B-A3B's layers in bf16, and a fifth of Mixtral's.
 """
 
 WARM = 3
@@ -124,8 +124,11 @@ def as_graph(step: Call, model: nn.Module, *optimizers: torch.optim.Optimizer) -
 
 
 def batch(tokens: int) -> tuple[int, int]:
-    """How many sequences a step has, and how long they are."""
-    return max(1, tokens // LENGTH), min(tokens, LENGTH)
+    """How many sequences a step has, and how long they are. ValueError for tokens that are no whole sequences."""
+    length = min(tokens, LENGTH)
+    if tokens % length:
+        raise ValueError(f"a step wants whole sequences of {LENGTH} tokens, got {tokens} tokens; time a multiple of {LENGTH}")
+    return tokens // length, length
 
 
 def calls_of(model: nn.Module, stack: Stack, device: str, *, graph: bool = False) -> Calls:

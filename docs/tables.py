@@ -297,15 +297,9 @@ def host() -> str:
     small = {name: eager[f"host, A 256x256, {name}, forward + backward"] for name in ("none", *FP8, "mxfp8", "nvfp4")}
     few = [small[name] for name in ("none", *FP8)]
     decoder = [1 / eager[f"host, decoder of 4 layers 2048x4096, {name}, step, wall"] for name in FP8]
-    experts, of_graphs = (
-        [
-            faster
-            for name, faster in compiled.items()
-            if name.startswith(f"{EXPERTS}, fp8_") and name.endswith(" as a graph") == graph
-        ]
-        for graph in (False, True)
-    )
-    called, graph = ([compiled[f"{FEW}, {name} packed{how}, with AdamW"] for name in FP8[:2]] for how in ("", " as a graph"))
+    of_experts = {name: faster for name, faster in compiled.items() if name.startswith(f"{EXPERTS}, fp8_")}
+    graphs, experts = ([of_experts[name] for name in of_experts if name.endswith(GRAPH) == graph] for graph in (True, False))
+    called, graph = ([compiled[f"{FEW}, {name} packed{how}, with AdamW"] for name in FP8[:2]] for how in ("", GRAPH))
     return (
         "- Not for small layers or few tokens. With 256 tokens of hidden size 256 Python takes longer than the GPU: a training\n"
         f"  step takes {min(few):.1f} to {max(few):.1f} times as long as in eager bf16 without a recipe and in FP8, "
@@ -316,7 +310,7 @@ def host() -> str:
         f"  tokens, and {min(graph):.2f} to {max(graph):.2f} times with [whole steps as a CUDA\n"
         "  graph](docs/torch.md#a-whole-step); layers with the\n"
         f"  128 small experts of Qwen3-30B-A3B and 8192 tokens {min(experts):.2f} to {max(experts):.2f} times, and "
-        f"{min(of_graphs):.2f} to {max(of_graphs):.2f} as a graph."
+        f"{min(graphs):.2f} to {max(graphs):.2f} as a graph."
     )
 
 
@@ -343,6 +337,7 @@ SPEED = {
 FP8 = ("fp8_block", "fp8_current", "delayed")
 EXPERTS = "two layers of Qwen3-30B-A3B, 8192 tokens"
 FEW = "libraries, Llama of 4 layers 512x4096"
+GRAPH = " as a graph"
 
 LLAMA = "converted, Llama of 4 layers 4096x4096"
 CONVERTED = {

@@ -604,6 +604,11 @@ def test_many_tokens_are_several_sequences(tokens: int, shape: tuple[int, int]) 
     assert converted.batch(tokens) == shape
 
 
+def test_a_step_has_whole_sequences() -> None:
+    with pytest.raises(ValueError, match="got 6144 tokens"):
+        converted.batch(6144)
+
+
 @pytest.mark.parametrize("kind", ["", "fp8_block"])
 def test_a_mixture_of_small_sizes_runs_both_passes(kind: str) -> None:
     pytest.importorskip("transformers", reason="of the extra `test`")

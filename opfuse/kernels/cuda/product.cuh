@@ -10,7 +10,8 @@
 //                [blocks of lines, right_pitch]
 //         2      LINES: a scale for 128 neighbours of a line on both sides, [blocks, left_pitch] and [blocks, right_pitch]
 //                Under TILES and LINES the sums of a block are scaled and added in fp32. TILES: one fma with the product of both scales.
-//                LINES: times the scale of the left, rounded, then one fma with that of the right
+//                LINES: times the scale of the left, rounded, then one fma with that of the right. Scales that belong to lines begin on
+//                16 bytes, and their pitches are multiples of 4
 //         3      ROWS: a scale for each line, on 4 bytes. Sums as under TENSORS, FAST or not, times the scale of the right, rounded, then
 //                times that of the left
 // Order          of additions: that of the library's products (cuBLASLt) of the same formats, so results have the same bits, but where

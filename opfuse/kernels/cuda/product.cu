@@ -16,17 +16,19 @@ struct Rounded {
 
     DEVICE_FN void store(const Product& p, const Group& g, const Tile& tile, u32 base, const Consumer& own, float (&sums)[2][64], float scale) {
         constexpr u32 ACROSS = STORED_PITCH / sizeof(RESULT);
-        u32 line = tile.line + (FAST ? 0 : own.number * BOX);
         if (ACCUMULATE && !has_steps(tile)) return;
 #pragma unroll
-        for (u32 i = 0; i < 2; ++i)
+        for (u32 i = 0; i < 2; ++i) {
+            if (i == parts_of(g, tile, own)) return;
+            u32 line = tile.line + line_of_part(own, i);
 #pragma unroll
             for (u32 c = 0; c < BOX / ACROSS; ++c) {
                 u32 room = next_room(base, own, used);
                 write(room, own, &sums[i][c * ACROSS / 2], scale, RESULT{});
                 fill_room(own);
-                if (own.thread == 0) store_room<ACCUMULATE>(p, &p.result, lines_of(g, tile), g.result, line + i * STORED_LINES, tile.column + c * ACROSS, room);
+                if (own.thread == 0) store_room<ACCUMULATE>(p, &p.result, lines_of(g, tile), g.result, line, tile.column + c * ACROSS, room);
             }
+        }
     }
 
     // Of each eight columns, a pair in both lines. The sums stay in the registers of the matrix unit; results take others.

@@ -26,7 +26,8 @@
 //                loads; two consumers of four warps multiply. Dynamic shared memory: SHARED bytes, which the host knows
 // FAST           a tile is 128 x 128, and the consumers take turns by tiles: one multiplies while the other stores
 // otherwise      a tile is 256 x 128, and each consumer has half of its lines; the second follows the first, so that one multiplies while
-//                the other adds
+//                the other adds. Under OF_LINES many groups may have few lines: consumers take 64 lines in turn, and leave out those behind
+//                the last line
 // End            what is done with the sums of a tile: a consumer calls `store` for its 128 lines and columns, and `finish` at last. It
 //                stores through ROOMS rooms in shared memory. TURNED: each consumer has 128 x 128 bytes more, in place of a stage under
 //                FAST, otherwise of two rooms
@@ -59,14 +60,21 @@ constexpr bool BY_BLOCKS = SCALING == TILES || SCALING == LINES;
 constexpr int OF_LINES = 1, OF_SUMS = 2;
 constexpr int CONSUMER = 128, PRODUCT_THREADS = 3 * CONSUMER;
 
+#ifndef RUNS
+#define RUNS 0
+#endif
+
 #if HOPPER
 
 constexpr u32 BOX = 128;                              // lines, columns, and bytes along a sum
 constexpr u32 TALL = FAST ? 1 : 2;                    // how many boxes of the left a tile has
+constexpr u32 PART = 64;                              // lines that are multiplied at once; a consumer has two parts of a tile
+constexpr bool IN_TURN = !FAST && RUNS == OF_LINES;   // a consumer's next part lies behind one of the other's
+constexpr u32 NEXT_PART = IN_TURN ? 2 * PART : PART;
 constexpr u32 STAGES = FAST ? 6 - TURNED : 3;
 constexpr u32 ROOMS = FAST || TURNED ? 2 : 4;         // for results, of a consumer
 constexpr u32 BOX_BYTES = BOX * BOX, STAGE_BYTES = (TALL + 1) * BOX_BYTES;
-constexpr u32 STORED_LINES = 64, STORED_PITCH = 128, STORED_BYTES = STORED_LINES * STORED_PITCH;  // one room for results
+constexpr u32 STORED_LINES = PART, STORED_PITCH = 128, STORED_BYTES = STORED_LINES * STORED_PITCH;  // one room for results
 constexpr u32 LEFT_SCALE_BYTES = (TALL * BOX + 4) * sizeof(float);  // from a multiple of four lines on
 constexpr u32 RIGHT_SCALE_BYTES = SCALING == LINES ? BOX * sizeof(float) : 0;
 constexpr u32 SCALE_BYTES = BY_BLOCKS ? LEFT_SCALE_BYTES + RIGHT_SCALE_BYTES : 0;
@@ -77,10 +85,6 @@ static_assert(AT_BARRIERS + 2 * STAGES * 8 <= SHARED, "the shared memory that th
 
 // Numbers of meetings. Each consumer has one of OWN, and one of TURN; these are FAST's, STARTED and FOLLOW the others', with the same numbers.
 constexpr u32 OWN = 1, TURN = 3, STARTED = 3, FOLLOW = 4;
-
-#ifndef RUNS
-#define RUNS 0
-#endif
 
 struct Tile {
     u32 line, column, steps;
@@ -185,15 +189,26 @@ struct Consumer {
     u32 number, thread, warp, lane;
 };
 
-// A warp is done with a stage: as a whole it has waited for the products of the stage, before which it read the scales.
-DEVICE_FN void release(u32 empty, const Consumer& own) {
-    if (own.lane == 0) arrive(empty);
+// The first line of a consumer's part i, from the first line of its tile.
+DEVICE_FN u32 line_of_part(const Consumer& own, u32 i) { return (FAST ? 0 : own.number * (IN_TURN ? PART : BOX)) + i * NEXT_PART; }
+
+// How many of its parts a consumer multiplies.
+DEVICE_FN u32 parts_of(const Group& g, const Tile& tile, const Consumer& own) {
+    u32 lines = lines_of(g, tile) - tile.line;
+    return IN_TURN ? (lines > line_of_part(own, 0)) + (lines > line_of_part(own, 1)) : 2;
 }
 
-// Multiplies 64 lines of the stage's left, box i of the consumer's two, by its right.
-DEVICE_FN void multiply_box(float (&sums)[64], u32 left, u32 right, u32 i) {
+// Done with a stage. A warp has waited for its products as one; scales each lane has read for itself, so each arrives.
+constexpr u32 ARRIVALS = BY_BLOCKS ? 32 : 1;  // of a warp
+
+DEVICE_FN void release(u32 empty, const Consumer& own) {
+    if (own.lane < ARRIVALS) arrive(empty);
+}
+
+// Multiplies a part of the stage's left by its right.
+DEVICE_FN void multiply_part(float (&sums)[64], u32 left, u32 right) {
 #pragma unroll
-    for (u32 k = 0; k < BOX / 32; ++k) multiply_64x128x32(sums, left + i * DOWN_64 + k * ALONG_32, right + k * ALONG_32, k != 0);
+    for (u32 k = 0; k < BOX / 32; ++k) multiply_64x128x32(sums, left + k * ALONG_32, right + k * ALONG_32, k != 0);
 }
 
 // The next of the consumer's rooms for 64 rows of 128 bytes, once the engine has read what was in it.
@@ -278,21 +293,53 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
     if ((count & 1) == own.number) meet(TURN + own.number, 2 * CONSUMER);  // for the turn that has no tile
 }
 
-// Consumers share a tile. Sums of 128 elements are added in fp32; one consumer adds while the other multiplies.
+// Multiplies the first PARTS parts of a consumer in a tile. Sums of 128 elements are added in fp32. `follows`: consumer 0 has begun a tile.
+template <u32 PARTS>
+DEVICE_FN void multiply_parts(const Group& g, const Tile& tile, const Consumer& own, Ring& ring, float (&sums)[2][64], bool& follows) {
+    u32 own_scales = (tile.line % 4 + line_of_part(own, 0) + own.warp * 16 + own.lane / 4) * sizeof(float);  // from the first scale of a stage
+    if constexpr (SCALING == TILES) asm volatile("" : "+r"(own_scales));  // else the compiler computes it anew in each step
+    const float* of_tiles = g.right_scale + static_cast<u64>(tile.column / BOX) * g.right_pitch + block_at(tile, 0);
+    float of_tile = SCALING == TILES && has_steps(tile) ? load_constant(of_tiles) : 1.0f;
+    float part[64];
+    for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
+        BlockScales scales;
+        wait(ring.full(), ring.parity);
+        u32 left = operand_at(ring.left()) + line_of_part(own, 0) / PART * DOWN_64, right = operand_at(ring.right());
+        if constexpr (SCALING == LINES && PARTS) scales.read_columns(ring.scales() + LEFT_SCALE_BYTES + own.lane % 4 * 2 * sizeof(float));
+        float next_tile = SCALING == TILES && PARTS ? load_constant(of_tiles + smaller(k + 1, tile.steps - 1)) : 1.0f;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            if constexpr (BY_BLOCKS) scales.read_rows(ring.scales() + own_scales + i * NEXT_PART * sizeof(float));
+            begin_products();
+            multiply_part(part, left + i * NEXT_PART / PART * DOWN_64, right);
+            commit_products();
+            if (SCALING == TILES) scales.rows[0] *= of_tile, scales.rows[1] *= of_tile;
+            if (i == 0 && k == 0 && own.number == 0) {  // the second consumer begins after the first, which waits for it once in each tile
+                if (follows) meet(STARTED, 2 * CONSUMER);
+                signal(FOLLOW, 2 * CONSUMER);
+                follows = true;
+            }
+            wait_products<0>();
+            sums_are_ready(part);
+            if (i == PARTS - 1) release(ring.empty(), own);
+            add_part(sums[i], part, scales);
+        }
+        if constexpr (PARTS == 0) release(ring.empty(), own);
+        of_tile = next_tile;
+    }
+}
+
+// Consumers share a tile; one adds while the other multiplies.
 template <class End>
 DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own, End& end) {
     Ring ring(base, 0);
     u32 group = 0, tiles = tiles_of(p);
-    bool later = false;
-    float sums[2][64], part[64];
+    bool follows = false;
+    float sums[2][64];
     for (u32 t = blockIdx.x; t < tiles; t += gridDim.x) {
         Tile tile = tile_at(p, t, group);
         const Group& g = p.groups[group];
         float scale = SCALING == TENSORS ? g.left_scale[0] * g.right_scale[0] : 1.0f;
-        u32 line = tile.line + own.number * BOX + own.warp * 16 + own.lane / 4;
-        u32 own_scales = (line - (tile.line & ~3u)) * sizeof(float);  // from the first scale of a stage
-        const float* of_tiles = g.right_scale + static_cast<u64>(tile.column / BOX) * g.right_pitch + block_at(tile, 0);
-        float of_tile = SCALING == TILES && has_steps(tile) ? load_constant(of_tiles) : 1.0f;
 #pragma unroll
         for (u32 i = 0; i < 2; ++i)
 #pragma unroll
@@ -301,35 +348,18 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
             meet(FOLLOW, 2 * CONSUMER);
             signal(STARTED, 2 * CONSUMER);
         }
-        for (u32 k = 0; k < tile.steps; ++k, ring.advance()) {
-            BlockScales scales;
-            wait(ring.full(), ring.parity);
-            u32 left = operand_at(ring.left() + own.number * BOX_BYTES), right = operand_at(ring.right());
-            if constexpr (SCALING == LINES) scales.read_columns(ring.scales() + LEFT_SCALE_BYTES + own.lane % 4 * 2 * sizeof(float));
-            float next_tile = SCALING == TILES ? load_constant(of_tiles + smaller(k + 1, tile.steps - 1)) : 1.0f;
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                if constexpr (BY_BLOCKS) scales.read_rows(ring.scales() + own_scales + i * 64 * sizeof(float));
-                begin_products();
-                multiply_box(part, left, right, i);
-                commit_products();
-                if (SCALING == TILES) scales.rows[0] *= of_tile, scales.rows[1] *= of_tile;
-                if (i == 0 && k == 0 && own.number == 0) {  // the second consumer begins after the first, which waits for it once in each tile
-                    if (later) meet(STARTED, 2 * CONSUMER);
-                    signal(FOLLOW, 2 * CONSUMER);
-                    later = true;
-                }
-                wait_products<0>();
-                sums_are_ready(part);
-                if (i == 1) release(ring.empty(), own);
-                add_part(sums[i], part, scales);
-            }
-            of_tile = next_tile;
-        }
+        u32 parts = parts_of(g, tile, own);
+        if (parts == 0)
+            multiply_parts<0>(g, tile, own, ring, sums, follows);
+        else if (parts == 1)
+            multiply_parts<1>(g, tile, own, ring, sums, follows);
+        else
+            multiply_parts<2>(g, tile, own, ring, sums, follows);
+        u32 line = tile.line + line_of_part(own, 0) + own.warp * 16 + own.lane / 4;
         if constexpr (SCALING == ROWS) scale_rows(p, g, tile, line, tile.column + own.lane % 4 * 2, sums);
         end.store(p, g, tile, base, own, sums, scale);
     }
-    if (own.number == 0 && later) meet(STARTED, 2 * CONSUMER);
+    if (own.number == 0 && follows) meet(STARTED, 2 * CONSUMER);
 }
 
 // What a block does: one warp loads, two consumers multiply and hand the sums of their tiles to `end`.
@@ -340,7 +370,7 @@ DEVICE_FN void multiply(const Product& p, End& end) {
     if (threadIdx.x == 0) {
         for (Ring ring(base, 0); ring.parity == 0; ring.advance()) {
             init_barrier(ring.full(), 1);
-            init_barrier(ring.empty(), FAST ? 4 : 8);  // of warps
+            init_barrier(ring.empty(), (FAST ? 4 : 8) * ARRIVALS);  // of warps
         }
         publish_barriers();
     }

@@ -153,7 +153,7 @@ struct Chained {
 
     DEVICE_FN void store(const Product& product, const Group& g, const Tile& tile, u32 base, const Consumer& own, float (&sums)[2][64],
                          float scale) {
-        u32 top = tile.line + (FAST ? 0 : own.number * BOX), box = base + AT_TURNED + own.number * BOX_BYTES;
+        u32 top = tile.line + line_of_part(own, 0), box = base + AT_TURNED + own.number * BOX_BYTES;
         if constexpr (TURNED) {
             if (own.thread == 0) wait_stores_read<0>();
             meet(OWN + own.number, CONSUMER);
@@ -168,7 +168,7 @@ struct Chained {
         }
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) {
-            u32 first = top + i * 64, line = first + own.warp * 16 + own.lane / 4;
+            u32 first = top + i * NEXT_PART, line = first + own.warp * 16 + own.lane / 4;
             At at = {line, {line < g.lines ? ~0u : 0, line + 8 < g.lines ? ~0u : 0}, tile.column + own.lane % 4 * 2};
             Values made[CAST == BLOCKS ? 2 : 1];
             u32 codes[16];

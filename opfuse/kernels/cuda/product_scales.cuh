@@ -2,8 +2,10 @@
 #pragma once
 #include "product.cuh"
 
-// Line e of a thread's four lines, two of each 64, from `line` on; the last line, if there is no such line.
-DEVICE_FN u32 line_of(const Group& g, const Tile& tile, u32 line, u32 e) { return smaller(line + e % 2 * 8 + e / 2 * 64, lines_of(g, tile) - 1); }
+// Line e of a thread's four lines, two of each part, from `line` on; the last line, if there is no such line.
+DEVICE_FN u32 line_of(const Group& g, const Tile& tile, u32 line, u32 e) {
+    return smaller(line + e % 2 * 8 + e / 2 * NEXT_PART, lines_of(g, tile) - 1);
+}
 
 // ROWS: sums times the scale of their column, rounded, then times that of their line. Scales are read as if their memory could change;
 // otherwise the compiler reads them sooner, before this consumer has let the other one multiply.

@@ -4,21 +4,28 @@ Needs compute capability 9.0. Operands are random codes; scales differ from line
 
 A product is limited by the chip's power, so its speed depends on what ran before. Kernels that take turns back to back share
 that power; some products are also timed cool, after a pause, and alone.
+
+Experts are groups whose sizes the device alone knows, which cuBLASLt does not take: they are beside torch's grouped product in
+bf16, both as CUDA graphs, since the host takes longer to queue products of 128 experts than the device to make them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.timing import Call, alone, compared, cool
 from opfuse.formats import E4M3, ROWWISE, NumberFormat, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.native import _scaled_mm
+from opfuse.kernels.products.runs import product_of_rows
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.layouts import Layout
+from opfuse.numerics.row_groups import RowGroups, row_groups
 
 BF16 = torch.bfloat16
 
@@ -56,6 +63,13 @@ GROUPS = ((8, 2048), (64, 256))
 FEATURES = 7168, 2048
 """Of groups: in and out."""
 
+EXPERTS, ROWS = 128, (16, 64, 128, 192)
+"""Experts, and how many rows each may have."""
+
+OF_EXPERTS = "per tensor, fast", FORWARD
+FEW = {(FORWARD, 16): 100.0}
+"""TFLOP/s at least: DeepGEMM's with so few rows, by the project's first comparison."""
+
 
 def operand(fmt: NumberFormat, lines: int, length: int, device: str) -> Stored:
     layout = Layout(fmt, ROWWISE, (lines, length))
@@ -90,6 +104,33 @@ def measure(device: str = "cuda") -> Iterator[dict[str, Any]]:
             yield {"kind": name, "problem": problem, **speeds, "least": kind.least}
 
 
+def graph_of(call: Call) -> Call:
+    """The call as a CUDA graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def of_experts(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """One row for each kind and number of rows: TFLOP/s, and the own product's speed in that of torch's in bf16."""
+    length, columns = FEATURES
+    weights = torch.randn(EXPERTS, columns, length, device=device, dtype=BF16).transpose(1, 2)
+    for name in OF_EXPERTS:
+        rights = [operand(KINDS[name].right, columns, length, device) for _ in range(EXPERTS)]
+        for each in ROWS:
+            rows, sizes = EXPERTS * each, torch.full((EXPERTS,), each, device=device)
+            groups, ends = RowGroups(row_groups(sizes, rows), rows, EXPERTS), sizes.cumsum(0, dtype=torch.int32)
+            left, x = operand(KINDS[name].left, rows, length, device), torch.randn(rows, length, device=device, dtype=BF16)
+            options = {"out_dtype": BF16, "fast": KINDS[name].fast}
+            calls = partial(F.grouped_mm, x, weights, offs=ends), partial(product_of_rows, left, rights, groups, **options)
+            _, own, ratio = compared(*map(graph_of, calls))
+            problem = f"{EXPERTS} experts of {each}, {length} to {columns}"
+            yield {"kind": name, "problem": problem, "own": 2e-6 * rows * length * columns / own, "ratio": ratio, "rows": each}
+
+
 def in_states(device: str = "cuda") -> Iterator[dict[str, Any]]:
     """Some products, cool and alone: TFLOP/s of the own product, and its speed in the library's."""
     for name in STATED:
@@ -112,6 +153,10 @@ def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
             forward[row["problem"]] = row["library"]
         if row["kind"] == WEIGHT_GRADIENT and "groups" not in row["problem"]:
             yield figure(name, row["own"] / forward[row["problem"]], "x cuBLASLt 1x128 by 128x128", LEAST_OF_FORWARD)
+    for row in of_experts(device):
+        name = f"{row['kind']}: {row['problem']}"
+        yield figure(name, row["own"], "TFLOP/s", FEW.get((row["kind"], row["rows"])))
+        yield figure(name, row["ratio"], "x torch bf16")
     for row in in_states(device):
         name = f"{row['kind']}: {row['problem']}"
         yield figure(name, row["own"], f"TFLOP/s {row['state']}")
@@ -125,9 +170,10 @@ def figure(name: str, value: float, unit: str, least: float | None = None) -> di
 
 def main() -> None:
     """Print a table."""
-    for row in measure():
-        print(f"{row['kind']:20s}{row['problem']:32s}", end="")
-        print(f"{row['own']:6.0f} TFLOP/s {row['ratio']:6.3f} x cuBLASLt", flush=True)
+    for beside, rows in (("cuBLASLt", measure()), ("torch bf16", of_experts())):
+        for row in rows:
+            print(f"{row['kind']:20s}{row['problem']:34s}", end="")
+            print(f"{row['own']:6.0f} TFLOP/s {row['ratio']:6.3f} x {beside}", flush=True)
     for row in in_states():
         print(f"{row['kind']:20s}{row['problem']:32s}", end="")
         print(f"{row['own']:6.0f} TFLOP/s {row['ratio']:6.3f} x cuBLASLt {row['state']}", flush=True)

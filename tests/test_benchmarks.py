@@ -389,14 +389,18 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(products, "SIZES", ((128, 128, 16),))
     monkeypatch.setattr(products, "GROUPS", ((2, 16),))
     monkeypatch.setattr(products, "FEATURES", (128, 16))
+    monkeypatch.setattr(products, "EXPERTS", 3)
+    monkeypatch.setattr(products, "graph_of", lambda call: [call, call()][0])
     monkeypatch.setattr(products, "compared", lambda *_: timing.Compared(2.0, 1.0, 2.0))
     took = itertools.cycle((1.0, 2.0))  # of the own product, of the library's
     monkeypatch.setattr(products, "STATES", {state: lambda call: next(took) for state in products.STATES})
     found = [*products.records("cpu")]
-    assert {each["value"] for each in found if each["limit"]} == {2.0}
-    assert {each["unit"] for each in found if each["limit"]} >= {"x cuBLASLt", "x cuBLASLt cool", "x cuBLASLt alone"}
+    limited = {(each["unit"], each["value"]) for each in found if each["limit"]}
+    assert {value for unit, value in limited if unit != "TFLOP/s"} == {2.0}
+    assert {unit for unit, _ in limited} >= {"x cuBLASLt", "x cuBLASLt cool", "x cuBLASLt alone", "TFLOP/s"}
     forward = 1  # a weight's gradient stands beside a forward product as well
-    assert len(found) == 2 * 2 * len(products.KINDS) + forward + 2 * 2 * len(products.STATED)
+    experts = 2 * len(products.OF_EXPERTS) * len(products.ROWS)
+    assert len(found) == 2 * 2 * len(products.KINDS) + forward + experts + 2 * 2 * len(products.STATED)
     assert len({(each["name"], each["unit"]) for each in found}) == len(found)
 
 

@@ -7,11 +7,15 @@ that power; some products are also timed cool, after a pause, and alone.
 
 Experts are groups whose sizes the device alone knows, which cuBLASLt does not take: they are beside torch's grouped product in
 bf16, both as CUDA graphs, since the host takes longer to queue products of 128 experts than the device to make them.
+
+DeepGEMM, where it is installed, multiplies the same 1x128 by 128x128 blocks to the same bits. Of experts it takes as many rows as
+the largest may have; here all have as many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,6 +69,9 @@ FEATURES = 7168, 2048
 
 EXPERTS, ROWS = 128, (16, 64, 128, 192)
 """Experts, and how many rows each may have."""
+
+PEER, LEAST_OF_PEER = "DeepGEMM", 0.97
+"""A library with products of blocks, and the least speed in that of its own."""
 
 OF_EXPERTS = "per tensor, fast", FORWARD
 FEW = {(FORWARD, 16): 100.0}
@@ -125,10 +132,57 @@ def of_experts(device: str = "cuda") -> Iterator[dict[str, Any]]:
             groups, ends = RowGroups(row_groups(sizes, rows), rows, EXPERTS), sizes.cumsum(0, dtype=torch.int32)
             left, x = operand(KINDS[name].left, rows, length, device), torch.randn(rows, length, device=device, dtype=BF16)
             options = {"out_dtype": BF16, "fast": KINDS[name].fast}
-            calls = partial(F.grouped_mm, x, weights, offs=ends), partial(product_of_rows, left, rights, groups, **options)
-            _, own, ratio = compared(*map(graph_of, calls))
+            own_graph = graph_of(partial(product_of_rows, left, rights, groups, **options))
+            _, own, ratio = compared(graph_of(partial(F.grouped_mm, x, weights, offs=ends)), own_graph)
             problem = f"{EXPERTS} experts of {each}, {length} to {columns}"
-            yield {"kind": name, "problem": problem, "own": 2e-6 * rows * length * columns / own, "ratio": ratio, "rows": each}
+            found = {"kind": name, "problem": problem, "own": 2e-6 * rows * length * columns / own, "ratio": ratio, "rows": each}
+            if name == FORWARD and has_peer():
+                found["peer"] = compared(graph_of(peer_of_experts(left, rights)), own_graph).ratio
+            yield found
+
+
+def has_peer() -> bool:
+    return importlib.util.find_spec("deep_gemm") is not None
+
+
+def peer_of(left: Stored, right: Stored) -> Call:
+    """DeepGEMM's product of these blocks."""
+    import deep_gemm
+
+    lines, columns = left.layout.lines[0], right.layout.lines[0]
+    out = torch.empty(lines, columns, device=left.data.device, dtype=BF16)
+    sides = (codes_of(left), left.scale[:, :lines].t()), (codes_of(right), right.scale)
+    return partial(deep_gemm.fp8_gemm_nt, *sides, out)
+
+
+def peer_of_experts(left: Stored, rights: Sequence[Stored]) -> Call:
+    """DeepGEMM's products of experts with equal numbers of rows."""
+    import deep_gemm
+
+    (rows, length), columns, experts = left.layout.lines, rights[0].layout.lines[0], len(rights)
+    each, device = rows // experts, left.data.device
+    out = torch.empty(experts, each, columns, device=device, dtype=BF16)
+    scale = left.scale[:, :rows].unflatten(1, (experts, each)).permute(1, 0, 2).contiguous().transpose(1, 2)
+    weights = torch.stack([codes_of(right) for right in rights]), torch.stack([right.scale for right in rights])
+    filled = torch.full((experts,), each, device=device, dtype=torch.int32)
+    sides = (codes_of(left).view(experts, each, length), scale), weights
+    return partial(deep_gemm.m_grouped_fp8_gemm_nt_masked, *sides, out, filled, each)
+
+
+def codes_of(plane: Stored) -> torch.Tensor:
+    return plane.data.view(torch.float8_e4m3fn)
+
+
+def beside_peer(device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """The product of each size in DeepGEMM's speed, in turns and alone; nothing where it is not installed."""
+    kind = KINDS[FORWARD]
+    for lines, length, columns in SIZES if has_peer() else ():
+        left, right = operand(kind.left, lines, length, device), operand(kind.right, columns, length, device)
+        calls: tuple[Call, Call] = peer_of(left, right), partial(grouped_product, [left], [right], [lines], out_dtype=BF16)
+        theirs, own = map(alone, calls)
+        row = {"kind": FORWARD, "problem": f"{lines}x{length}x{columns}"}
+        yield {**row, "state": "", "ratio": compared(*calls).ratio}
+        yield {**row, "state": " alone", "ratio": theirs / own}
 
 
 def in_states(device: str = "cuda") -> Iterator[dict[str, Any]]:
@@ -157,6 +211,10 @@ def records(device: str = "cuda") -> Iterator[dict[str, Any]]:
         name = f"{row['kind']}: {row['problem']}"
         yield figure(name, row["own"], "TFLOP/s", FEW.get((row["kind"], row["rows"])))
         yield figure(name, row["ratio"], "x torch bf16")
+        if "peer" in row:
+            yield figure(name, row["peer"], f"x {PEER}", LEAST_OF_PEER)
+    for row in beside_peer(device):
+        yield figure(f"{row['kind']}: {row['problem']}", row["ratio"], f"x {PEER}{row['state']}", LEAST_OF_PEER)
     for row in in_states(device):
         name = f"{row['kind']}: {row['problem']}"
         yield figure(name, row["own"], f"TFLOP/s {row['state']}")

@@ -189,6 +189,36 @@ def test_an_optimizer_outside_finds_the_gradients(device):
         graph(batch(0, device))
 
 
+def test_replays_say_of_main_grads_that_they_were_added_to(device):
+    """As Megatron's gradient buffers want it: their owner sets the flag to False, and a pass that adds sets it to True."""
+
+    def training():
+        torch.manual_seed(0)
+        model = ops.Linear(WIDTH, WIDTH, accumulate_into_main_grad=True, dtype=torch.bfloat16).to(device)
+        weight = model.weight
+        weight.main_grad = torch.zeros(weight.shape, device=device)
+
+        def passes(x):
+            with opfuse.autocast(recipe=RECIPES["current"]()):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            model.zero_grad()
+            return loss
+
+        return model, passes
+
+    (model, passes), (other, plain) = training(), training()
+    graph = opfuse.graphed_step(passes, model)
+    for step in range(STEPS):
+        for each in (model, other):
+            each.weight.grad_added_to_main_grad = False
+        x = batch(step, device)
+        assert same((graph(x),), (plain(x).detach(),))
+        assert model.weight.grad_added_to_main_grad is other.weight.grad_added_to_main_grad is True
+        assert torch.equal(model.weight.main_grad, other.weight.main_grad)
+    assert graph.replays == STEPS - 3
+
+
 def relaid(training):
     """A module in place of another, with new parameters, which the optimizer is told of."""
     training.model[3] = ops.Linear(2 * WIDTH, WIDTH, bias=False, device=training.device, dtype=torch.bfloat16)

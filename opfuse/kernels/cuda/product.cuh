@@ -211,12 +211,19 @@ DEVICE_FN void multiply_part(float (&sums)[64], u32 left, u32 right) {
     for (u32 k = 0; k < BOX / 32; ++k) multiply_64x128x32(sums, left + k * ALONG_32, right + k * ALONG_32, k != 0);
 }
 
-// The next of the consumer's rooms for 64 rows of 128 bytes, once the engine has read what was in it.
-DEVICE_FN u32 next_room(u32 base, const Consumer& own, u32& used) {
-    if (own.thread == 0) wait_stores_read<ROOMS - 1>();
+// The next N of the consumer's rooms for 64 rows of 128 bytes, once the engine has read what was in them; N divides ROOMS. The first lane of
+// warp i stores room i, so that it waits for no other.
+template <u32 N = 1>
+DEVICE_FN u32 next_rooms(u32 base, const Consumer& own, u32& used) {
+    u32 first = used % ROOMS;
+    used += N;
+    if (own.lane == 0 && own.warp - first < N) wait_stores_read<0>();
     meet(OWN + own.number, CONSUMER);
-    return base + AT_STORED + (own.number * ROOMS + used++ % ROOMS) * STORED_BYTES;
+    return base + AT_STORED + (own.number * ROOMS + first) * STORED_BYTES;
 }
+
+// Whether this thread stores the newest room.
+DEVICE_FN bool stores_room(const Consumer& own, u32 used) { return own.lane == 0 && own.warp == (used - 1) % ROOMS; }
 
 // Makes what the consumer wrote to a room known to the engine.
 DEVICE_FN void fill_room(const Consumer& own) {
@@ -234,7 +241,7 @@ DEVICE_FN void write_pairs(u32 room, const Consumer& own, const u32 (&pairs)[8][
     }
 }
 
-// Stores a room in a matrix as wide as the result, from a line and column on; one thread does so. An empty group is committed as well.
+// Stores a room in a matrix as wide as the result, from a line and column on. An empty group is committed as well.
 template <bool ADDS = false, class T>
 DEVICE_FN void store_room(const Product& p, const Map* map, u32 lines, T* matrix, u32 line, u32 column, u32 room) {
     constexpr u32 ACROSS = STORED_PITCH / sizeof(T);
@@ -386,7 +393,7 @@ DEVICE_FN void multiply(const Product& p, End& end) {
         else
             multiply_together(p, base, own, end);
         end.finish(own);
-        if (own.thread == 0) wait_stores_done();
+        if (own.lane == 0) wait_stores_done();
     }
 }
 

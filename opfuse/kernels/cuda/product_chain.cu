@@ -144,10 +144,10 @@ struct Chained {
             }
 #pragma unroll
         for (int k = 0; k < STORED; ++k) {
-            u32 room = next_room(base, own, used);
+            u32 room = next_rooms(base, own, used);
             write_pairs(room, own, stored[k]);
             fill_room(own);
-            if (own.thread == 0) store_room(p.product, &p.product.result, g.lines, stored_at(chain, k), first, at.column / BOX * BOX + half * 64, room);
+            if (stores_room(own, used)) store_room(p.product, &p.product.result, g.lines, stored_at(chain, k), first, at.column / BOX * BOX + half * 64, room);
         }
     }
 
@@ -187,10 +187,10 @@ struct Chained {
 #endif
             if constexpr (CAST == TENSOR || CAST == BLOCKS) {
                 if constexpr (ROWWISE) {
-                    u32 room = next_room(base, own, used);
+                    u32 room = next_rooms(base, own, used);
                     write_codes(room, own, codes);
                     fill_room(own);
-                    if (own.thread == 0) store_room(product, &p.codes, g.lines, rowwise(), first, tile.column, room);
+                    if (stores_room(own, used)) store_room(product, &p.codes, g.lines, rowwise(), first, tile.column, room);
                 }
                 if constexpr (TURNED) write_turned(box, own, i, codes);
             }

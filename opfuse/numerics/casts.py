@@ -1,7 +1,7 @@
 """The definition of every cast: from an (M, K) matrix of fp32, bf16 or fp16 to the data and scales of one or two planes.
 
 Kernels must equal it. Each cast works on lines (see layouts.py), so the columnwise plane is the rowwise plane of the transpose;
-both come from the original values. Arithmetic is fp32, rounded to nearest even. Errors are those of checks.py.
+both come from the original values. Arithmetic is fp32, rounded to nearest even. Errors are those of the checks in layouts.py.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from opfuse.formats import COLUMNWISE, E2M1, E4M3, ROWWISE, Usage
-from opfuse.numerics.checks import (
+from opfuse.numerics.hadamard import rotate
+from opfuse.numerics.layouts import (
+    Layout,
     check_amaxes,
     check_array,
     check_cast,
     check_choice,
     check_dtype,
-    check_lines,
     check_matrix,
+    from_tiles,
+    lines_of,
     require_number,
+    store_data,
+    store_scale,
+    to_tiles,
 )
-from opfuse.numerics.hadamard import rotate
-from opfuse.numerics.layouts import Layout, from_tiles, lines_of, store_data, store_scale, to_tiles
 from opfuse.numerics.philox import STREAMS, random_bytes
 from opfuse.numerics.row_groups import RowGroups, padded, rows_read
 from opfuse.numerics.scalars import (
@@ -124,7 +128,7 @@ def cast_lines(
 ) -> list[Encoded]:
     """As :func:`cast_row`, under amaxes of lines that are known, fp32 (lines,) for each plane."""
     check_cast(x.shape, x.dtype, layouts, family="row", where="cast_lines")
-    check_lines(amaxes, layouts, x.device, where="cast_lines")
+    check_amaxes(amaxes, layouts, x.device, where="cast_lines")
 
     def plane(layout: Layout, line_amax: torch.Tensor) -> Encoded:
         scale = scale_from_amax(line_amax, layout.element.max, eps=eps, pow2=pow2)

@@ -15,8 +15,7 @@ import torch
 
 from opfuse.formats import COLUMNWISE, ROWWISE, Usage
 from opfuse.numerics.casts import Encoded, cast_delayed, cast_tensor, line_amaxes
-from opfuse.numerics.checks import check_cast
-from opfuse.numerics.layouts import Layout, lines_of, store_data
+from opfuse.numerics.layouts import Layout, check_cast, lines_of, store_data
 from opfuse.numerics.row_groups import RowGroups, padded, rows_read
 from opfuse.numerics.scalars import encode
 from opfuse.numerics.scales import decode_scale, reciprocal, scale_from_amax

@@ -1,4 +1,4 @@
-"""Where the bytes of one plane lie: shapes of data, scales and amax, padding, tile order.
+"""Where the bytes of one plane lie: shapes of data, scales and amax, padding, tile order; and checks of what casts are given.
 
 Scale blocks run along *lines*: the rows of the matrix in a rowwise plane, its columns in a columnwise plane. Every cast is
 written for lines; this module turns lines into stored arrays and back, so that no cast knows a layout.
@@ -7,14 +7,15 @@ written for lines; this module turns lines into stored arrays and back, so that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 
-from opfuse.errors import QuantizerError
+from opfuse.errors import DtypeError, QuantizerError, describe
 from opfuse.formats import (
     COLUMNWISE,
     FP8_ELEMENTS,
@@ -30,7 +31,6 @@ from opfuse.formats import (
     mxfp8,
 )
 from opfuse.numerics.scalars import decode, pack_e2m1, unpack_e2m1
-from opfuse.numerics.swizzle import swizzle, unswizzle
 
 SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3": torch.uint8}
 _FP32_SCALE_ALIGNMENT = 4  # elements: rows of fp32 block scales start on 16 bytes
@@ -248,3 +248,118 @@ def _pad(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     out = x.new_zeros(shape)
     out[: x.shape[0], : x.shape[1]] = x
     return out
+
+
+# -- the tile order of scales ----------------------------------------------------------------------------------------------------
+
+_TILE_ROWS, _TILE_COLUMNS = SCALE_TILE
+_TILE_GROUP = 32  # rows i and i + 32 of a tile are neighbours, so that a tile is 32 runs of 16 bytes
+
+
+def swizzle(scale: torch.Tensor) -> torch.Tensor:
+    """A padded (R, C) array in the order that block-scaled products read, as R * C flat bytes: 128x4 tiles of 512 bytes each.
+
+    All entries move, the padding's too. Entry (i, j), R a multiple of 128 and C of 4, lies at byte
+    ``((i // 128) * (C // 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128 // 32) * 4 + j % 4``
+    (cuBLAS documentation, "1D block scaling factors layout"): a permutation of the axes of the tiles below.
+    """
+    rows, cols = scale.shape
+    tiles = scale.reshape(rows // _TILE_ROWS, _TILE_ROWS // _TILE_GROUP, _TILE_GROUP, cols // _TILE_COLUMNS, _TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The (R, C) array of ``shape`` whose tile order is ``flat``; the inverse of :func:`swizzle`."""
+    rows, cols = shape
+    tiles = flat.reshape(rows // _TILE_ROWS, cols // _TILE_COLUMNS, _TILE_GROUP, _TILE_ROWS // _TILE_GROUP, _TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, cols)
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------------------
+# Of what casts are given, before a kernel reads or writes it: a kernel computes addresses from layouts, and reads memory as fp32
+# whatever is there. So it would write outside of a plane if a layout were wrong, and read another number if a dtype were.
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that casts read."""
+
+
+def check_planes(shape: Sequence[int], layouts: Sequence[Layout], *, where: str) -> None:
+    """QuantizerError unless ``layouts`` are planes of a tensor (..., columns) of ``shape``, seen as a matrix (rows, columns).
+
+    One plane or two, of different usages, of one format and one order of scales; only one of them may be rotated. where: names
+    the cast in the error.
+    """
+    matrix = (math.prod(shape[:-1]), shape[-1]) if len(shape) else ()
+    if not layouts:
+        raise _refused(where, "one plane or two", "none", "name the planes to make")
+    first, usages = layouts[0], {layout.usage for layout in layouts}
+    for layout in layouts:
+        if layout.shape != matrix:
+            raise _refused(where, f"planes of {matrix}", f"a layout of {layout.shape}", "make it for the tensor's shape")
+        alike = layout.format == first.format or layout.format.replace(rht=()) == first.format.replace(rht=())
+        if not alike or layout.swizzled != first.swizzled:
+            got = " and ".join(f"{each.format}{' swizzled' * each.swizzled}" for each in (first, layout))
+            raise _refused(where, "planes of one format and one order of scales", got, "cast once for each")
+    if len(usages) != len(layouts):
+        raise _refused(where, "one plane for each usage", [layout.usage for layout in layouts], "ask for each plane once")
+
+
+def check_cast(shape: Sequence[int], dtype: torch.dtype, layouts: Sequence[Layout], *, family: str, where: str) -> None:
+    """:func:`check_planes` of a matrix, in formats of ``family``; DtypeError unless the matrix is fp32, bf16 or fp16."""
+    check_matrix(shape, dtype, where=where)
+    check_planes(shape, layouts, where=where)
+    if layouts[0].format.family != family:
+        raise _refused(where, f"planes of the family {family!r}", layouts[0].format, "use the cast of that format")
+
+
+def check_matrix(shape: Sequence[int], dtype: torch.dtype, *, where: str) -> None:
+    """QuantizerError unless ``shape`` is that of a matrix, DtypeError unless kernels read ``dtype``."""
+    check_dtype(dtype, where=where)
+    if len(shape) != 2:
+        raise _refused(where, "a matrix", f"the shape {tuple(shape)}", "flatten its leading dimensions")
+
+
+def check_dtype(dtype: torch.dtype, *, where: str) -> None:
+    """DtypeError unless kernels read ``dtype``."""
+    if dtype not in DTYPES:
+        raise DtypeError(describe(where, wanted=", ".join(map(str, DTYPES)), got=dtype, cure="convert the tensor first"))
+
+
+def check_choice(value: object, known: Collection[object], *, where: str) -> None:
+    """QuantizerError unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise _refused(where, f"one of {', '.join(map(repr, known))}", repr(value), "pass one of these")
+
+
+def check_array(value: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, where: str) -> None:
+    """QuantizerError unless ``value`` is a contiguous array of this shape and dtype on ``device``."""
+    if value.dtype != dtype or value.shape != shape or value.device != device or not value.is_contiguous():
+        layout = "" if value.is_contiguous() else ", not contiguous"
+        got = f"{value.dtype} {tuple(value.shape)} on {value.device}{layout}"
+        raise _refused(where, f"{dtype} {tuple(shape)} on {device}, contiguous", got, "pass an array made for this call")
+
+
+def check_amaxes(amaxes: Sequence[torch.Tensor], layouts: Sequence[Layout], device: torch.device, *, where: str) -> None:
+    """QuantizerError unless there are the global amax of each plane, or those of its lines, fp32, contiguous, on ``device``."""
+    if len(amaxes) != len(layouts):
+        source = "line_amaxes" if layouts[0].amax_shape is None else "amaxes_nv"
+        raise _refused(where, f"{len(layouts)} amaxes, one for each plane", len(amaxes), f"take what {source} gives")
+    for amax, layout in zip(amaxes, layouts):
+        check_array(amax, layout.amax_shape or layout.lines[:1], torch.float32, device, where=f"{where} amax")
+
+
+def require_number(value: torch.Tensor, device: torch.device, *, where: str) -> None:
+    """QuantizerError unless ``value`` is one fp32 number on ``device``: a kernel would misread anything else."""
+    if value.dtype != torch.float32 or value.numel() != 1 or value.device != device:
+        got, cure = f"{value.dtype} {tuple(value.shape)} on {value.device}", f"make it with torch.ones(1, device={str(device)!r})"
+        raise _refused(where, f"fp32 (1,) on {device}", got, cure)
+
+
+def check_number(value: torch.Tensor, device: torch.device, *, where: str) -> int:
+    """The address of one fp32 number on ``device``, as by :func:`require_number`."""
+    require_number(value, device, where=where)
+    return value.data_ptr()
+
+
+def _refused(where: str, wanted: object, got: object, cure: str) -> QuantizerError:
+    return QuantizerError(describe(where, wanted=wanted, got=got, cure=cure))

@@ -19,8 +19,7 @@ from torch import Tensor
 from opfuse.errors import QuantizerError, describe, nearest
 from opfuse.formats import Element
 from opfuse.numerics.casts import Encoded
-from opfuse.numerics.checks import check_cast
-from opfuse.numerics.layouts import Layout, from_tiles, lines_of, store_data, store_scale, to_tiles
+from opfuse.numerics.layouts import Layout, check_cast, from_tiles, lines_of, store_data, store_scale, to_tiles
 from opfuse.numerics.scalars import E8M0_NAN, MANTISSA, e8m0_multiplier, encode, exponent_of_max, fl32, magnitude_bits
 from opfuse.numerics.scales import amax, divide, reciprocal
 

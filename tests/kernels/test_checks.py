@@ -5,8 +5,7 @@ import torch
 
 from opfuse.errors import QuantizerError
 from opfuse.formats import COLUMNWISE, E4M3, E5M2, ROWWISE, USAGES, mxfp8
-from opfuse.numerics.checks import check_number, check_planes
-from opfuse.numerics.layouts import Layout
+from opfuse.numerics.layouts import Layout, check_number, check_planes
 
 MX = mxfp8(E4M3)
 

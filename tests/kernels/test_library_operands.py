@@ -16,9 +16,8 @@ from opfuse.formats import E4M3
 from opfuse.kernels.products.backends import BACKENDS, Backend, LibraryOperand, Machine, backend_of
 from opfuse.kernels.products.library_groups import RunOperands, operands_of_rows, operands_over_rows
 from opfuse.kernels.products.stored import Stored
-from opfuse.numerics.layouts import load_scale
+from opfuse.numerics.layouts import load_scale, unswizzle
 from opfuse.numerics.row_groups import RowGroups
-from opfuse.numerics.swizzle import unswizzle
 from opfuse.recipes import MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.tensors.quantizers import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from opfuse.tensors.ragged import cast_in_groups, groups_in

@@ -6,8 +6,7 @@ import torch
 
 from opfuse.errors import QuantizerError
 from opfuse.formats import E4M3, IDENTITY, NVFP4, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.numerics.layouts import Layout, from_tiles, load_scale, relayout_scale, store_scale, to_tiles
-from opfuse.numerics.swizzle import swizzle, unswizzle
+from opfuse.numerics.layouts import Layout, from_tiles, load_scale, relayout_scale, store_scale, swizzle, to_tiles, unswizzle
 from tests.oracles import casts
 
 MX, BLOCK_1D, BLOCK_2D = mxfp8(E4M3), fp8_block(E4M3, 1), fp8_block(E4M3, 2)

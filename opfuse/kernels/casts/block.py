@@ -20,8 +20,7 @@ from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, WIDEST, on_bytes, variant_of
 from opfuse.numerics import casts as definition
-from opfuse.numerics.checks import check_cast
-from opfuse.numerics.layouts import Layout, are_known, ceil_div
+from opfuse.numerics.layouts import Layout, are_known, ceil_div, check_cast
 from opfuse.numerics.scalars import FLT_MAX
 
 BLOCKS, _PARAMETERS = parameter_of("block_scale.cuh", "Blocks"), parameter_of("cast_block.cu")

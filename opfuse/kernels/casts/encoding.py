@@ -16,8 +16,7 @@ from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.groups import cast_block_groups
 from opfuse.kernels.casts.row import cast_row
 from opfuse.kernels.casts.tensor import cast_current, cast_mx, cast_recording
-from opfuse.numerics.checks import check_planes
-from opfuse.numerics.layouts import Layout
+from opfuse.numerics.layouts import Layout, check_planes
 from opfuse.numerics.row_groups import RowGroups
 from opfuse.numerics.rules import Formula, cast_by
 from opfuse.numerics.scales import ScaleRounding

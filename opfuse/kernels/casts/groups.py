@@ -23,8 +23,7 @@ from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, WIDEST, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics import row_groups as grouping
-from opfuse.numerics.checks import check_cast
-from opfuse.numerics.layouts import Layout, ceil_div
+from opfuse.numerics.layouts import Layout, ceil_div, check_cast
 from opfuse.numerics.row_groups import MOST_GROUPS, TALL, TILE, RowGroups, most_tiles, table_size
 
 _TABLE, _CAST = parameter_of("row_groups.cu"), parameter_of("cast_block_groups.cu")

@@ -22,9 +22,8 @@ from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
-from opfuse.numerics.checks import check_amaxes, check_array, check_cast
 from opfuse.numerics.hadamard import SIZE, sign_mask
-from opfuse.numerics.layouts import Layout, are_known, ceil_div
+from opfuse.numerics.layouts import Layout, are_known, ceil_div, check_amaxes, check_array, check_cast
 
 _PLANE, _PLANES = parameter_of("fp4_plane.cuh", "Plane"), parameter_of("nvfp4.cuh", "Nvfp4")
 _CAST, _AMAX = parameter_of("cast_nvfp4.cu"), parameter_of("amax_nvfp4.cu")
@@ -146,7 +145,7 @@ def _work(asked: _AskedPlane, on_vectors: bool) -> tuple[Variant, str, Grid] | N
 
 @functools.lru_cache(maxsize=4096)
 def _is_known(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether kernels can make such planes of a matrix of ``shape`` and ``dtype``. Errors: of :func:`checks.check_cast`."""
+    """Whether kernels can make such planes of a matrix of ``shape`` and ``dtype``. Errors: of :func:`layouts.check_cast`."""
     check_cast(shape, dtype, layouts, family="nv", where="an NVFP4 cast")
     rotated = [layout for layout in layouts if layout.format.rht]
     whole = dtype == torch.bfloat16 and shape[0] % SIZE == 0

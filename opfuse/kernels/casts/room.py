@@ -26,7 +26,7 @@ from opfuse.kernels.casts.encoding import (
 )
 from opfuse.kernels.casts.groups import tiles_of
 from opfuse.kernels.casts.tensor import new_mx
-from opfuse.numerics.checks import check_number
+from opfuse.numerics.layouts import check_number
 
 Room = tuple[list[EncodedArrays], dict[str, Any]]
 """The planes of an encoding, uninitialized and in the order of its layouts, and the fields that kernels choose from."""

@@ -21,8 +21,7 @@ from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
-from opfuse.numerics.checks import check_cast, check_lines, check_matrix
-from opfuse.numerics.layouts import Layout, are_known, ceil_div
+from opfuse.numerics.layouts import Layout, are_known, ceil_div, check_amaxes, check_cast, check_matrix
 
 _AMAX = parameter_of("amax_lines.cu")
 _AMAX_TILE, _AMAX_THREADS = (128, 256), 256
@@ -103,7 +102,7 @@ def cast_lines(
         return definition.cast_lines(x, amaxes, layouts, eps=eps, pow2=pow2)
     x = x.contiguous()
     variant, grid = _lines_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), bool(pow2))
-    check_lines(amaxes, layouts, x.device, where="cast_lines")
+    check_amaxes(amaxes, layouts, x.device, where="cast_lines")
     planes = {layout.usage: _new_plane(layout, x.device) for layout in layouts}
     known = {layout.usage: amax for layout, amax in zip(layouts, amaxes)}
     row, column = (

@@ -23,9 +23,8 @@ from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, variant_of
 from opfuse.numerics import group_casts as definition
 from opfuse.numerics.casts import Encoded
-from opfuse.numerics.checks import check_matrix, check_number
 from opfuse.numerics.group_casts import check_group_cast
-from opfuse.numerics.layouts import Layout, ceil_div
+from opfuse.numerics.layouts import Layout, ceil_div, check_matrix, check_number
 from opfuse.numerics.row_groups import MOST_GROUPS, RowGroups
 
 _AMAX, _AMAX_LINES = parameter_of("amax_groups.cu"), parameter_of("amax_lines.cu")

@@ -1,7 +1,7 @@
 """Casts with one scale for the whole tensor, and MXFP8 casts: kernels with the bits of numerics/casts.py.
 
 A launch takes a contiguous matrix of any size; if its rows do not start on 16 bytes, the kernel moves single elements. Matrix and
-layouts are checked (numerics/checks.py) once for each combination of shape, dtype and layouts. Planes in a user's own format are
+layouts are checked (numerics/layouts.py) once for each combination of shape, dtype and layouts. Planes in a user's own format are
 cast by the torch definition, also on a GPU.
 """
 
@@ -20,8 +20,7 @@ from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
-from opfuse.numerics.checks import check_cast, check_choice, check_dtype, check_number
-from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, ceil_div
+from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, ceil_div, check_cast, check_choice, check_dtype, check_number
 from opfuse.numerics.scales import ScaleRounding
 
 _AMAX = parameter_of("amax.cu")

@@ -17,8 +17,7 @@ from opfuse.kernels.chains.call import ChainCall, Tiling
 from opfuse.kernels.chains.structure import ChainCode
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.variants import PACK, VECTOR, WIDEST
-from opfuse.numerics.checks import check_cast
-from opfuse.numerics.layouts import Layout, are_known
+from opfuse.numerics.layouts import Layout, are_known, check_cast
 from opfuse.numerics.row_groups import TILE
 
 _SUMMED_ROWS = 16  # of one part of a sum

@@ -2,7 +2,7 @@
 //
 // Arrays      padded to whole tiles of 128 lines x 4 blocks, tile after tile, `quads` of them side by side; in a tile, line 32 g + i
 //             and block b are at byte 16 i + 4 g + b
-// Defined by  opfuse/numerics/swizzle.py.
+// Defined by  opfuse/numerics/layouts.py.
 #pragma once
 #include "common.cuh"
 

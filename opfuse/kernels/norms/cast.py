@@ -41,8 +41,7 @@ from opfuse.kernels.norms import trials
 from opfuse.kernels.norms.call import NormCall, NormVariant, addresses, call_of
 from opfuse.kernels.norms.norm import norm_forward, run_forward
 from opfuse.numerics.chain import Rounding, Stage
-from opfuse.numerics.checks import check_cast
-from opfuse.numerics.layouts import Layout, are_known
+from opfuse.numerics.layouts import Layout, are_known, check_cast
 from opfuse.numerics.norm import Norm, NormKind, Statistics
 from opfuse.numerics.pointwise import OperandKind, Pointwise
 

@@ -51,7 +51,7 @@ from opfuse.kernels.products.registers import crowded
 from opfuse.kernels.products.stored import Stored
 from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage
-from opfuse.numerics.checks import check_cast
+from opfuse.numerics.layouts import check_cast
 from opfuse.numerics.pointwise import Pointwise
 
 ProductResult = tuple[list[EncodedArrays], Tensor | None, dict[int, Tensor]]

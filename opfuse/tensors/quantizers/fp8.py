@@ -11,8 +11,7 @@ import torch
 from opfuse.formats import Element, NumberFormat, fp8_block, fp8_row, fp8_tensor
 from opfuse.kernels.casts.encoding import Blocks, Current, EncodedArrays, Measured, RecordingScale, RowScaled, Ruled
 from opfuse.kernels.casts.tensor import tensor_amax
-from opfuse.numerics.checks import require_number
-from opfuse.numerics.layouts import Layout
+from opfuse.numerics.layouts import Layout, require_number
 from opfuse.tensors.quantizers.base import (
     Float8CastingQuantizer,
     Float8RuledQuantizer,

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from opfuse.formats import COLUMNWISE, E2M1, E4M3, ROWWISE, Usage
+from opfuse.formats import COLUMNWISE, E2M1, E4M3, ROWWISE, Element, Usage
 from opfuse.numerics.hadamard import rotate
 from opfuse.numerics.layouts import (
     Layout,
@@ -144,20 +144,13 @@ def cast_block(x: torch.Tensor, layouts: Sequence[Layout], *, eps: float = 0.0, 
     A block with a non-finite element is cast with scale 1 and decoded with NaN.
     """
     check_cast(x.shape, x.dtype, layouts, family="block", where="cast_block")
-    inf_value = min(torch.finfo(x.dtype).max, FLT_MAX)
-    wide = x.to(torch.float32)
+    wide, inf_value = x.to(torch.float32), min(torch.finfo(x.dtype).max, FLT_MAX)
 
-    def plane(layout: Layout) -> Encoded:
-        element = layout.element
+    def scales(block_amax: torch.Tensor, element: Element) -> Scales:
+        scale = scale_from_amax(block_amax, element.max, eps=eps, pow2=pow2, inf_value=inf_value)
+        return Scales(decode_scale(scale, block_amax), lambda tiles: tiles * over(scale))
 
-        def scales(block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            scale = scale_from_amax(block_amax, element.max, eps=eps, pow2=pow2, inf_value=inf_value)
-            return scale, decode_scale(scale, block_amax)
-
-        codes, stored = _cast_tiles(wide, layout, layout.block, scales)
-        return store_data(codes, layout), store_scale(stored, layout)
-
-    return [plane(layout) for layout in layouts]
+    return [cast_tiles(wide, layout, scales) for layout in layouts]
 
 
 def cast_block_groups(
@@ -190,17 +183,11 @@ def cast_mx(x: torch.Tensor, layouts: Sequence[Layout], *, rows: int = 1, roundi
     check_choice(rounding, get_args(ScaleRounding), where="cast_mx rounding")
     wide = x.to(torch.float32)
 
-    def plane(layout: Layout) -> Encoded:
-        element = layout.element
+    def scales(block_amax: torch.Tensor, element: Element) -> Scales:
+        code = e8m0_from_amax(block_amax, element, rounding)
+        return Scales(code, lambda tiles: tiles * over(e8m0_multiplier(code)))
 
-        def scales(block_amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            code = e8m0_from_amax(block_amax, element, rounding)
-            return e8m0_multiplier(code), code
-
-        codes, stored = _cast_tiles(wide, layout, (rows, layout.block[1]), scales)
-        return store_data(codes, layout), store_scale(_repeat(stored, rows, layout), layout)
-
-    return [plane(layout) for layout in layouts]
+    return [cast_tiles(wide, layout, scales, rows=rows) for layout in layouts]
 
 
 def amax_nv(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -273,7 +260,7 @@ class _Level(NamedTuple):
 def _map_to_six(tiles: torch.Tensor, level: _Level, random: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """E2M1 codes of tiles and their E4M3 block scales (row blocks, column blocks), with the block's largest value at 6."""
     scale = nvfp4_block_scale(amax(tiles, (1, 3)), level.scale)
-    scaled = tiles * nvfp4_multiplier(scale, level.scale)[:, None, :, None]
+    scaled = tiles * over(nvfp4_multiplier(scale, level.scale))
     return (encode(scaled, E2M1) if random is None else encode_e2m1_stochastic(scaled, random)), scale
 
 
@@ -284,15 +271,15 @@ def _map_to_four_or_six(tiles: torch.Tensor, level: _Level, error: ErrorMode) ->
 
     def candidate(expand: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scale = encode(base * expand, E4M3).masked_fill_(is_nonfinite(block_amax), E4M3_NAN)
-        codes = encode(tiles * nvfp4_multiplier(scale, level.scale)[:, None, :, None], E2M1)
-        decoded = decode(codes, E2M1) * decode(scale, E4M3)[:, None, :, None]
-        decoded = divide(decoded * level.amax[:, None, :, None], E2M1.max * level.encode_max)
+        codes = encode(tiles * over(nvfp4_multiplier(scale, level.scale)), E2M1)
+        decoded = decode(codes, E2M1) * over(decode(scale, E4M3))
+        decoded = divide(decoded * over(level.amax), E2M1.max * level.encode_max)
         return codes, scale, _block_error(decoded - tiles, error)
 
     codes4, scale4, error4 = candidate(_EXPAND_TO_4)
     codes6, scale6, error6 = candidate(1.0)
     four = error4 < error6
-    return torch.where(four[:, None, :, None], codes4, codes6), torch.where(four, scale4, scale6)
+    return torch.where(over(four), codes4, codes6), torch.where(four, scale4, scale6)
 
 
 def _block_error(difference: torch.Tensor, error: ErrorMode) -> torch.Tensor:
@@ -318,21 +305,34 @@ def _nv_lines(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return rotate(lines, layout.format.rht) if layout.format.rht else lines
 
 
-def _cast_tiles(
-    x: torch.Tensor,
-    layout: Layout,
-    block: tuple[int, int],
-    scales: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of the lines of fp32 ``x`` and stored scales (row blocks, column blocks), of blocks of the lines.
+class Scales(NamedTuple):
+    """The scales of blocks, (row blocks, column blocks).
 
-    ``scales`` maps amax to (multiplier, stored scale).
+    stored: decode scales, fp32 or E8M0 codes. values: maps the fp32 values of blocks (row blocks, rows, column blocks, columns)
+    to the values that are encoded.
+    """
+
+    stored: torch.Tensor
+    values: Callable[[torch.Tensor], torch.Tensor]
+
+
+def over(block: torch.Tensor) -> torch.Tensor:
+    """Numbers of blocks, in a shape that broadcasts with the values of the blocks."""
+    return block[:, None, :, None]
+
+
+def cast_tiles(x: torch.Tensor, layout: Layout, scales: Callable[[torch.Tensor, Element], Scales], *, rows: int = 1) -> Encoded:
+    """The plane of fp32 ``x`` whose blocks have the ``scales`` that follow from their fp32 amaxes.
+
+    rows: how many lines share a scale, which is stored for each of them, where that is not a matter of the format.
     """
     # Codes and scales are turned, and not the matrix: torch finds maxima at a tenth of the speed against the order of memory.
+    block = max(rows, layout.block[0]), layout.block[1]
     tiles = to_tiles(x, block[::-1] if layout.usage == COLUMNWISE else block)
-    multiplier, stored = scales(amax(tiles, (1, 3)))
-    codes = from_tiles(encode(tiles * multiplier[:, None, :, None], layout.element), x.shape)
-    return lines_of(codes, layout.usage), lines_of(stored, layout.usage)
+    stored, values = scales(amax(tiles, (1, 3)), layout.element)
+    codes = from_tiles(encode(values(tiles), layout.element), x.shape)
+    scale = _repeat(lines_of(stored, layout.usage), rows, layout)
+    return store_data(lines_of(codes, layout.usage), layout), store_scale(scale, layout)
 
 
 def _repeat(scale: torch.Tensor, rows: int, layout: Layout) -> torch.Tensor:

@@ -18,22 +18,10 @@ from torch import Tensor
 
 from opfuse.errors import QuantizerError, describe, nearest
 from opfuse.formats import Element
-from opfuse.numerics.casts import Encoded
-from opfuse.numerics.layouts import Layout, check_cast, from_tiles, lines_of, store_data, store_scale, to_tiles
-from opfuse.numerics.scalars import E8M0_NAN, MANTISSA, e8m0_multiplier, encode, exponent_of_max, fl32, magnitude_bits
-from opfuse.numerics.scales import amax, divide, reciprocal
-
-
-class Scales(NamedTuple):
-    """The scales of blocks, (row blocks, column blocks).
-
-    stored: decode scales, fp32 or E8M0 codes. values: maps the fp32 values of blocks (row blocks, rows, column blocks, columns)
-    to the values that are encoded.
-    """
-
-    stored: Tensor
-    values: Callable[[Tensor], Tensor]
-
+from opfuse.numerics.casts import Encoded, Scales, cast_tiles, over
+from opfuse.numerics.layouts import Layout, check_cast
+from opfuse.numerics.scalars import E8M0_NAN, MANTISSA, e8m0_multiplier, exponent_of_max, fl32, magnitude_bits
+from opfuse.numerics.scales import divide, reciprocal
 
 Formula = Callable[[Tensor, Element, torch.dtype], Scales]
 """From the fp32 amaxes of blocks, an element, and the dtype of the values to the scales of the blocks."""
@@ -59,15 +47,10 @@ class ScaleRule(NamedTuple):
     ways: Mapping[str, Way]
 
 
-def _over(block: Tensor) -> Tensor:
-    """Numbers of blocks, in a shape that broadcasts with the values of the blocks."""
-    return block[:, None, :, None]
-
-
 def _deepgemm(block_amax: Tensor, element: Element, dtype: torch.dtype) -> Scales:
     """Decode scale max(amax, 1e-4) / max, and values times its reciprocal."""
     scale = divide(block_amax.clamp(min=fl32(_DEEPGEMM_EPS)), element.max)
-    return Scales(_visible(scale, block_amax), lambda tiles: tiles * _over(reciprocal(scale)))
+    return Scales(_visible(scale, block_amax), lambda tiles: tiles * over(reciprocal(scale)))
 
 
 def _compressed_tensors(block_amax: Tensor, element: Element, dtype: torch.dtype) -> Scales:
@@ -75,7 +58,7 @@ def _compressed_tensors(block_amax: Tensor, element: Element, dtype: torch.dtype
     scale = divide(block_amax.to(dtype), element.max)
     scale = scale.masked_fill(scale == 0, torch.finfo(dtype).eps)
     stored = _visible(scale.to(torch.float32), block_amax)
-    return Scales(stored, lambda tiles: (tiles.to(dtype) / _over(scale)).to(torch.float32))
+    return Scales(stored, lambda tiles: (tiles.to(dtype) / over(scale)).to(torch.float32))
 
 
 def _compressed_tensors_mx(block_amax: Tensor, element: Element, dtype: torch.dtype) -> Scales:
@@ -83,7 +66,7 @@ def _compressed_tensors_mx(block_amax: Tensor, element: Element, dtype: torch.dt
     exponent = (magnitude_bits(block_amax) + _QUARTER) >> 23
     code = (exponent - exponent_of_max(element)).clamp(min=0).to(torch.uint8)
     code = code.masked_fill(~torch.isfinite(block_amax), E8M0_NAN)
-    return Scales(code, lambda tiles: tiles * _over(e8m0_multiplier(code)))
+    return Scales(code, lambda tiles: tiles * over(e8m0_multiplier(code)))
 
 
 def _visible(scale: Tensor, block_amax: Tensor) -> Tensor:
@@ -157,14 +140,9 @@ def cast_by(x: Tensor, layouts: Sequence[Layout], formula: Formula, *, rows: int
     ``eps`` is the least amax. A block with a non-finite element is decoded with NaN.
     """
     check_cast(x.shape, x.dtype, layouts, family=layouts[0].format.family, where="cast_by")
+    wide = x.to(torch.float32)
 
-    def plane(layout: Layout) -> Encoded:
-        lines = lines_of(x, layout.usage)
-        block = (rows, layout.block[1]) if layout.format.family == "mx" else layout.block
-        tiles = to_tiles(lines.to(torch.float32), (max(block[0], 1), max(block[1], 1)))
-        stored, values = formula(amax(tiles, (1, 3)).clamp(min=eps), layout.element, x.dtype)
-        codes = from_tiles(encode(values(tiles), layout.element), lines.shape)
-        repeated = stored if rows == 1 else stored.repeat_interleave(rows, dim=0)[: layout.lines[0]]
-        return store_data(codes, layout), store_scale(repeated, layout)
+    def scales(block_amax: Tensor, element: Element) -> Scales:
+        return formula(block_amax.clamp(min=eps), element, x.dtype)
 
-    return [plane(layout) for layout in layouts]
+    return [cast_tiles(wide, layout, scales, rows=rows) for layout in layouts]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opfuse.kernels.chains.pieces import function
-from opfuse.kernels.chains.steps import Forward
 from opfuse.kernels.chains.structure import ChainCode
-from opfuse.kernels.chains.text import text_of
+from opfuse.kernels.chains.text import Forward, function, text_of
 
 MOST_STORED = 2
 """Values of a chain that a thread has registers for beside its sums."""

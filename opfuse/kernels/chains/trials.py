@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from opfuse.formats import E4M3, NumberFormat, fp8_block, fp8_tensor, mxfp8
-from opfuse.kernels.casts.trial_encodings import encoding_of
-from opfuse.kernels.casts.trials import ODD, Draw, moved
+from opfuse.kernels.casts.encoding import Blocks, Encoding, Microscaled, RecordingScale, RowScaled
+from opfuse.kernels.casts.trials import ODD, Draw, layouts, moved
 from opfuse.kernels.engine.registry import Arguments, Case
 from opfuse.numerics.activations import POINTWISE
 from opfuse.numerics.chain import Stage, forward_chain
+from opfuse.numerics.layouts import Layout
 
 _EXACT: Sequence[tuple[Sequence[str], Draw]] = (
     (("bias", "relu"), Draw(nonfinite=True)),
@@ -85,6 +86,24 @@ def forward() -> Mapping[str, Case]:
 def backward() -> Mapping[str, Case]:
     """Gradients, of which those of operands are sums: near, since only their order is the definition's."""
     return {name.replace("exact bias", "near bias"): case for name, case in _named(_backward).items()}
+
+
+def _recording(planes: Sequence[Layout], device: torch.device) -> Encoding:
+    scale, amax = (torch.full((1,), value).to(device) for value in (3.7, 2.0**-20))
+    return RecordingScale(scale, amax, planes)
+
+
+_BY_FAMILY: Mapping[str, Callable[[Sequence[Layout], torch.device], Encoding]] = {
+    "tensor": _recording,
+    "row": lambda planes, _: RowScaled(planes),
+    "block": lambda planes, _: Blocks(planes),
+    "mx": lambda planes, _: Microscaled(planes),
+}
+
+
+def encoding_of(fmt: NumberFormat, shape: tuple[int, int], device: torch.device) -> Encoding:
+    """The cast of a matrix to both planes of a format, in which trials of chains and of norms end."""
+    return _BY_FAMILY[fmt.family](layouts(fmt, shape), device)
 
 
 def _cast_forward(fmt: NumberFormat, names: Sequence[str], draw: Draw, device: torch.device) -> Arguments:

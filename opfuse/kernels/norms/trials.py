@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from opfuse.formats import E4M3, NumberFormat, fp8_block, fp8_row, fp8_tensor, mxfp8
-from opfuse.kernels.casts.trial_encodings import encoding_of
 from opfuse.kernels.casts.trials import ODD, Draw, moved
+from opfuse.kernels.chains.trials import encoding_of
 from opfuse.kernels.engine.registry import Arguments, Case
 from opfuse.numerics.norm import Norm, NormKind, norm_forward
 

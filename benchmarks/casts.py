@@ -14,7 +14,7 @@ from opfuse.kernels.casts.block import cast_block
 from opfuse.kernels.casts.dequantize import dequantize
 from opfuse.kernels.casts.nvfp4 import amaxes_nv, cast_nv
 from opfuse.kernels.casts.row import cast_row
-from opfuse.kernels.casts.transpose import transposed
+from opfuse.kernels.casts.tensor import transposed
 from opfuse.numerics import casts as definition
 from opfuse.numerics.hadamard import SIGNS
 from opfuse.numerics.layouts import Layout

@@ -2,7 +2,7 @@
 
 A mode of torch's dispatcher sees each op with its results, a finalizer of each storage when nobody holds it any more. So for ops
 of torch the ledger has what the allocator would have: outputs before inputs are freed, each storage once. Kernels of opfuse make
-their results in torch (``kernels/engine/sized.py``) and say what they read. A segment that a program repeats frees a tensor at
+their results in torch (``kernels/engine/launch.py``) and say what they read. A segment that a program repeats frees a tensor at
 its last reader, where the interpreter that runs here holds it longer: so what ends inside of a segment counts up to there.
 
 Ops whose CUDA kernels take memory that no tensor shows are in :data:`SCRATCH`.
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from opfuse.errors import UnsupportedError, describe
 from opfuse.events import KernelSized, SegmentRan, subscribed
 from opfuse.inspect.observe import parts_of
-from opfuse.kernels.engine.sized import standing_for, stands_for_gpu
+from opfuse.kernels.engine.launch import standing_for, stands_for_gpu
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.dispatch import UncompiledMode

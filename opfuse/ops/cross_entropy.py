@@ -21,7 +21,7 @@ from opfuse.core.spec import NonNegative, Positive, Size, hyper_parameters, new_
 from opfuse.domains import numbers
 from opfuse.errors import DtypeError, ShapeError, describe
 from opfuse.kernels.cross_entropy import row_losses
-from opfuse.kernels.engine.sized import as_on_gpu
+from opfuse.kernels.engine.launch import as_on_gpu
 from opfuse.numerics import pointwise
 from opfuse.numerics.cross_entropy import CrossEntropy, counted
 from opfuse.tensors.gemm import gemm

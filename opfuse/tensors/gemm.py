@@ -20,7 +20,7 @@ from opfuse.errors import Described, GemmError, ShapeError, describe
 from opfuse.events import ProductChosen, emit, listeners
 from opfuse.formats import COLUMNWISE, ROWWISE, NumberFormat
 from opfuse.kernels.casts.encoding import Encoding
-from opfuse.kernels.engine.sized import as_on_gpu
+from opfuse.kernels.engine.launch import as_on_gpu
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products.chained import UNROUNDED, ProductResult, product_chain, why_apart
 from opfuse.kernels.products.native import accumulate, multiply, multiply_groups, multiply_over_rows, multiply_rows

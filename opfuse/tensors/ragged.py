@@ -23,11 +23,9 @@ from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat
 from opfuse.kernels.casts.encoding import Blocks, BlocksOfGroups, EncodedArrays, Encoding, WithOriginal
 from opfuse.kernels.casts.groups import cast_block_groups, row_groups
 from opfuse.kernels.casts.scaled_groups import cast_current_groups, cast_recording_groups, cast_row_groups, group_amaxes
-from opfuse.kernels.casts.tensor import cast_mx
-from opfuse.kernels.casts.transpose import transposed
-from opfuse.kernels.engine.launch import is_capturing
+from opfuse.kernels.casts.tensor import cast_mx, transposed
+from opfuse.kernels.engine.launch import is_capturing, stands_for_gpu
 from opfuse.kernels.engine.registry import kernels_run_on
-from opfuse.kernels.engine.sized import stands_for_gpu
 from opfuse.kernels.products import grouped
 from opfuse.kernels.products.backends import Machine
 from opfuse.kernels.products.native import adds_runs, machine_of, runs_are_right, runs_refusal

@@ -17,7 +17,7 @@ import torch
 from opfuse.errors import MissingPlaneError, ShapeError, describe
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.kernels.casts.dequantize import dequantize
-from opfuse.kernels.casts.transpose import transposed
+from opfuse.kernels.casts.tensor import transposed
 from opfuse.numerics.layouts import Layout, layout_of, load_scale, relayout_scale, store_scale
 
 INNER_NAMES = {f"_{usage}_{field}": (usage, field) for usage in USAGES for field in ("data", "scale", "amax")}

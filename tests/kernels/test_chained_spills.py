@@ -23,8 +23,7 @@ from opfuse.kernels.engine import compiling
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.registry import Arguments
 from opfuse.kernels.products import chained
-from opfuse.kernels.products.chained import product_chain
-from opfuse.kernels.products.registers import LONGEST, crowded
+from opfuse.kernels.products.chained import LONGEST, crowded, product_chain
 from opfuse.numerics.activations import ARITHMETIC, POINTWISE
 from tests.kernels.cases.chained import BOTH, ChainedCase
 

@@ -23,8 +23,8 @@ from opfuse.cli.app import main
 from opfuse.errors import ConversionError, UnsupportedError
 from opfuse.inspect.ledger import Ledger, curve
 from opfuse.inspect.step_memory import Memory
+from opfuse.kernels.engine.launch import standing_for
 from opfuse.kernels.engine.registry import kernels, tensors_in
-from opfuse.kernels.engine.sized import standing_for
 from opfuse.torch_private.tensors import number_of
 from tests.kernels.catalogue import CASES
 

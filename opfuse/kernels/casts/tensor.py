@@ -21,14 +21,16 @@ from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
 from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, ceil_div, check_cast, check_choice, check_dtype, check_number
+from opfuse.numerics.layouts import transposed as definition_of_transposed
 from opfuse.numerics.scales import ScaleRounding
 
 _AMAX = parameter_of("amax.cu")
 _AMAX_BLOCK = 8192  # elements
 
 TENSOR_SCALE, _CAST_TENSOR = parameter_of("tensor_scale.cuh", "TensorScale"), parameter_of("cast_tensor.cu")
+_TRANSPOSE = parameter_of("transpose.cu")
 _ROWS_BLOCK = 4096  # elements
-_TILE = (256, 64)
+_TILE, _TILE_THREADS = (256, 64), 512
 
 MX_PLANES, _CAST_MX = parameter_of("mx_tile.cuh", "MxPlanes"), parameter_of("cast_mx.cu")
 _MX_BLOCK = 32
@@ -114,7 +116,7 @@ def _tensor_work(
     usages = {layout.usage for layout in layouts}
     entry = "cast_tile" if COLUMNWISE in usages else "cast_rows"
     grids = {
-        "cast_tile": Grid(ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1]), 512),
+        "cast_tile": Grid(ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1]), _TILE_THREADS),
         "cast_rows": Grid(ceil_div(rows * columns, _ROWS_BLOCK), 256),
     }
     variant = variant_of(
@@ -128,6 +130,24 @@ def _tensor_work(
         ALIGNED=on_vectors and not (entry == "cast_tile" and (columns % PACK or rows % VECTOR)),
     )
     return variant, entry, grids[entry]
+
+
+@kernel("transpose.cu", reference=definition_of_transposed, tolerance=BITWISE, trials=trials.turned)
+def transposed(launch: Launcher, x: torch.Tensor) -> torch.Tensor:
+    """Reads ``x`` once: the codes of a columnwise plane under one scale, from those of the rowwise one.
+
+    Elements are bytes; others take the torch definition.
+    """
+    if x.dtype != torch.uint8 or x.ndim != 2:
+        return definition_of_transposed(x)
+    x, (rows, columns) = x.contiguous(), x.shape
+    aligned = on_bytes(x, PACK) and columns % PACK == 0 and rows % VECTOR == 0
+    variant = variant_of("transpose.cu", _TRANSPOSE.layout, ALIGNED=aligned)
+    turned = torch.empty((columns, rows), dtype=torch.uint8, device=x.device)
+    grid = Grid(ceil_div(rows, _TILE[0]) * ceil_div(columns, _TILE[1]), _TILE_THREADS)
+    fields = _TRANSPOSE(x=x.data_ptr(), turned=turned.data_ptr(), rows=rows, columns=columns)
+    launch(variant, "transpose", grid, _TRANSPOSE.layout, *fields, device=x.get_device())
+    return turned
 
 
 @kernel("cast_mx.cu", reference=definition.cast_mx, tolerance=BITWISE, trials=trials.MX)

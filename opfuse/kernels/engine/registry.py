@@ -25,8 +25,7 @@ from opfuse.errors import KernelError, describe
 from opfuse.events import KernelSized, emit, listeners
 from opfuse.kernels.engine.certificates import Certificate, Tried, certificate_of, certified, is_recorded_arch
 from opfuse.kernels.engine.compiling import Variant, source_text
-from opfuse.kernels.engine.launch import Grid, is_dry, launch
-from opfuse.kernels.engine.sized import stands_for_gpu
+from opfuse.kernels.engine.launch import Grid, is_dry, launch, stands_for_gpu
 from opfuse.torch_private.dispatch import in_fake_mode
 
 P = ParamSpec("P")
@@ -250,7 +249,7 @@ def runs_kernels(x: torch.Tensor) -> bool:
 
 
 def on_kernels(x: torch.Tensor) -> bool:
-    """Whether ``x`` is on a GPU whose kernels run on it, or stands for such a tensor (sized.py)."""
+    """Whether ``x`` is on a GPU whose kernels run on it, or stands for such a tensor (launch.py)."""
     return runs_kernels(x) if x.is_cuda else x.is_meta and stands_for_gpu()
 
 

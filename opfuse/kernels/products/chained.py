@@ -47,9 +47,8 @@ from opfuse.kernels.engine.registry import Launcher, Tolerance, kernel, on_kerne
 from opfuse.kernels.engine.variants import variant_of
 from opfuse.kernels.products.hopper import LEAST_LINES, TENSORS, TILES, Form, Pair, boxes, form_of
 from opfuse.kernels.products.native import OWN_OUTPUTS, multiply, own_refusal
-from opfuse.kernels.products.registers import crowded
 from opfuse.kernels.products.stored import Stored
-from opfuse.numerics.activations import POINTWISE
+from opfuse.numerics.activations import ARITHMETIC, POINTWISE
 from opfuse.numerics.chain import Stage
 from opfuse.numerics.layouts import check_cast
 from opfuse.numerics.pointwise import Pointwise
@@ -275,13 +274,6 @@ def _end_of(encode: Encoding | None, stages: Sequence[Stage], left: Stored, righ
     return _End(kind.name, kind.encode, element, ROWWISE in layouts, turned, pow2)
 
 
-def _crowded(stages: Sequence[Stage], encode: Encoding | None, end: _End, keep: Collection[int]) -> str:
-    """Why a thread has no registers for the chain; an empty string if it has."""
-    if len(keep) >= MOST_STORED:
-        return f"registers: wants fewer than {MOST_STORED} inputs of ops that are kept, got {len(keep)}"
-    return crowded(stages, end.cast, turned=end.turned, stores=bool(keep) or isinstance(encode, WithOriginal))
-
-
 def _is_known(math: Pointwise) -> bool:
     """Whether an op has a place beside the sums: one of the user's own may take too many registers."""
     return POINTWISE.get(math.name) is math and not math.is_gated
@@ -313,3 +305,57 @@ def _program(form: Form, code: ChainCode, end: _End) -> tuple[Variant, CStruct]:
     ends = {"CAST": end.cast, "ROWWISE": end.rowwise, "TURNED": end.turned, **cast_defines}
     plain = variant_of("product_chain.cu", parameter.layout, **form.defines, GROUPS=1, MAPS=1, **ends)
     return plain._replace(generated=text), parameter
+
+
+# -- registers -------------------------------------------------------------------------------------------------------------------
+# Which chains have registers beside the sums of a product: those that no compilation for sm_90a spilled.
+#
+# A thread loads all operands of half of a tile before the chain runs there: one of the result's size takes 16 registers in 16
+# bits, a bias 8, and an activation some for what it computes with. What a compiler makes of more ops is found for each chain
+# alone, so longer chains run apart from their product.
+#
+# Sums are rounded to 16 bits before the chain, since in fp32 they leave a thread no registers. Three ops fit, no two alike, one
+# of them an activation; with two operands of the result's size there is no room for an activation, and less where no value of the
+# chain is stored. Beyond that compiled kernels spilled up to 824 bytes of registers, the exact GELU with dropout most.
+
+LONGEST = 3
+"""Ops of a chain, no two alike, of which at most one is an activation."""
+
+MOST_FULL = {"arithmetic": 2, "activation": 1, "nothing stored": 0}
+"""Operands of the result's size, in 16 bits: beside arithmetic, beside an activation, for an end of :data:`FULL`."""
+
+FULL = (("TENSOR", True), ("BLOCKS", False))
+"""Casts (product_chain.cu), and whether they make a transpose, that leave least room where no value of the chain is stored.
+
+A store keeps the compiler from loading operands of the other half of a tile beside those of the first.
+"""
+
+EXACT_GELU = ["bias", "gelu_erf"]
+"""The only chain of the exact GELU, whose registers other ops take: erfc is the longest expression."""
+
+
+def crowded(stages: Sequence[Stage], cast: str, *, turned: bool, stores: bool) -> str:
+    """Why a chain has no registers beside the sums of a product; an empty string if it has.
+
+    cast, turned: CAST and TURNED of product_chain.cu. stores: whether a value of the chain is stored.
+    """
+    names = [stage.math.name for stage in stages]
+    own = [name for name in names if name not in ARITHMETIC]
+    full = (cast, turned) in FULL and not stores
+    if len(names) > LONGEST or len(own) > 1 or len({*names}) < len(names):
+        return f"registers: wants at most {LONGEST} ops, no two alike and one an activation, got {', '.join(names)}"
+    if "gelu_erf" in names and (names != EXACT_GELU or (full and turned)):
+        return "registers: the exact GELU has them only behind a bias, and for a transpose only if a value is stored"
+    room = MOST_FULL["nothing stored" if full else "activation" if own else "arithmetic"]
+    operands = (t for stage in stages for name, t in stage.operands.items() if stage.math.operands[name] == "full")
+    needed = sum(max(t.element_size(), 2) // 2 for t in operands)
+    if needed <= room:
+        return ""
+    return f"registers: wants at most {room} operands of the result's size, of 16 bits, beside these ops, got {needed}"
+
+
+def _crowded(stages: Sequence[Stage], encode: Encoding | None, end: _End, keep: Collection[int]) -> str:
+    """Why a thread has no registers for the chain; an empty string if it has."""
+    if len(keep) >= MOST_STORED:
+        return f"registers: wants fewer than {MOST_STORED} inputs of ops that are kept, got {len(keep)}"
+    return crowded(stages, end.cast, turned=end.turned, stores=bool(keep) or isinstance(encode, WithOriginal))

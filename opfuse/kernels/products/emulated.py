@@ -19,8 +19,7 @@ import torch
 
 from opfuse.formats import COLUMNWISE, E2M1, ROWWISE, Usage
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups
-from opfuse.kernels.engine.launch import is_recorded
-from opfuse.kernels.engine.sized import as_on_gpu
+from opfuse.kernels.engine.launch import as_on_gpu, is_recorded
 from opfuse.kernels.products.stored import Stored
 from opfuse.kernels.products.sums import scaled_sums
 from opfuse.kernels.products.tiles import TileCut, in_tiles

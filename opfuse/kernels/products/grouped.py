@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from opfuse.kernels.engine.sized import arch_of as _arch
-from opfuse.kernels.engine.sized import as_on_gpu
+from opfuse.kernels.engine.launch import arch_of as _arch
+from opfuse.kernels.engine.launch import as_on_gpu
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.torch_private.operations import assert_on_device
 

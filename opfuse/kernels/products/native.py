@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from opfuse.formats import NumberFormat, dtype_name
+from opfuse.kernels.engine.launch import stood_for
 from opfuse.kernels.engine.registry import on_kernels
-from opfuse.kernels.engine.sized import stood_for
 from opfuse.kernels.engine.variants import on_bytes
 from opfuse.kernels.products import emulated as emulation
 from opfuse.kernels.products.backends import (

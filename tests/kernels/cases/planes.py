@@ -27,7 +27,7 @@ from opfuse.formats import (
     mxfp8,
 )
 from opfuse.kernels.casts.dequantize import dequantize, dequantize_fp4, dequantize_groups
-from opfuse.kernels.casts.transpose import transposed
+from opfuse.kernels.casts.tensor import transposed
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.kernels.products.block_scales import scales_of_blocks
 from opfuse.numerics.hadamard import NO_SIGNS, SIGNS, SIZE

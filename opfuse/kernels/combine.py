@@ -7,7 +7,7 @@ import torch
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, addresses, on_bytes, variant_of
 from opfuse.numerics import combine as definition
 
 _PARAMETERS = parameter_of("combine.cu")
@@ -72,7 +72,7 @@ def _queue(
 ) -> None:
     """A block for each token. of_rows, of_tokens: the arrays with a row for each place, and with one for each token."""
     (tokens, top_k), row, token = places.shape, next(iter(of_rows.values())), next(iter(of_tokens.values()))
-    arrays = {**of_rows, **of_tokens, "places": places.contiguous()}
+    given = {"places": places.contiguous(), "weights": None if weights is None else weights.contiguous()}
     variant = variant_of(
         "combine.cu",
         _PARAMETERS.layout,
@@ -84,11 +84,9 @@ def _queue(
         SCORED=d_weights is not None,
         ALIGNED=row.shape[1] % PACK == 0 and all(on_bytes(array, VECTOR) for array in (*of_rows.values(), token)),
     )
-    arrays |= {} if weights is None else {"weights": weights.contiguous()}
-    arrays |= {} if d_weights is None else {"d_weights": d_weights}
-    addresses = {name: arrays[name].data_ptr() if name in arrays else 0 for name in _ADDRESSES}
-    fields = _PARAMETERS(**addresses, columns=row.shape[1], top_k=top_k)
+    arrays = addresses({**of_rows, **of_tokens, **given, "d_weights": d_weights}, _ARRAYS)
+    fields = _PARAMETERS(**arrays, columns=row.shape[1], top_k=top_k)
     launch(variant, entry, Grid(tokens, _THREADS), _PARAMETERS.layout, *fields, device=row.get_device())
 
 
-_ADDRESSES = ("rows", "dy", "places", "weights", "y", "d_rows", "d_weights")
+_ARRAYS = ("rows", "dy", "places", "weights", "y", "d_rows", "d_weights")

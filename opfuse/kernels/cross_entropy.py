@@ -10,7 +10,7 @@ import torch
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Arguments, Case, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, addresses, on_bytes, variant_of
 from opfuse.numerics import cross_entropy as definition
 from opfuse.numerics.cross_entropy import THREADS, TILE, CrossEntropy, RowLosses
 
@@ -67,11 +67,10 @@ def row_losses(
         RESIDENT=2,
         ALIGNED=words % PACK == 0 and on_bytes(logits, VECTOR),
     )
-    arrays = {"logits": logits, "targets": targets.contiguous(), "losses": losses}
-    arrays |= {} if scales is None else {"scales": scales.contiguous()}
+    scales = None if scales is None else scales.contiguous()
     cap = how.softcap or 1.0
     fields = _PARAMETERS(
-        **{name: arrays[name].data_ptr() if name in arrays else 0 for name in ("logits", "targets", "scales", "losses")},
+        **addresses({"logits": logits, "targets": targets.contiguous(), "scales": scales, "losses": losses}),
         columns=words,
         ignore_index=how.ignore_index,
         per_column=1 / words,

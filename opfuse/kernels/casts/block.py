@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from opfuse.errors import ShapeError, describe
-from opfuse.formats import COLUMNWISE, ROWWISE, USAGES
+from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.kernels.casts import trials
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, WIDEST, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, WIDEST, new_planes, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.layouts import Layout, are_known, ceil_div, check_cast
 from opfuse.numerics.scalars import FLT_MAX
@@ -76,23 +75,9 @@ def _work(
 
 def new_blocks(
     layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device, *, eps: float
-) -> tuple[list[definition.Encoded], dict[str, Any]]:
+) -> tuple[list[definition.Encoded], dict[str, int | float]]:
     """Memory for planes of a matrix of ``dtype``, and the fields of the struct Blocks in block_scale.cuh."""
-    planes = {layout.usage: _new_plane(layout, device) for layout in layouts}
-    (row_data, row_scale, row_pitch), (column_data, column_scale, column_pitch) = (_addresses(planes.get(u)) for u in USAGES)
-    rows, columns = layouts[0].shape
-    addresses = {"rowwise": row_data, "columnwise": column_data, "row_scale": row_scale, "column_scale": column_scale}
-    sizes = {"rows": rows, "columns": columns, "row_pitch": row_pitch, "column_pitch": column_pitch}
-    fields = {**addresses, **sizes, "eps": eps, "inf_value": min(torch.finfo(dtype).max, FLT_MAX)}
-    return [planes[layout.usage] for layout in layouts], fields
-
-
-def _new_plane(layout: Layout, device: torch.device) -> definition.Encoded:
-    """Memory for the data (uint8) and scales (fp32) of a plane; the kernel stores the padding of scales as well."""
-    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=device)
-    return data, torch.empty(layout.scale_shape, dtype=torch.float32, device=device)
-
-
-def _addresses(plane: definition.Encoded | None) -> tuple[int, int, int]:
-    """Addresses of data and of scales, and how many scales a row has; zeros for a plane that is not wanted."""
-    return (0, 0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr(), plane[1].shape[1])
+    planes, fields = new_planes(layouts, device)
+    pitches = {layout.usage: layout.scale_shape[1] for layout in layouts}
+    fields |= {"row_pitch": pitches.get(ROWWISE, 0), "column_pitch": pitches.get(COLUMNWISE, 0)}
+    return planes, {**fields, "eps": eps, "inf_value": min(torch.finfo(dtype).max, FLT_MAX)}

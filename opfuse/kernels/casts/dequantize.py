@@ -17,7 +17,7 @@ from opfuse.kernels.engine.joining import together
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, addresses, on_bytes, variant_of
 from opfuse.numerics.dequantize import StoredPlane
 from opfuse.numerics.dequantize import dequantize as definition
 from opfuse.numerics.dequantize import dequantize_groups as definition_of_groups
@@ -127,8 +127,8 @@ def _decode_fp8(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool
         ACROSS=layout.across,
         ALIGNED=aligned,
     )
-    addresses = {"data": data.data_ptr(), "scale": scale.data_ptr(), "out": out.data_ptr()}
-    fields = _PARAMETERS(**addresses, rows=rows, columns=columns, **_scales(layout)._asdict())
+    tensors = addresses({"data": data, "scale": scale, "out": out})
+    fields = _PARAMETERS(**tensors, rows=rows, columns=columns, **_scales(layout)._asdict())
     launch(variant, entry, Grid(blocks, _THREADS), _PARAMETERS.layout, *fields, device=data.get_device())
     return True
 
@@ -155,9 +155,8 @@ def _decode_fp4(launch: Launcher, plane: StoredPlane, out: torch.Tensor) -> bool
         SIGNS=sign_mask(fmt.rht),
         ALIGNED=whole and on_bytes(data, 8) and on_bytes(out, VECTOR),
     )
-    addresses = {"codes": data.data_ptr(), "scales": scale.data_ptr(), "amax": 0 if amax is None else amax.data_ptr()}
     fields = _FP4(
-        plane=_PLANE(**addresses, quads=layout.tiled_shape[1] // SCALE_TILE[1]),
+        plane=_PLANE(**addresses({"codes": data, "scales": scale, "amax": amax}), quads=layout.tiled_shape[1] // SCALE_TILE[1]),
         out=out.data_ptr(),
         rows=rows,
         columns=columns,

@@ -20,7 +20,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, WIDEST, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, WIDEST, addresses, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics import row_groups as grouping
 from opfuse.numerics.layouts import Layout, ceil_div, check_cast
@@ -63,7 +63,7 @@ class Reading(NamedTuple):
     @property
     def addresses(self) -> dict[str, int]:
         """The fields ``x`` and ``index`` of a kernel's parameter."""
-        return {"x": self.x.data_ptr(), "index": 0 if self.rows is None else self.rows.data_ptr()}
+        return addresses({"x": self.x, "index": self.rows})
 
 
 def reading(x: torch.Tensor, index: torch.Tensor | None) -> Reading:

@@ -15,12 +15,12 @@ import torch
 from opfuse.formats import COLUMNWISE, SCALE_TILE, USAGES
 from opfuse.kernels.casts import trials
 from opfuse.kernels.casts.row import line_amaxes
-from opfuse.kernels.casts.tensor import new_encoded, tensor_amax
+from opfuse.kernels.casts.tensor import tensor_amax
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, VECTOR, addresses, new_plane, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.hadamard import SIZE, sign_mask
 from opfuse.numerics.layouts import Layout, are_known, ceil_div, check_amaxes, check_array, check_cast
@@ -55,10 +55,9 @@ def amaxes_nv(launch: Launcher, x: torch.Tensor, layouts: Sequence[Layout]) -> l
         ALIGNED=on_bytes(x, 4) and columns % 2 == 0,
     )
     grid = Grid(ceil_div(rows, _AMAX_TILE[0]) * ceil_div(columns, _AMAX_TILE[1]), _THREADS)
-    addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
-    fields = _AMAX(x=x.data_ptr(), **addresses, rows=rows, columns=columns)
+    fields = _AMAX(x=x.data_ptr(), **addresses(amaxes, USAGES), rows=rows, columns=columns)
     launch(variant, "amax_nvfp4", grid, _AMAX.layout, *fields, device=x.get_device())
-    return [amaxes[layout.usage] for layout in layouts]
+    return [*amaxes.values()]
 
 
 @kernel("cast_nvfp4.cu", reference=definition.cast_nv, tolerance=BITWISE, trials=trials.cast_nv)
@@ -82,7 +81,7 @@ def cast_nv(
     if rows > 1 and any(amax is not amaxes[0] for amax in amaxes):  # tiles are cast once, under one amax
         alone = [cast_nv.run(launch, x, [a], [layout], rows=rows, seed=seed, error=error) for a, layout in zip(amaxes, layouts)]
         return [plane for planes in alone for plane in planes]
-    planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
+    planes = {layout.usage: new_plane(layout, x.device) for layout in layouts}
     fields = {layout.usage: _plane(layout, planes[layout.usage], amax) for layout, amax in zip(layouts, amaxes)}
     made = _PLANES(
         **{usage: fields.get(usage, _NO_PLANE) for usage in USAGES},
@@ -94,7 +93,7 @@ def cast_nv(
         per_line=layouts[0].format.per_row,
     )
     launch(*work, _CAST.layout, *_CAST(x=x.data_ptr(), planes=made), device=x.get_device())
-    return [planes[layout.usage] for layout in layouts]
+    return [*planes.values()]
 
 
 class _AskedPlane(NamedTuple):
@@ -161,8 +160,7 @@ def _rotation(layouts: Sequence[Layout]) -> tuple[int, ...]:
 
 def _plane(layout: Layout, plane: definition.Encoded, amax: torch.Tensor) -> tuple[int | float, ...]:
     data, scale = plane
-    quads = layout.tiled_shape[1] // SCALE_TILE[1]
-    return _PLANE(codes=data.data_ptr(), scales=scale.data_ptr(), amax=amax.data_ptr(), quads=quads)
+    return _PLANE(**addresses({"codes": data, "scales": scale, "amax": amax}), quads=layout.tiled_shape[1] // SCALE_TILE[1])
 
 
 def _address_of_seed(seed: torch.Tensor, x: torch.Tensor) -> int:

@@ -26,6 +26,7 @@ from opfuse.kernels.casts.encoding import (
 )
 from opfuse.kernels.casts.groups import tiles_of
 from opfuse.kernels.casts.tensor import new_mx
+from opfuse.kernels.engine.variants import addresses, new_planes
 from opfuse.numerics.layouts import check_number
 
 Room = tuple[list[EncodedArrays], dict[str, Any]]
@@ -41,21 +42,23 @@ def _tensor(encode: RecordingScale | Current, x: Tensor, dtype: torch.dtype) -> 
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in encode.layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
     rows, columns = encode.layouts[0].shape
-    fields: dict[str, Any] = {usage: data[usage].data_ptr() if usage in data else 0 for usage in USAGES}
-    fields |= {"rows": rows, "columns": columns, "decode_scale": decode_scale.data_ptr()}
+    fields: dict[str, Any] = {
+        **addresses(data, USAGES),
+        "rows": rows,
+        "columns": columns,
+        "decode_scale": decode_scale.data_ptr(),
+    }
     fields["amax"] = check_number(encode.amax, x.device, where="amax of a cast")
     if isinstance(encode, RecordingScale):
         fields |= {"scale": check_number(encode.scale, x.device, where="scale of a cast"), "eps": 0.0, "pow2": 0}
     else:
         fields |= {"scale": 0, "eps": encode.eps, "pow2": encode.pow2}
-    return [(data[layout.usage], decode_scale) for layout in encode.layouts], fields
+    return [(each, decode_scale) for each in data.values()], fields
 
 
 def _rows(encode: RowScaled, x: Tensor, dtype: torch.dtype) -> Room:
-    (layout,) = encode.layouts
-    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(layout.scale_shape, dtype=torch.float32, device=x.device)
-    return [(data, scale)], {"rowwise": data.data_ptr(), "row_scale": scale.data_ptr(), "eps": encode.eps}
+    planes, fields = new_planes(encode.layouts, x.device)
+    return [*planes], {**fields, "eps": encode.eps}
 
 
 def _blocks(encode: Blocks, x: Tensor, dtype: torch.dtype) -> Room:
@@ -70,7 +73,7 @@ def _blocks_of_groups(encode: BlocksOfGroups, x: Tensor, dtype: torch.dtype) -> 
 
 
 def _microscaled(encode: Microscaled, x: Tensor, dtype: torch.dtype) -> Room:
-    planes, fields = new_mx(encode.layouts, x, encode.rounding)
+    planes, fields = new_mx(encode.layouts, x.device, encode.rounding)
     return [*planes], fields
 
 

@@ -7,7 +7,7 @@ lines, and a second one casts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, addresses, new_plane, on_bytes, variant_of
 from opfuse.numerics import casts as definition
 from opfuse.numerics.layouts import Layout, are_known, ceil_div, check_amaxes, check_cast, check_matrix
 
@@ -28,7 +28,7 @@ _AMAX_TILE, _AMAX_THREADS = (128, 256), 256
 _ROW = parameter_of("cast_row.cu")
 _RESIDENT = {True: 4, False: 1}
 """Blocks of threads that must fit on a multiprocessor: with vector loads (True), or element by element, in more registers."""
-_LINES, _LINE = parameter_of("cast_lines.cu"), parameter_of("cast_lines.cu", "Lines")
+LINES, _LINE = parameter_of("cast_lines.cu"), parameter_of("cast_lines.cu", "Lines")
 _NO_LINE = _LINE(codes=0, amax=0, scale=0)
 _TILE, _TILE_THREADS = (256, 64), 512
 
@@ -41,10 +41,9 @@ def line_amaxes(launch: Launcher, x: torch.Tensor, usages: Sequence[Usage]) -> l
     height, width = x.shape
     sizes = {ROWWISE: height, COLUMNWISE: width}
     amaxes = {usage: torch.zeros(sizes[usage], dtype=torch.float32, device=x.device) for usage in usages}
-    addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
     grid = Grid(ceil_div(height, _AMAX_TILE[0]) * ceil_div(width, _AMAX_TILE[1]), _AMAX_THREADS)
     variant = variant_of("amax_lines.cu", _AMAX.layout, IN=C_TYPES[x.dtype], ALIGNED=on_bytes(x, VECTOR) and width % PACK == 0)
-    fields = _AMAX(x=x.data_ptr(), **addresses, rows=height, columns=width, tiles=0, index=0)
+    fields = _AMAX(x=x.data_ptr(), **addresses(amaxes, USAGES), rows=height, columns=width, tiles=0, index=0)
     launch(variant, "amax_lines", grid, _AMAX.layout, *fields, device=x.get_device())
     return [amaxes[usage] for usage in usages]
 
@@ -69,11 +68,10 @@ def launch_rows(
 ) -> definition.Encoded:
     """The rowwise plane of a contiguous matrix, or of its rows ``index``, int64 (rows,), contiguous."""
     variant = _row_variant(x.shape[1], x.dtype, on_bytes(x, VECTOR), layout.element.name, bool(pow2), indexed=index is not None)
-    data, scale = plane = _new_plane(layout, x.device)
+    data, scale = plane = new_plane(layout, x.device)
     height, width = layout.shape
-    addresses = {"x": x.data_ptr(), "codes": data.data_ptr(), "scale": scale.data_ptr()}
-    read = 0 if index is None else index.data_ptr()
-    fields = _ROW(**addresses, rows=height, columns=width, eps=eps, packs=rows.packs(width), index=read)
+    tensors = addresses({"x": x, "codes": data, "scale": scale, "index": index})
+    fields = _ROW(**tensors, rows=height, columns=width, eps=eps, packs=rows.packs(width))
     launch(variant, "cast_row", rows.grid(height, width), _ROW.layout, *fields, device=x.get_device())
     return plane
 
@@ -103,16 +101,19 @@ def cast_lines(
     x = x.contiguous()
     variant, grid = _lines_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), bool(pow2))
     check_amaxes(amaxes, layouts, x.device, where="cast_lines")
-    planes = {layout.usage: _new_plane(layout, x.device) for layout in layouts}
-    known = {layout.usage: amax for layout, amax in zip(layouts, amaxes)}
-    row, column = (
-        _LINE(codes=planes[u][0].data_ptr(), amax=known[u].data_ptr(), scale=planes[u][1].data_ptr()) if u in planes else _NO_LINE
-        for u in USAGES
-    )
+    planes = {layout.usage: new_plane(layout, x.device) for layout in layouts}
     alone = {"down": 0, "tiles": 0, "groups": 0, "index": 0}
-    fields = _LINES(x=x.data_ptr(), row=row, column=column, rows=x.shape[0], columns=x.shape[1], eps=eps, **alone)
-    launch(variant, "cast_lines", grid, _LINES.layout, *fields, device=x.get_device())
-    return [planes[layout.usage] for layout in layouts]
+    fields = LINES(x=x.data_ptr(), **line_fields(planes, amaxes), rows=x.shape[0], columns=x.shape[1], eps=eps, **alone)
+    launch(variant, "cast_lines", grid, LINES.layout, *fields, device=x.get_device())
+    return [*planes.values()]
+
+
+def line_fields(planes: Mapping[Usage, definition.Encoded], amaxes: Sequence[torch.Tensor]) -> dict[str, tuple[int | float, ...]]:
+    """The fields ``row`` and ``column`` of the parameter of cast_lines.cu: codes, amaxes and scales of each plane."""
+    made = dict.fromkeys(USAGES, _NO_LINE)
+    for (usage, (codes, scale)), amax in zip(planes.items(), amaxes, strict=True):
+        made[usage] = _LINE(**addresses({"codes": codes, "amax": amax, "scale": scale}))
+    return {"row": made[ROWWISE], "column": made[COLUMNWISE]}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -124,7 +125,7 @@ def _lines_work(
     (height, width), usages = shape, {layout.usage for layout in layouts}
     variant = variant_of(
         "cast_lines.cu",
-        _LINES.layout,
+        LINES.layout,
         IN=C_TYPES[dtype],
         OUT=layouts[0].element.name.upper(),
         ROWWISE=ROWWISE in usages,
@@ -133,9 +134,3 @@ def _lines_work(
         ALIGNED=on_vectors and width % PACK == 0 and not (height % VECTOR and COLUMNWISE in usages),
     )
     return variant, Grid(ceil_div(height, _TILE[0]) * ceil_div(width, _TILE[1]), _TILE_THREADS)
-
-
-def _new_plane(layout: Layout, device: torch.device) -> definition.Encoded:
-    """Memory for the data (uint8) and scales (fp32) of a plane."""
-    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=device)
-    return data, torch.empty(layout.scale_shape, dtype=torch.float32, device=device)

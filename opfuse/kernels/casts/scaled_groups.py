@@ -14,13 +14,13 @@ import torch
 from opfuse.formats import COLUMNWISE, ROWWISE, USAGES, Usage
 from opfuse.kernels.casts import trials
 from opfuse.kernels.casts.groups import FOUR_BYTES, Reading, reading, tiles_of
-from opfuse.kernels.casts.row import launch_rows, line_amaxes
+from opfuse.kernels.casts.row import LINES, launch_rows, line_amaxes, line_fields
 from opfuse.kernels.casts.tensor import TENSOR_SCALE
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, addresses, variant_of
 from opfuse.numerics import group_casts as definition
 from opfuse.numerics.casts import Encoded
 from opfuse.numerics.group_casts import check_group_cast
@@ -28,8 +28,6 @@ from opfuse.numerics.layouts import Layout, ceil_div, check_matrix, check_number
 from opfuse.numerics.row_groups import MOST_GROUPS, RowGroups
 
 _AMAX, _AMAX_LINES = parameter_of("amax_groups.cu"), parameter_of("amax_lines.cu")
-_LINES, _LINE = parameter_of("cast_lines.cu"), parameter_of("cast_lines.cu", "Lines")
-_NO_LINE = _LINE(codes=0, amax=0, scale=0)
 _AMAX_COLUMNS, _CAST_COLUMNS, _THREADS = 256, 64, 256
 _CAPACITIES = (8, 32, MOST_GROUPS)
 """Numbers of groups for which the kernel is compiled; a launch takes the least that is enough."""
@@ -119,12 +117,11 @@ def _cast(
         TENSOR_SCALE(scale=scale, amax=amax, decode_scale=first + i * decode.itemsize, **rule)
         for i, (scale, amax) in enumerate(scaling)
     ]
-    out = {usage: data[usage].data_ptr() if usage in data else 0 for usage in USAGES}
     lies = {"tiles": tiles_of(groups), "columns": read.columns, "down": groups.tiles, "count": groups.number}
-    fields = parameter(**read.addresses, **out, **lies, groups=each)
+    fields = parameter(**read.addresses, **addresses(data, USAGES), **lies, groups=each)
     grid = _grid(groups, read.columns, _CAST_COLUMNS)
     launch(variant, "cast_tensor_groups", grid, parameter.layout, *fields, device=read.x.get_device())
-    return [data[layout.usage] for layout in layouts], decode
+    return [*data.values()], decode
 
 
 @functools.cache
@@ -154,10 +151,11 @@ def group_line_amaxes(
 
 def _raise_amaxes(launch: Launcher, read: Reading, groups: RowGroups, amaxes: Mapping[Usage, torch.Tensor]) -> None:
     """Raise amaxes of rows (rows,) and of the columns of groups (groups, columns), fp32, in one launch."""
-    addresses = {usage: amaxes[usage].data_ptr() if usage in amaxes else 0 for usage in USAGES}
     how = {"ALIGNED": read.is_aligned, "GROUPED": True, "INDEXED": read.is_indexed}
     variant = variant_of("amax_lines.cu", _AMAX_LINES.layout, IN=C_TYPES[read.x.dtype], **how)
-    fields = _AMAX_LINES(**read.addresses, **addresses, rows=groups.rows, columns=read.columns, tiles=tiles_of(groups))
+    fields = _AMAX_LINES(
+        **read.addresses, **addresses(amaxes, USAGES), rows=groups.rows, columns=read.columns, tiles=tiles_of(groups)
+    )
     grid = _grid(groups, read.columns, _AMAX_COLUMNS)
     launch(variant, "amax_lines", grid, _AMAX_LINES.layout, *fields, device=read.x.get_device())
 
@@ -186,14 +184,9 @@ def cast_lines_groups(
         )
         for layout in layouts
     }
-    known = {layout.usage: amax for layout, amax in zip(layouts, amaxes, strict=True)}
-    row, column = (
-        _LINE(codes=planes[u][0].data_ptr(), amax=known[u].data_ptr(), scale=planes[u][1].data_ptr()) if u in planes else _NO_LINE
-        for u in USAGES
-    )
     variant = variant_of(
         "cast_lines.cu",
-        _LINES.layout,
+        LINES.layout,
         IN=C_TYPES[x.dtype],
         OUT=layouts[0].element.name.upper(),
         ROWWISE=ROWWISE in planes,
@@ -204,9 +197,9 @@ def cast_lines_groups(
         INDEXED=read.is_indexed,
     )
     lies = {"tiles": tiles_of(groups), "groups": groups.table.data_ptr() + FOUR_BYTES, "down": groups.tiles}
-    fields = _LINES(**read.addresses, row=row, column=column, rows=rows, columns=columns, eps=eps, **lies)
-    launch(variant, "cast_lines", _grid(groups, columns, _CAST_COLUMNS), _LINES.layout, *fields, device=x.get_device())
-    return [planes[layout.usage] for layout in layouts]
+    fields = LINES(**read.addresses, **line_fields(planes, amaxes), rows=rows, columns=columns, eps=eps, **lies)
+    launch(variant, "cast_lines", _grid(groups, columns, _CAST_COLUMNS), LINES.layout, *fields, device=x.get_device())
+    return [*planes.values()]
 
 
 @kernel("cast_lines.cu", reference=definition.cast_row_groups, tolerance=BITWISE, trials=trials.ROW_GROUPS)

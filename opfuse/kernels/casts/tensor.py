@@ -18,9 +18,9 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, addresses, new_planes, on_bytes, variant_of
 from opfuse.numerics import casts as definition
-from opfuse.numerics.layouts import SCALE_DTYPES, Layout, are_known, ceil_div, check_cast, check_choice, check_dtype, check_number
+from opfuse.numerics.layouts import Layout, are_known, ceil_div, check_cast, check_choice, check_dtype, check_number
 from opfuse.numerics.layouts import transposed as definition_of_transposed
 from opfuse.numerics.scales import ScaleRounding
 
@@ -98,12 +98,11 @@ def _cast_tensor(
     work = _tensor_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), scaling[0] != 0)
     data = {layout.usage: torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device) for layout in layouts}
     decode_scale = torch.empty(1, dtype=torch.float32, device=x.device)
-    out = {usage: data[usage].data_ptr() if usage in data else 0 for usage in USAGES}
     (scale, amax), (eps, pow2), (rows, columns) = scaling, rule, layouts[0].shape
     scaled = TENSOR_SCALE(scale=scale, amax=amax, decode_scale=decode_scale.data_ptr(), eps=eps, pow2=pow2)
-    fields = _CAST_TENSOR(x=x.data_ptr(), **out, scale=scaled, rows=rows, columns=columns)
+    fields = _CAST_TENSOR(x=x.data_ptr(), **addresses(data, USAGES), scale=scaled, rows=rows, columns=columns)
     launch(*work, _CAST_TENSOR.layout, *fields, device=x.get_device())
-    return [data[layout.usage] for layout in layouts], decode_scale
+    return [*data.values()], decode_scale
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,7 +158,7 @@ def cast_mx(
         return definition.cast_mx(x, layouts, rows=rows, rounding=rounding)
     x = x.contiguous()
     work = _mx_work(tuple(layouts), x.shape, x.dtype, on_bytes(x, VECTOR), rows)
-    planes, fields = new_mx(layouts, x, rounding)
+    planes, fields = new_mx(layouts, x.device, rounding)
     launch(*work, _CAST_MX.layout, *_CAST_MX(x=x.data_ptr(), planes=MX_PLANES(**fields)), device=x.get_device())
     return planes
 
@@ -195,35 +194,9 @@ def _mx_work(layouts: tuple[Layout, ...], shape: tuple[int, ...], dtype: torch.d
 
 
 def new_mx(
-    layouts: Sequence[Layout], x: torch.Tensor, rounding: ScaleRounding
-) -> tuple[list[definition.Encoded], dict[str, int]]:
-    """Memory for planes on the device of ``x``, and a kernel's fields: addresses, the matrix's shape, the exponents' bias."""
-    bias = _bias(rounding)
-    planes = {layout.usage: new_encoded(x, layout) for layout in layouts}
-    fields = {"rows": layouts[0].shape[0], "columns": layouts[0].shape[1], "bias": bias}
-    for usage, name in zip(USAGES, ("row_scale", "column_scale")):
-        fields[usage], fields[name] = _addresses(planes.get(usage))
-    return [planes[layout.usage] for layout in layouts], fields
-
-
-def _bias(rounding: ScaleRounding) -> int:
-    """What a kernel adds to the bits of an amax before it takes the exponent. QuantizerError for an unknown rounding."""
-    if rounding not in _MX_BIAS:
-        check_choice(rounding, _MX_BIAS, where="cast_mx rounding")
-    return _MX_BIAS[rounding]
-
-
-def _addresses(plane: definition.Encoded | None) -> tuple[int, int]:
-    """Addresses of data and of scales; zeros for a plane that is not wanted."""
-    return (0, 0) if plane is None else (plane[0].data_ptr(), plane[1].data_ptr())
-
-
-def new_encoded(x: torch.Tensor, layout: Layout) -> definition.Encoded:
-    """Memory for the data and scales of a plane on the device of ``x``. Padding of scales is 0, since kernels do not write it."""
-    return torch.empty(layout.data_shape, dtype=torch.uint8, device=x.device), new_scale(layout, x.device)
-
-
-def new_scale(layout: Layout, device: torch.device) -> torch.Tensor:
-    """Memory for the one-byte scales of a plane; zeros if some of it is padding."""
-    new = torch.empty if layout.tiled_shape == layout.blocks else torch.zeros
-    return new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=device)
+    layouts: Sequence[Layout], device: torch.device, rounding: ScaleRounding
+) -> tuple[list[definition.Encoded], dict[str, int | float]]:
+    """Memory for planes, and a kernel's fields, with what it adds to the bits of an amax before it takes the exponent."""
+    check_choice(rounding, _MX_BIAS, where="cast_mx rounding")
+    planes, fields = new_planes(layouts, device)
+    return planes, {**fields, "bias": _MX_BIAS[rounding]}

@@ -1,13 +1,17 @@
-"""What launch functions share: C names of dtypes, alignment, variants from keywords."""
+"""What launch functions share: C names of dtypes, alignment, variants from keywords, addresses, memory for planes."""
 
 from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.kernels.engine.compiling import Variant
+from opfuse.numerics.layouts import SCALE_DTYPES, Layout
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 VECTOR = 16
@@ -22,6 +26,32 @@ WIDEST = 1 << 31
 def on_bytes(x: torch.Tensor, multiple: int) -> bool:
     """Whether ``x`` starts on a multiple of so many bytes."""
     return x.data_ptr() % multiple == 0
+
+
+def addresses(tensors: Mapping[Any, torch.Tensor | None], names: Iterable[str] = ()) -> dict[str, int]:
+    """The addresses of tensors by name, for these names if any are given; 0 for None, and for one that there is not."""
+    return {name: 0 if (tensor := tensors.get(name)) is None else tensor.data_ptr() for name in names or tensors}
+
+
+def new_plane(layout: Layout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the data, uint8, and the scales of a plane. Padding of one-byte scales is 0, since kernels do not write it."""
+    new = torch.zeros if layout.tiled and layout.tiled_shape != layout.blocks else torch.empty
+    data = torch.empty(layout.data_shape, dtype=torch.uint8, device=device)
+    return data, new(layout.scale_shape, dtype=SCALE_DTYPES[layout.format.scale], device=device)
+
+
+_SCALES = {ROWWISE: "row_scale", COLUMNWISE: "column_scale"}
+
+
+def new_planes(
+    layouts: Sequence[Layout], device: torch.device
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], dict[str, int | float]]:
+    """:func:`new_plane` of each, and a kernel's fields: addresses of data by usage, of scales, and the matrix's shape."""
+    planes = {layout.usage: new_plane(layout, device) for layout in layouts}
+    data, scales = ({usage: plane[i] for usage, plane in planes.items()} for i in range(2))
+    rows, columns = layouts[0].shape
+    fields = {**addresses(data, _SCALES), **{_SCALES[usage]: at for usage, at in addresses(scales, _SCALES).items()}}
+    return [*planes.values()], {**fields, "rows": rows, "columns": columns}
 
 
 @functools.cache

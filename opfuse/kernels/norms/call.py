@@ -13,7 +13,7 @@ from opfuse.kernels.engine import rows
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import is_dense
-from opfuse.kernels.engine.variants import C_TYPES, VECTOR, on_bytes
+from opfuse.kernels.engine.variants import C_TYPES, VECTOR, addresses, on_bytes
 from opfuse.numerics.norm import EIGHT, THREADS, Norm, NormKind, Statistics, team
 
 _NORM = parameter_of("norm.cuh", "Norm")
@@ -114,13 +114,8 @@ class NormCall(NamedTuple):
     def fields(self) -> tuple[int | float, ...]:
         """The fields of the struct Norm in norm.cuh."""
         norm, size = self.norm, {"rows": self.rows, "columns": self.columns, "packs": rows.packs(self.columns)}
-        tensors = addresses(x=self.x, weight=norm.weight, bias=norm.bias, rstd=self.statistics.rstd, mean=self.statistics.mean)
-        return _NORM(**tensors, **size, size=float(self.columns), eps=norm.eps)
-
-
-def addresses(**tensors: Tensor | None) -> dict[str, int]:
-    """The addresses of tensors by name; 0 for None."""
-    return {name: 0 if t is None else t.data_ptr() for name, t in tensors.items()}
+        tensors = {"x": self.x, "weight": norm.weight, "bias": norm.bias, **self.statistics._asdict()}
+        return _NORM(**addresses(tensors), **size, size=float(self.columns), eps=norm.eps)
 
 
 def call_of(

@@ -36,9 +36,9 @@ from opfuse.kernels.chains.tiles import CASTS
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.parameters import CStruct, parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, addresses, variant_of
 from opfuse.kernels.norms import trials
-from opfuse.kernels.norms.call import NormCall, NormVariant, addresses, call_of
+from opfuse.kernels.norms.call import NormCall, NormVariant, call_of
 from opfuse.kernels.norms.norm import norm_forward, run_forward
 from opfuse.numerics.chain import Rounding, Stage
 from opfuse.numerics.layouts import Layout, are_known, check_cast
@@ -123,7 +123,7 @@ def _by_rows(launch: Launcher, call: NormCall, encode: Encoding, dtype: torch.dt
     data = planes[0][0]
     form, pow2 = call.form(*(t for t in (data, y) if t is not None)), getattr(encode, "pow2", False)
     parameters, variant = _variant(form, type(encode), layout, dtype, pow2=pow2, stores=y is not None)
-    packed = parameters(norm=call.fields(), **addresses(codes=data, y=y), target=_TARGETS[type(encode)].target.of(fields))
+    packed = parameters(norm=call.fields(), **addresses({"codes": data, "y": y}), target=_TARGETS[type(encode)].target.of(fields))
     launch(variant, "norm_cast", call.grid, parameters.layout, *packed, device=call.x.get_device())
     return planes
 

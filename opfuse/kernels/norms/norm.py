@@ -16,9 +16,9 @@ from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, addresses, variant_of
 from opfuse.kernels.norms import trials
-from opfuse.kernels.norms.call import NormCall, NormVariant, addresses, call_of
+from opfuse.kernels.norms.call import NormCall, NormVariant, call_of
 from opfuse.numerics import norm as definition
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.layouts import ceil_div, round_up
@@ -53,7 +53,7 @@ def run_forward(
     """
     form = call.form() if y is None else call.form(y)
     variant = _forward_variant(form, dtype if y is None else y.dtype, y is not None, amax is not None)
-    fields = _FORWARD(norm=call.fields(), **addresses(y=y, amax=amax))
+    fields = _FORWARD(norm=call.fields(), **addresses({"y": y, "amax": amax}))
     launch(variant, "norm_forward", call.grid, _FORWARD.layout, *fields, device=call.x.get_device())
 
 
@@ -118,11 +118,13 @@ def _run_backward(launch: Launcher, call: NormCall, tensors: _BackwardTensors, r
     blocks, sums, pitch = parts.shape
     form = call.form(dy, dx) if extra is None else call.form(dy, dx, extra)
     variant, shared = _backward_variant(form, (dy.dtype, dx.dtype, None if extra is None else extra.dtype), sums, rounding)
-    fields = _BACKWARD(norm=call.without_bias().fields(), **addresses(dy=dy, extra=extra, dx=dx, parts=parts), pitch=pitch)
+    fields = _BACKWARD(
+        norm=call.without_bias().fields(), **addresses({"dy": dy, "extra": extra, "dx": dx, "parts": parts}), pitch=pitch
+    )
     device = call.x.get_device()
     launch(variant, "norm_backward", Grid(blocks, THREADS, shared), _BACKWARD.layout, *fields, device=device)
     if sums:
-        added = addresses(parts=parts, d_weight=d_weight, d_bias=d_bias)
+        added = addresses({"parts": parts, "d_weight": d_weight, "d_bias": d_bias})
         fields = _SUMS(**added, columns=call.columns, pitch=pitch, blocks=blocks)
         grid = Grid(ceil_div(sums * pitch, _ADDERS), THREADS)
         launch(_sums_variant(form.weight), "norm_sums", grid, _SUMS.layout, *fields, device=device)

@@ -14,7 +14,7 @@ from opfuse.kernels.engine.joining import together
 from opfuse.kernels.engine.launch import Grid
 from opfuse.kernels.engine.parameters import parameter_of
 from opfuse.kernels.engine.registry import BITWISE, Launcher, kernel
-from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, on_bytes, variant_of
+from opfuse.kernels.engine.variants import C_TYPES, PACK, VECTOR, addresses, on_bytes, variant_of
 from opfuse.numerics.layouts import ceil_div
 from opfuse.numerics.sums import Factors
 from opfuse.numerics.sums import scaled_sums as definition
@@ -68,9 +68,7 @@ def _scale(launch: Launcher, sums: torch.Tensor, factors: Factors, out: torch.Te
         ALIGNED=columns % PACK == 0 and all(on_bytes(each, VECTOR) for each in (sums, out)),
     )
     fields = _PARAMETERS(
-        sums=sums.data_ptr(),
-        **{name: 0 if each is None else each.data_ptr() for name, each in sides.items()},
-        out=out.data_ptr(),
+        **addresses({"sums": sums, "out": out, **sides}),
         rows=rows,
         columns=columns,
         left_unit=factors.left_unit,

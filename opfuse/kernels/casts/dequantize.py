@@ -62,20 +62,6 @@ def dequantize(
     layout: Layout,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Reads ``data`` once and writes the result once."""
-    return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
-
-
-@kernel("dequantize_fp4.cu", reference=definition, tolerance=BITWISE, trials=trials.decoded_fp4)
-def dequantize_fp4(
-    launch: Launcher,
-    data: torch.Tensor,
-    scale: torch.Tensor,
-    amax: torch.Tensor | None,
-    *,
-    layout: Layout,
-    dtype: torch.dtype,
-) -> torch.Tensor:
     """Reads ``data`` once and writes the result once; rotated values are rotated back."""
     return _decode(launch, (data, scale, amax, layout), torch.empty(layout.shape, dtype=dtype, device=data.device))
 

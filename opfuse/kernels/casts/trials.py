@@ -270,14 +270,9 @@ def _all_decoded(formats: Sequence[NumberFormat]) -> Mapping[str, Case]:
 
 
 def decoded() -> Mapping[str, Case]:
-    """Planes of all formats of FP8."""
-    return _all_decoded(_STORED)
-
-
-def decoded_fp4() -> Mapping[str, Case]:
-    """Planes of NVFP4, rotated ones too, and of MXFP4."""
+    """Planes of all formats of FP8, of NVFP4, rotated ones too, and of MXFP4."""
     rotated = functools.partial(_decoded, NVFP4.replace(rht=SIGNS), USAGES[1], False, torch.bfloat16)
-    return {**_all_decoded((NVFP4, NVFP4.replace(per_row=True), MXFP4)), "rotated": rotated}
+    return {**_all_decoded(_STORED), **_all_decoded((NVFP4, NVFP4.replace(per_row=True), MXFP4)), "rotated": rotated}
 
 
 def decoded_groups() -> Mapping[str, Case]:

@@ -26,7 +26,7 @@ from opfuse.formats import (
     fp8_tensor,
     mxfp8,
 )
-from opfuse.kernels.casts.dequantize import dequantize, dequantize_fp4, dequantize_groups
+from opfuse.kernels.casts.dequantize import dequantize, dequantize_groups
 from opfuse.kernels.casts.tensor import transposed
 from opfuse.kernels.engine.registry import Arguments, Case, CaseTable
 from opfuse.kernels.products.block_scales import scales_of_blocks
@@ -156,8 +156,7 @@ def _block_scales(fmt: NumberFormat, usage: Usage, kind: str, device: torch.devi
 
 
 CASES: CaseTable = {
-    dequantize: _planes(_FORMATS),
-    dequantize_fp4: _planes(_FP4_FORMATS),
+    dequantize: {**_planes(_FORMATS), **_planes(_FP4_FORMATS)},
     dequantize_groups: {
         f"{name}, {usage}, {'swizzled' if swizzled else 'compact'}, {output}": functools.partial(
             _groups, fmt, usage, swizzled, dtype

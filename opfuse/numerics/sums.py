@@ -44,14 +44,12 @@ def _scaled(sums: torch.Tensor, factors: Factors, *, overwrites: bool) -> torch.
     left, right, left_unit, right_unit = factors
     if left is None or right is None:
         return sums
-    for factor in balanced(_over(left, left_unit).reshape(-1, 1), _over(right, right_unit).reshape(1, -1)):
+    # full_like: torch divides by a Python number through its reciprocal on some devices.
+    left = left if left_unit == 1 else left / torch.full_like(left, left_unit)
+    right = right if right_unit == 1 else right / torch.full_like(right, right_unit)
+    for factor in balanced(left.reshape(-1, 1), right.reshape(1, -1)):
         sums = sums.mul_(factor) if overwrites else sums * factor
     return sums
-
-
-def _over(factor: torch.Tensor, unit: float) -> torch.Tensor:
-    # full_like: torch divides by a Python number through its reciprocal on some devices.
-    return factor if unit == 1 else factor / torch.full_like(factor, unit)
 
 
 def balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

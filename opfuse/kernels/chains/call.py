@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -142,17 +142,9 @@ def forward_call(
 ) -> ChainCall | None:
     """The call of ``numerics.chain.forward_chain``; None if a kernel cannot take it. An ``x`` that is kept is kept as it came."""
     dtype = dtype or x.dtype
-    shapes = _result_shapes(x.shape, stages)
-    operands = _operands(stages, shapes[1:], lambda stage: stage.math.operands)
-    if operands is None or not _runs(dtype, x, *_flat(operands)) or _is_wide(stages, shapes):
-        return None
-    given, x = x, x.contiguous()
-    kept = {i: torch.empty(shapes[i], dtype=dtype, device=x.device) for i in sorted(keep) if i or x.dtype != dtype}
-    y = torch.empty(shapes[-1], dtype=dtype, device=x.device) if stores else None
-    codes = tuple(_stage_code(s, operands[i], saved=kept.get(i)) for i, s in enumerate(stages))
-    code = ChainCode("forward", codes, *_flow(x.dtype, dtype, rounding), stores=stores).interned
-    tensors = [x, *_flat(operands), *_one(y), *kept.values()]
-    return ChainCall(code, tensors, shapes[-1], _constants(stages), dtype, y, {i: kept.get(i, given) for i in keep}, [])
+    made = {i for i in keep if i or x.dtype != dtype}
+    call = _forward_call(x, stages, (x.dtype, dtype, rounding), made, shape=x.shape, stores=stores)
+    return call and replace(call, kept={i: call.kept.get(i, x) for i in keep})
 
 
 def product_call(
@@ -168,15 +160,30 @@ def product_call(
 
     The product is rounded to ``dtype``, and so is what each op makes of it.
     """
+    return _forward_call(left, stages, (dtype, dtype, "per_op"), keep, shape=shape, stores=stores)
+
+
+def _forward_call(
+    x: Tensor,
+    stages: Sequence[Stage],
+    flow: tuple[torch.dtype, torch.dtype, Rounding],
+    keep: Collection[int],
+    *,
+    shape: torch.Size,
+    stores: bool,
+) -> ChainCall | None:
+    """A call over values of ``shape`` that a kernel reads from ``x``, or makes from it. flow: the arguments of :func:`_flow`."""
+    _, dtype, _ = flow
     shapes = _result_shapes(shape, stages)
     operands = _operands(stages, shapes[1:], lambda stage: stage.math.operands)
-    if operands is None or dtype not in C_TYPES or not _runs(dtype, left, *_flat(operands)) or _is_wide(stages, shapes):
+    if operands is None or not _runs(dtype, x, *_flat(operands)) or _is_wide(stages, shapes):
         return None
-    kept = {i: torch.empty(shapes[i], dtype=dtype, device=left.device) for i in sorted(keep)}
-    y = torch.empty(shapes[-1], dtype=dtype, device=left.device) if stores else None
+    x = x.contiguous()
+    kept = {i: torch.empty(shapes[i], dtype=dtype, device=x.device) for i in sorted(keep)}
+    y = torch.empty(shapes[-1], dtype=dtype, device=x.device) if stores else None
     codes = tuple(_stage_code(s, operands[i], saved=kept.get(i)) for i, s in enumerate(stages))
-    code = ChainCode("forward", codes, *_flow(dtype, dtype, "per_op"), stores=stores).interned
-    return ChainCall(code, [left, *_flat(operands), *_one(y), *kept.values()], shapes[-1], _constants(stages), dtype, y, kept, [])
+    code = ChainCode("forward", codes, *_flow(*flow), stores=stores).interned
+    return ChainCall(code, [x, *_flat(operands), *_one(y), *kept.values()], shapes[-1], _constants(stages), dtype, y, kept, [])
 
 
 def backward_call(

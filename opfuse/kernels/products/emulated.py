@@ -50,8 +50,9 @@ def multiply(left: Lines, right: Lines, *, dtype: torch.dtype = torch.float32) -
     """left times right transposed, rounded once to ``dtype``: (left lines, right lines). Blocks of both have one length."""
     if left.blocks is not None and right.blocks is not None:
         return _multiply_blocks(left.values, left.blocks, right.values, right.blocks, left.step).to(dtype)
-    sums = _sums(left.values, right.values)
-    return scaled_sums([sums], [Factors(left.factor, right.factor, left.unit, right.unit)], dtype=dtype, overwrites=_is_alone())
+    factors = Factors(left.factor, right.factor, left.unit, right.unit)
+    is_alone = active_modes() <= is_recorded()  # else a mode may hold the sums, as that of a selective checkpoint
+    return scaled_sums([_matrix_product(left.values, right.values.t())], [factors], dtype=dtype, overwrites=is_alone)
 
 
 def multiply_tiles(left: Lines, right: Lines, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -63,11 +64,6 @@ def _lines(left: Lines, cut: TileCut) -> Lines:
     """The lines of a tile, with those of their scales that are not for all."""
     factor, blocks = (each if each is None or len(each) < len(left.values) else cut(each) for each in (left.factor, left.blocks))
     return replace(left, values=cut(left.values), factor=factor, blocks=blocks)
-
-
-def _is_alone() -> bool:
-    """Whether nobody holds what an op here has made: a mode may, as that of a selective checkpoint; a recording does not."""
-    return active_modes() <= is_recorded()
 
 
 AT_ONCE = 8
@@ -207,12 +203,8 @@ def _part(plane: Stored, first: int, end: int, group: int) -> Stored:
     return Stored(data.contiguous(), scale.contiguous(), plane.amax, layout)
 
 
-def _sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a times b transposed in fp32, from bf16 operands on a GPU."""
-    return _matrix_product(a, b.t())
-
-
 def _matrix_product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a times b in fp32, from bf16 operands on a GPU."""
     if not as_on_gpu(a):
         return torch.mm(a, b, out=out)
     a, b, options = a.to(torch.bfloat16), b.to(torch.bfloat16), {"out_dtype": torch.float32}
@@ -225,7 +217,7 @@ def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_
     steps = 0 if a.is_meta else a_scale.shape[1]  # sizes alone need no sums, of which a rehearsal may have 131072
     for i in range(steps):
         part = slice(i * step, (i + 1) * step)
-        result += _sums(a[:, part], b[:, part]) * (a_scale[:, i, None] * b_scale[None, :, i])
+        result += _matrix_product(a[:, part], b[:, part].t()) * (a_scale[:, i, None] * b_scale[None, :, i])
     return result
 
 

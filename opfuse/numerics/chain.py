@@ -158,20 +158,18 @@ def join_columns(stage: Stage, parts: Sequence[Tensor]) -> Tensor:
 
 def _operands(stage: Stage, shape: torch.Size, wide: torch.dtype, names: Collection[str]) -> dict[str, Tensor]:
     """The named operands in the compute dtype, shaped to broadcast against a result of ``shape``."""
-    return {name: _operand(stage, name, shape).to(wide) for name in names}
-
-
-def _operand(stage: Stage, name: str, shape: torch.Size) -> Tensor:
-    kind: OperandKind = stage.math.operands[name]
-    where = f"stage {stage.math.name} operand {name!r}"
-    if name not in stage.operands:
-        raise PipelineError(describe(where, wanted=f"a {kind} tensor", got="nothing", cure=f"pass operands={{{name!r}: ...}}"))
-    wanted = operand_shape(kind, shape)
-    operand = stage.operands[name]
-    if operand.shape != wanted:
-        cure = f"a {kind} operand of a {tuple(shape)} result has this shape"
-        raise ShapeError(describe(where, wanted=f"shape {tuple(wanted)}", got=tuple(operand.shape), cure=cure))
-    return operand.unsqueeze(-1) if kind == "column" else operand
+    found = {}
+    for name in names:
+        kind, where = stage.math.operands[name], f"stage {stage.math.name} operand {name!r}"
+        if (operand := stage.operands.get(name)) is None:
+            cure = f"pass operands={{{name!r}: ...}}"
+            raise PipelineError(describe(where, wanted=f"a {kind} tensor", got="nothing", cure=cure))
+        wanted = operand_shape(kind, shape)
+        if operand.shape != wanted:
+            cure = f"a {kind} operand of a {tuple(shape)} result has this shape"
+            raise ShapeError(describe(where, wanted=f"shape {tuple(wanted)}", got=tuple(operand.shape), cure=cure))
+        found[name] = (operand.unsqueeze(-1) if kind == "column" else operand).to(wide)
+    return found
 
 
 def _saved(stage: Stage, saved: Tensor | None, wide: torch.dtype) -> tuple[Tensor | None, ...]:

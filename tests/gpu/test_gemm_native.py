@@ -68,7 +68,7 @@ def stored(name: str, left: QuantizedStorage, right: QuantizedStorage) -> list[S
 
 def emulated(name: str, left: QuantizedStorage, right: QuantizedStorage) -> torch.Tensor:
     both = stored(name, left, right)
-    return emulation.multiply(*(emulation.operand(p.data, p.scale, p.amax, layout=p.layout) for p in both))
+    return emulation.multiply(*map(emulation.operand, both))
 
 
 def exact(name: str, left: QuantizedStorage, right: QuantizedStorage) -> tuple[torch.Tensor, torch.Tensor]:

@@ -276,7 +276,7 @@ def test_u_operand_values_are_exact_in_bf16(kind, name):
     """What a GPU multiplies in bf16 are the values that the CPU multiplies in fp32."""
     storage: QuantizedStorage = QUANTIZERS[kind].quantize(torch.randn(64, 96).exp2() * torch.logspace(-9, 9, 96))
     plane = storage.plane(GEMMS[name].left_plane)
-    values = operand(plane.data, plane.scale, plane.amax, layout=plane.layout).values
+    values = operand(Stored(plane.data, plane.scale, plane.amax, plane.layout)).values
     assert values.shape == plane.layout.lines
     assert torch.equal(values.to(BF16).float(), values)
 
@@ -287,7 +287,7 @@ def test_u_the_last_places_of_bf16_are_the_only_ones_lost():
     plane = replace(plane, data=torch.arange(1024).remainder(256).view(32, 32).to(torch.uint8))
     for code in range(255):
         plane.scale.fill_(code)
-        values = operand(plane.data, plane.scale, plane.amax, layout=plane.layout).values
+        values = operand(Stored(plane.data, plane.scale, plane.amax, plane.layout)).values
         finite = values.isfinite()
         rounded = values.to(BF16).float()
         assert torch.equal(rounded.isfinite(), finite)

@@ -142,7 +142,7 @@ def test_a_tile_is_what_its_lines_are_in_the_whole(quantizer):
         quantizer.wanting(columnwise=False).quantize(torch.randn(lines, 256).bfloat16()).plane("rowwise") for lines in (70, 48)
     )
     planes = [Stored(each.data, each.scale, each.amax, each.layout) for each in (left, right)]
-    lines = [operand(*plane[:3], layout=plane.layout) for plane in planes]
+    lines = [operand(plane) for plane in planes]
     assert torch.equal(multiply_tiles(*lines), multiply_tiles(*lines)[:70])
     assert torch.allclose(multiply_tiles(*lines), multiply(*lines), rtol=1e-5, atol=1e-4)
     if quantizer.formats[0].family != "mx":
@@ -150,7 +150,7 @@ def test_a_tile_is_what_its_lines_are_in_the_whole(quantizer):
         tiles = [native._tile(planes[0], start, 64) for start in (0, 64)]
         assert all(tile.in_place for tile in tiles)
         assert tiles[0].data.data_ptr() == planes[0].data.data_ptr()
-        sums = [multiply(operand(*tile[:3], layout=tile.layout), lines[1]) for tile in tiles]
+        sums = [multiply(operand(tile), lines[1]) for tile in tiles]
         assert torch.equal(torch.cat(sums)[:70], wanted)
 
 

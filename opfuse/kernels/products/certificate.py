@@ -260,7 +260,7 @@ _STEP, _STEP_BITS = 32, 13
 
 def exact_values(plane: Stored) -> torch.Tensor:
     """What a plane on the CPU says, in fp64: (lines, length)."""
-    lines = operand(plane.data, plane.scale, plane.amax, layout=plane.layout)
+    lines = operand(plane)
     values = lines.values.double()
     if lines.blocks is not None:
         values *= lines.blocks.double().repeat_interleave(lines.step, 1)[:, : values.shape[1]]

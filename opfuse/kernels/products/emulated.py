@@ -41,9 +41,9 @@ class Lines:
     step: int = 0
 
 
-def operand(data: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, *, layout: Layout) -> Lines:
+def operand(plane: Stored) -> Lines:
     """A stored plane as an operand."""
-    return _OPERANDS[layout.format.family](data, scale, amax, layout)
+    return _OPERANDS[plane.layout.format.family](plane)
 
 
 def multiply(left: Lines, right: Lines, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -123,7 +123,7 @@ def grouped_product(
     which those of this definition do not. out: a contiguous matrix on 16 bytes to write the result into.
     accumulate: add the result, in fp32, to what ``out`` holds.
     """
-    pairs = ([operand(p.data, p.scale, p.amax, layout=p.layout) for p in pair] for pair in zip(lefts, rights, strict=True))
+    pairs = zip(map(operand, lefts), map(operand, rights), strict=True)
     result = torch.cat([multiply(*pair)[:count].to(out_dtype) for pair, count in zip(pairs, lines, strict=True)])
     return result if out is None else out.add_(result) if accumulate else out.copy_(result)
 
@@ -177,7 +177,7 @@ def products_into(
         if end > first:
             start = tile * TILE
             pair = (_part(plane, start, start + end - first, i) for plane in (left, right))
-            product = 0.0 + multiply(*(operand(p.data, p.scale, p.amax, layout=p.layout) for p in pair))
+            product = 0.0 + multiply(*map(operand, pair))
             results[i].add_(product) if accumulate else results[i].copy_(product)
         elif not accumulate:
             results[i].zero_()
@@ -221,24 +221,26 @@ def _multiply_blocks(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_
     return result
 
 
-def _tensor(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
-    return Lines(load_values(data, layout), factor=scale.reshape(1, 1))
+def _tensor(plane: Stored) -> Lines:
+    return Lines(load_values(plane.data, plane.layout), factor=plane.scale.reshape(1, 1))
 
 
-def _row(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
-    return Lines(load_values(data, layout), factor=load_scale(scale, layout))
+def _row(plane: Stored) -> Lines:
+    return Lines(load_values(plane.data, plane.layout), factor=load_scale(plane.scale, plane.layout))
 
 
-def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
-    scales = load_scale(scale, layout).repeat_interleave(layout.block[0], 0)[: layout.lines[0]]
-    return Lines(load_values(data, layout), blocks=scales, step=layout.block[1])
+def _block(plane: Stored) -> Lines:
+    layout = plane.layout
+    scales = load_scale(plane.scale, layout).repeat_interleave(layout.block[0], 0)[: layout.lines[0]]
+    return Lines(load_values(plane.data, layout), blocks=scales, step=layout.block[1])
 
 
-def _scaled(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, layout: Layout) -> Lines:
+def _scaled(plane: Stored) -> Lines:
     """Lines of codes times block scales; the global amaxes, over their unit, are factors."""
-    data, scale, level, layout = _without_level(Stored(data, scale, amax, layout))
+    data, scale, level, layout = _without_level(plane)
     values = dequantize(data, scale, level, layout=layout, dtype=_dtype_on(data))
-    return Lines(lines_of(values, layout.usage), factor=None if amax is None else amax.reshape(-1, 1), unit=_unit(layout))
+    factor = None if plane.amax is None else plane.amax.reshape(-1, 1)
+    return Lines(lines_of(values, layout.usage), factor=factor, unit=_unit(layout))
 
 
 def _without_level(plane: Stored) -> Stored:
@@ -261,4 +263,4 @@ def _dtype_on(data: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if as_on_gpu(data) else torch.float32
 
 
-_OPERANDS: dict[str, Callable[..., Lines]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _scaled, "nv": _scaled}
+_OPERANDS: dict[str, Callable[[Stored], Lines]] = {"tensor": _tensor, "row": _row, "block": _block, "mx": _scaled, "nv": _scaled}

@@ -127,7 +127,7 @@ def multiply(
             return _scaled_mm(left, right, out_dtype=out_dtype, fast=fast, out=out)
         if own:
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
-    return emulation.multiply(*_operands(left, right), dtype=out_dtype)
+    return emulation.multiply(emulation.operand(left), emulation.operand(right), dtype=out_dtype)
 
 
 def _library_takes(left: Stored, right: Stored, out_dtype: torch.dtype) -> bool:
@@ -195,10 +195,6 @@ def accumulate(lefts: Sequence[Stored], rights: Sequence[Stored], out: torch.Ten
     return True
 
 
-def _operands(*planes: Stored) -> list[emulation.Lines]:
-    return [emulation.operand(p.data, p.scale, p.amax, layout=p.layout) for p in planes]
-
-
 def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
     """The product by a back end that multiplies any number of lines in one way; its choice does not depend on their number."""
     if on_kernels(left.data):
@@ -208,7 +204,7 @@ def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: boo
         family = left.layout.format.family
         if not invariant_refusal(left.layout, right.layout, out_dtype, device) and is_certified(family, left.data.get_device()):
             return _in_tiles(left, right, out_dtype=out_dtype, fast=fast, out=out)
-    return emulation.multiply_tiles(*_operands(left, right), dtype=out_dtype)
+    return emulation.multiply_tiles(emulation.operand(left), emulation.operand(right), dtype=out_dtype)
 
 
 def invariant_refusal(left: Layout, right: Layout, out_dtype: torch.dtype, machine: Machine) -> str:

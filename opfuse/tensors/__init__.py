@@ -5,13 +5,12 @@ import torch
 from opfuse.formats import Element, NumberFormat
 from opfuse.numerics.row_groups import RowGroups
 from opfuse.tensors import quantizers
-from opfuse.tensors.casting import cast
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.ragged import RaggedPlane
 from opfuse.tensors.raw import post_all_gather_processing, quantize_master_weights, replace_raw_data
 from opfuse.tensors.storage import Plane, QuantizedStorage
-from opfuse.tensors.tensor import QuantizedTensor, rebuild
+from opfuse.tensors.tensor import QuantizedTensor, quantize, rebuild
 
 __all__ = [
     "Plane",
@@ -23,7 +22,7 @@ __all__ = [
     "replace_raw_data",
 ]
 
-Quantizer.wrap = staticmethod(cast)
+Quantizer.wrap = staticmethod(quantize)
 torch.serialization.add_safe_globals(
     [
         QuantizedTensor,

@@ -1,4 +1,7 @@
-"""Collectives over rows, and the record on all ranks of a cast whose rows they have: for FSDP2 and for ops alike."""
+"""Collectives over rows, and the record on all ranks of a cast whose rows they have: for FSDP2 and for ops alike.
+
+These collectives take and return tensors alone, so that a program repeats them as it does any other op.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ from opfuse.tensors.planes import mirrored
 from opfuse.tensors.rows import join_rows, row_parts
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.sharding import functional_collectives
-
-"""Collectives that take and return tensors alone, so that a program repeats them as it does any other op."""
 
 
 class PlaneTransfer(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from types import MappingProxyType
@@ -17,7 +17,6 @@ from opfuse.tensors import dispatch, exchange, gather, one_plane_fsdp, partial_w
 from opfuse.tensors.planes import as_matrix, assemble, covers, decoded, map_tensors, tensor_pairs
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.storage import INNER_NAMES, Plane, QuantizedStorage
-from opfuse.tensors.straight import gradient_text, straight_through
 from opfuse.torch_private.tensors import make_wrapper_subclass, no_torch_function
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ class QuantizedTensor(Quantized):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         notes = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", *self.signature, f"device={self.device}"]
         if self.requires_grad:
-            notes.append(gradient_text(self))
+            notes.append(_gradient_text(self))
         return f"{type(self).__name__}({', '.join(notes)})"
 
     # -- reading and writing -------------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ class QuantizedTensor(Quantized):
 
         Needs no quantizer. The gradient passes straight through. MissingPlaneError for a plane that is not there.
         """
-        return cast(torch.Tensor, straight_through(lambda tensor: decoded(tensor.record, dtype, usage), self))
+        return cast(torch.Tensor, _straight_through(lambda tensor: decoded(tensor.record, dtype, usage), self))
 
     def quantize_(
         self, source: torch.Tensor, noop_flag: torch.Tensor | None = None, *, amax: torch.Tensor | None = None
@@ -389,3 +388,45 @@ def rebuild(
     tensor._readonly = readonly
     tensor.__dict__.update(others)
     return tensor
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------------------
+
+
+def quantize(x: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+    """``x`` (..., K) as ``quantizer`` casts it, in memory of its own. The gradient passes straight through."""
+
+    def owning(x: torch.Tensor) -> QuantizedTensor:
+        storage = quantizer.quantize(x.record.dequantize() if isinstance(x, QuantizedTensor) else x)
+        # An identity plane is the caller's own tensor, which a later write must not reach.
+        kept = {id(plane.data) for plane in map(storage.plane, storage.usages) if plane.format.family == "identity"}
+        storage = map_tensors(storage, lambda tensor: tensor.clone() if id(tensor) in kept else tensor)
+        return QuantizedTensor(storage, quantizer=quantizer)
+
+    return cast(QuantizedTensor, _straight_through(owning, x))
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A change of representation: the gradient of the result is that of the argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, change: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return change(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _straight_through(change: Callable[[Any], torch.Tensor], x: torch.Tensor) -> Any:
+    """``change(x)``, whose gradient is that of ``x``."""
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    return _StraightThrough.apply(x, change) if recorded else change(x)  # type: ignore[no-untyped-call]
+
+
+def _gradient_text(tensor: torch.Tensor) -> str:
+    """How ``repr`` shows that ``tensor`` wants a gradient, as torch does; ``grad_fn=Invalid`` after a write made it ambiguous."""
+    try:
+        return "requires_grad=True" if tensor.grad_fn is None else f"grad_fn={tensor.grad_fn.name()}"
+    except RuntimeError:
+        return "grad_fn=Invalid"

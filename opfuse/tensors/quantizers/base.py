@@ -357,7 +357,7 @@ class Float8CastingQuantizer(CastingQuantizer):
     fp8_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        require(self.fp8_dtype, FP8_ELEMENTS, f"{type(self).__name__} fp8_dtype")
+        _ = self.formats
 
     @abstractmethod
     def _format(self, element: Element) -> NumberFormat:
@@ -365,6 +365,7 @@ class Float8CastingQuantizer(CastingQuantizer):
 
     @functools.cached_property
     def formats(self) -> tuple[NumberFormat, NumberFormat]:
+        require(self.fp8_dtype, FP8_ELEMENTS, f"{type(self).__name__} fp8_dtype")
         made = self._format(FP8_ELEMENTS[self.fp8_dtype])
         return made, made
 
@@ -401,10 +402,6 @@ class RuledQuantizer(CastingQuantizer):
 
 class Float8RuledQuantizer(RuledQuantizer, Float8CastingQuantizer):
     """One of FP8."""
-
-    def __post_init__(self) -> None:
-        Float8CastingQuantizer.__post_init__(self)
-        super().__post_init__()
 
 
 @dataclass(frozen=True, eq=False)

@@ -132,6 +132,7 @@ _CHAINS = {
         "128x128": _FORWARD,
         **dict.fromkeys(("MX", "MX swizzled"), _MX),
         OF_GROUPS: _GROUPS,
+        "current": _BACKWARD[:4],
     },
 }
 

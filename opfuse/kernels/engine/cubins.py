@@ -43,7 +43,7 @@ class CubinCache:
     """Compiled kernels by key: in ``directory`` while it is :func:`private`, else in ``memory``.
 
     Each use checks that, since the rights of a directory above may change. The first refusal warns. names: of the files, by key
-    and kind, as last listed: there may be thousands. handles: of files in memory, by key and kind.
+    and kind, as last listed: there may be thousands. handles: of cubins in memory, by key.
     """
 
     directory: Path
@@ -62,15 +62,15 @@ class CubinCache:
             known = self._intact(key, kind)
         return known
 
-    def path(self, key: str, content: bytes, kind: str = CUBIN) -> str:
-        """The path of ``content``, which :meth:`find` or :meth:`store` has just had under ``key``.
+    def path(self, key: str, content: bytes) -> str:
+        """The path of a cubin, ``content``, which :meth:`find` or :meth:`store` has just had under ``key``.
 
         Where the directory is not used, it is a file in memory, open and so under this path alone while the process runs.
         """
-        if f"{key}.{kind}" not in self.memory:
-            return str(self.directory / f"{key}-{digest(content)}.{kind}")
-        if (handle := self.handles.get(f"{key}.{kind}")) is None:
-            handle = self.handles[f"{key}.{kind}"] = os.memfd_create(f"{key}.{kind}")
+        if f"{key}.{CUBIN}" not in self.memory:
+            return str(self.directory / f"{key}-{digest(content)}.{CUBIN}")
+        if (handle := self.handles.get(key)) is None:
+            handle = self.handles[key] = os.memfd_create(f"{key}.{CUBIN}")
             with os.fdopen(handle, "wb", closefd=False) as file:
                 file.write(content)
         return f"/proc/self/fd/{handle}"
@@ -117,10 +117,6 @@ class CubinCache:
     def store_source(self, key: str, source: str) -> None:
         """Keep the text that a cubin was compiled from, for people to read; nowhere if nothing can be written."""
         self._publish(f"{key}.cu", source.encode())
-
-    def files(self) -> Iterator[Path]:
-        """All files in the directory: cubins, their facts and sources, and temporary ones that a crash left."""
-        return (path for path in sorted(self.directory.iterdir()) if path.is_file() or path.is_symlink())
 
     def _is_private(self) -> bool:
         fault = private(self.directory)

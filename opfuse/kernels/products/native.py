@@ -119,8 +119,7 @@ def multiply(
     if invariant:
         return _invariant(left, right, out_dtype=out_dtype, fast=fast, out=out)
     if on_kernels(left.data):
-        device = machine_of(left.data.get_device())
-        own = not refusal(left, right, out_dtype, device, own=True)
+        own = not own_refusal(left, right, out_dtype)
         if own and is_faster(left, right, fast=fast):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
         if _library_takes(left, right, out_dtype):
@@ -198,11 +197,11 @@ def accumulate(lefts: Sequence[Stored], rights: Sequence[Stored], out: torch.Ten
 def _invariant(left: Stored, right: Stored, *, out_dtype: torch.dtype, fast: bool, out: torch.Tensor | None) -> torch.Tensor:
     """The product by a back end that multiplies any number of lines in one way; its choice does not depend on their number."""
     if on_kernels(left.data):
-        device, (left, right) = machine_of(left.data.get_device()), (plane.moved_in_place() for plane in (left, right))
-        if not refusal(left, right, out_dtype, device, own=True):
+        left, right, device = left.moved_in_place(), right.moved_in_place(), left.data.get_device()
+        if not own_refusal(left, right, out_dtype):
             return _own(left, right, out_dtype=out_dtype, fast=fast, out=out)
-        family = left.layout.format.family
-        if not invariant_refusal(left.layout, right.layout, out_dtype, device) and is_certified(family, left.data.get_device()):
+        refused = invariant_refusal(left.layout, right.layout, out_dtype, machine_of(device))
+        if not refused and is_certified(left.layout.format.family, device):
             return _in_tiles(left, right, out_dtype=out_dtype, fast=fast, out=out)
     return emulation.multiply_tiles(emulation.operand(left), emulation.operand(right), dtype=out_dtype)
 
@@ -279,8 +278,7 @@ def multiply_groups(
         return None if invariant or native else emulation.multiply_groups(lefts, rights, lines, dtype=out_dtype)
     if not on_device:
         return None
-    device = machine_of(first.get_device())
-    if any(refusal(left, right, out_dtype, device, own=True) for left, right in zip(lefts, rights, strict=True)):
+    if any(own_refusal(*pair, out_dtype) for pair in zip(lefts, rights, strict=True)):
         return None
     return grouped_product(lefts, rights, lines, out_dtype=out_dtype, fast=fast)
 

@@ -7,7 +7,7 @@ first finds the amax; the second casts the stored result or, if that takes fewer
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -93,10 +93,7 @@ def backward_chain_cast(
     dtype: torch.dtype | None = None,
     stores: bool = False,
 ) -> BackwardResult:
-    """Reads ``dy``, saved tensors and operands once; dx again, if its scale depends on its amax."""
-    if isinstance(encode, Measured):
-        dx, grads, amax = backward_chain_amax.run(launch, dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
-        return encode.given(dx, amax), dx if stores else None, grads
+    """Reads ``dy``, saved tensors and operands once."""
     known = type(encode) in CASTS
     call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True, stores=stores) if known else None
     planes = None if call is None else _run_cast(launch, call, encode)
@@ -145,12 +142,34 @@ def is_light(stages: Sequence[Stage]) -> bool:
     return not any(stage.math.is_gated or "full" in stage.math.operands.values() for stage in stages)
 
 
+def _backward_measured(
+    dy: Tensor,
+    stages: Sequence[Stage],
+    saved_inputs: Mapping[int, Tensor],
+    encode: Measured,
+    *,
+    stores: bool = False,
+    **options: Any,
+) -> BackwardResult:
+    dx, grads, amax = backward_chain_amax(dy, stages, saved_inputs, **options)
+    return encode.given(dx, amax), dx if stores else None, grads
+
+
+# By the type of the encoding. For others a chain and its cast are two calls, as where the amax of a gradient is to be found: one
+# call would count what it was given as read until its end (KernelSized), where the second kernel reads the result alone.
+_FORWARD: Mapping[type, Callable[..., ForwardResult]] = dict.fromkeys((*CASTS, Measured), forward_chain_cast)
+_BACKWARD: Mapping[type, Callable[..., BackwardResult]] = {
+    **dict.fromkeys(CASTS, backward_chain_cast),
+    Measured: _backward_measured,
+}
+
+
 def forward_chain_encoded(
     x: Tensor, stages: Sequence[Stage], encode: Encoding, **options: Any
 ) -> tuple[list[EncodedArrays], dict[int, Tensor]]:
     """The planes of :func:`forward_chain`'s result, and what is kept, in as few kernels as the encoding allows."""
     inner, stores = apart(encode)
-    encoded, y, kept = forward_chain_cast(x, stages, inner, stores=stores, **options)
+    encoded, y, kept = _FORWARD.get(type(inner), forward_then_cast)(x, stages, inner, stores=stores, **options)
     return [*encoded, *original(y)], kept
 
 
@@ -159,5 +178,5 @@ def backward_chain_encoded(
 ) -> tuple[list[EncodedArrays], Tensors]:
     """The planes of :func:`backward_chain`'s dx, and operand gradients, in as few kernels as the encoding allows."""
     inner, stores = apart(encode)
-    encoded, dx, grads = backward_chain_cast(dy, stages, saved_inputs, inner, stores=stores, **options)
+    encoded, dx, grads = _BACKWARD.get(type(inner), backward_then_cast)(dy, stages, saved_inputs, inner, stores=stores, **options)
     return [*encoded, *original(dx)], grads

@@ -132,7 +132,6 @@ _CHAINS = {
         "128x128": _FORWARD,
         **dict.fromkeys(("MX", "MX swizzled"), _MX),
         OF_GROUPS: _GROUPS,
-        "current": _BACKWARD[:4],
     },
 }
 

@@ -101,6 +101,10 @@ of 0.9 s in which nothing else ran.
 """
 
 TWICE = """\
+*Experts* are groups whose sizes the GPU alone knows, which cuBLASLt does not take. They are beside torch's grouped product in
+bf16, and DeepGEMM's of masked groups, all as CUDA graphs
+([lines that are not there](decisions/lines-that-are-not-there.md)).
+
 The product 1x128 by 1x128 is slower than 1x128 by 128x128, in cuBLASLt too: after every 128 products it multiplies the
 partial sum by one scale, and then adds it, times the other scale, by an fma, where the other product needs the fma alone.
 Without that multiplication the same kernel reached 1185 to 1269 TFLOP/s on an H200, in place of 923 to 1006. What was tried:
@@ -242,12 +246,12 @@ current and block scaling.
 """
 
 LIBRARIES = """\
-A training step of the same layers by the number of tokens, everything compiled: opfuse, torchao 0.18 with one scale for each
-tensor (its default), and bf16. *packed* is `fuse_(pack=True)`. Speeds are over bf16 and over torchao in the same rounds. With few
-tokens the CPU decides, so these figures depend on the machine more than others, and opfuse's ops take it longer than torchao's
-compiled code; with 16384, where the GPU decides, opfuse is the faster one. *as a graph*: the whole step of compiled layers,
-AdamW included, as one CUDA graph (`opfuse.graphed_step`), bf16 too, and attention that needs no look at positions
-([torch.md](torch.md#a-whole-step)).
+A training step of the same layers by the number of tokens, 16384 in four sequences, everything compiled: opfuse, torchao 0.18
+with one scale for each tensor (its default), and bf16. *packed* is `fuse_(pack=True)`. Speeds are over bf16 and over torchao in
+the same rounds. With few tokens the CPU decides, so these figures depend on the machine more than others, and opfuse's ops take
+it longer than torchao's compiled code. With 16384 the GPU decides: opfuse is faster with one scale for each tensor, and a little
+slower with one for each block. *as a graph*: the whole step of compiled layers, AdamW included, as one CUDA graph
+(`opfuse.graphed_step`), bf16 too, and attention that needs no look at positions ([torch.md](torch.md#a-whole-step)).
 
 """
 

@@ -112,7 +112,11 @@ def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     cool = {"problem": "8x16x32", "state": "cool", "ratio": 1.01, "least": 1.0}
     own, launch = {**cool, "kind": next(iter(products.KINDS)), "own": 1490.0}, {**cool, "chain": chained.LIMITED, "one": 0.9}
     monkeypatch.setattr(products, "measure", lambda _: iter(plain))
+    experts = {"kind": products.FORWARD, "problem": "4 experts of 16", "rows": 16, "own": 101.0, "ratio": 2.0, "peer": 0.98}
+    beside = {"kind": products.FORWARD, "problem": "8x16x32", "state": " alone", "ratio": 0.975}
     monkeypatch.setattr(products, "in_states", lambda _: iter([own]))
+    monkeypatch.setattr(products, "of_experts", lambda _: iter([experts]))
+    monkeypatch.setattr(products, "beside_peer", lambda _: iter([beside]))
     monkeypatch.setattr(chained, "in_states", lambda _: iter([launch]))
     monkeypatch.setattr(chained, "measure", lambda _: iter(one))
     scripts = {"products": products.records, "chained": chained.records}
@@ -122,6 +126,8 @@ def test_the_page_has_the_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "990 TFLOP/s; 0.99 (0.98) x cuBLASLt" in text
     assert "0.99 (0.92) x cuBLASLt 1x128 by 128x128" in text
     assert "1490 TFLOP/s cool; 1.01 (1.00) x cuBLASLt cool" in text
+    assert "101 (100) TFLOP/s; 2.00 x torch bf16; 0.98 (0.97) x DeepGEMM" in text
+    assert "0.97 (0.97) x DeepGEMM alone" in text
     assert "1.10 (1.05) x apart; 1 us cool; 1.01 (1.00) x apart cool" in together
 
 

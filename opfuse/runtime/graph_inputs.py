@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import is_
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +55,7 @@ class Fixed(NamedTuple):
 
 ABOUT = {
     "parameters": "parameters or buffers are others, lie in other memory, or want gradients otherwise",
-    "modules": "a module or an optimizer has another value of an attribute, is in another mode, or has another forward",
+    "modules": "a module or an optimizer has another value of an attribute, is in another mode, or has another forward or hook",
     "settings": "settings of an optimizer are others, as its learning rate",
     "states": "states of an optimizer are others, or lie in other memory",
     "scales": "delayed scales are loaded, or serve another recipe",
@@ -102,9 +105,9 @@ class GraphInputs:
                 Objects(parameters),
                 [*map(memory_of, chain(parameters, buffers, main)), [p.requires_grad for p in parameters]],
             ),
-            modules=Objects(chain(*(vars(each).values() for each in chain(self._modules, self.optimizers)))),
+            modules=Objects(chain(*(vars(each).values() for each in chain(self._modules, self.optimizers)), *self._step_hooks())),
             settings=[[memory_of(leaf) for leaf in tree_leaves(settings)] for settings in self._settings()],
-            states=[memory_of(value) for state in chain(*states) for value in state.values()],
+            states=[memory_of(leaf) for state in chain(*states) for value in state.values() for leaf in _leaves(value)],
             scales=Objects(state.tensors_id for state in self.scaled),
             read=(Objects(read), [*map(memory_of, read)]),
             ops=WatchedModule.epoch,
@@ -124,6 +127,10 @@ class GraphInputs:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
+    def _step_hooks(self) -> Iterator[Iterable[Any]]:
+        """What runs around the steps of optimizers, which hold hooks in ordered dictionaries."""
+        return (held.values() for each in self.optimizers for held in vars(each).values() if isinstance(held, OrderedDict))
+
     def _settings(self) -> list[dict[str, Any]]:
         return [settings for optimizer in self.optimizers for settings in settings_of(optimizer)]
 
@@ -140,15 +147,37 @@ def delayed_states() -> Iterator[DelayedScalingState]:
 
 
 def tensors_around(step: Any) -> list[torch.Tensor]:
-    """Tensors that a function finds in its closure, among the globals that it names, or in the object that it is a method of."""
+    """Tensors that a function finds in its closure, among the globals that it reads, or in the object that it is a method of."""
     own = [*vars(step.__self__).values()] if isinstance(step, MethodType) and hasattr(step.__self__, "__dict__") else []
     function = step.__func__ if isinstance(step, MethodType) else step
-    if isinstance(function, FunctionType):
-        own += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        own += [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-    elif hasattr(function, "__dict__"):
+    if not isinstance(function, FunctionType) and hasattr(function, "__dict__"):
         own += vars(function).values()
-    return [value for value in own if isinstance(value, torch.Tensor)]
+    return [value for value in chain(own, _variables(function)) if isinstance(value, torch.Tensor)]
+
+
+def _variables(function: Any) -> list[Any]:
+    """The variables around a function, by value; none of another object that can be called."""
+    if not isinstance(function, FunctionType):
+        return []
+    around = function.__globals__
+    named = [around[name] for name in _names(function.__code__) if name in around]
+    return [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)] + named
+
+
+@lru_cache(maxsize=64)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The globals that a function and those inside of it read.
+
+    ``co_names`` has attributes beside them: ``loss`` of ``output.loss`` is no variable.
+    """
+    own = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
+    return tuple(dict.fromkeys(own + inner))
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """The parts of a list, a tuple or a dictionary; anything else is one."""
+    return tree_leaves(value) if isinstance(value, (list, tuple, dict)) else (value,)
 
 
 def _is_filled(cell: Any) -> bool:
@@ -159,13 +188,14 @@ def _is_filled(cell: Any) -> bool:
 
 
 def memory_of(value: Any) -> Any:
-    """Of a tensor, where it lies and its shape, or, if it wraps others, those of these; all else is itself."""
+    """Of a tensor, where and how it lies, or, if it wraps others, that of these; all else is itself."""
     if type(value) in PLAIN:
-        return value.data_ptr(), value.shape
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
     if not isinstance(value, torch.Tensor):
         return value
     flatten = getattr(value, "__tensor_flatten__", None)
-    return (value.data_ptr(), value.shape) if flatten is None else [memory_of(getattr(value, name)) for name in flatten()[0]]
+    lies = value.data_ptr(), value.shape, value.stride(), value.dtype
+    return lies if flatten is None else [memory_of(getattr(value, name)) for name in flatten()[0]]
 
 
 def _settings_of_torch() -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ class Table(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = torch.zeros(WIDTH)
+        self.register_buffer("square", torch.randn(WIDTH, WIDTH))
 
     def forward(self, x):
         return x + self.table
@@ -39,6 +40,8 @@ class Training:
             self.model.compile(backend="aot_eager")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=torch.tensor(1e-3))
         self.recipe, self.fused = recipe, fused
+        self.square = nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16())
+        self.optimizer.add_param_group({"params": [self.square]})
         self.inputs = GraphInputs(self, [self.model], [self.optimizer])
 
     def __call__(self, rows=128):
@@ -81,6 +84,9 @@ CHANGES = {
     ),
     "p.data = other": (lambda t: setattr(first(t).weight, "data", first(t).weight.data.clone()), "parameters"),
     "fewer rows of p.data": (lambda t: setattr(first(t).weight, "data", first(t).weight.data[:64]), "parameters"),
+    "p.data = its columns as rows": (lambda t: setattr(t.square, "data", t.square.data.t()), "parameters"),
+    "p.data = its bits": (lambda t: setattr(t.square, "data", t.square.data.view(torch.float16)), "parameters"),
+    "a buffer that is transposed in its place": (lambda t: t.model[5].square.t_(), "parameters"),
     "a buffer": (lambda t: setattr(t.model[4], "running_mean", torch.zeros(WIDTH)), "parameters"),
     "main_grad": (lambda t: setattr(first(t).weight, "main_grad", torch.zeros(128, WIDTH)), "parameters"),
     "requires_grad": (lambda t: first(t).weight.requires_grad_(False), "parameters"),
@@ -90,6 +96,7 @@ CHANGES = {
     "eval()": (lambda t: t.model[2].eval(), "modules"),
     "unfuse_": (lambda t: opfuse.unfuse_(t.model), "modules"),
     "an attribute of the optimizer": (lambda t: setattr(t.optimizer, "count", 1), "modules"),
+    "a hook around steps": (lambda t: t.optimizer.register_step_post_hook(lambda *_: None), "modules"),
     "a setting": (lambda t: t.optimizer.param_groups[0].update(weight_decay=0.5), "settings"),
     "a setting in a tuple": (lambda t: t.optimizer.param_groups[0].update(betas=(0.9, 0.99)), "settings"),
     "another rate tensor": (lambda t: t.optimizer.param_groups[0].update(lr=torch.tensor(1e-3)), "settings"),
@@ -269,6 +276,32 @@ def test_methods_of_objects_without_a_dictionary_and_cells_that_are_empty():
     later = 1
 
 
+loss = torch.zeros(3)
+
+
+def test_what_has_the_name_of_an_attribute_is_not_read():
+    """A script binds ``loss`` anew after each step, and the step reads ``output.loss``."""
+
+    def step(output):
+        output.loss.backward()
+        return [part.loss * TENSOR for part in output.parts]
+
+    assert [each is TENSOR for each in tensors_around(step)] == [True]
+
+
+def test_states_that_are_lists_are_compared_by_their_parts():
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    inputs, state = GraphInputs(print, [], [optimizer]), {"of": [torch.zeros(3), {"x": torch.zeros(3)}], "n": 1}
+    optimizer.state[weight] = state
+    before = inputs.fixed([])
+    optimizer.state[weight] = {"of": [state["of"][0], {**state["of"][1]}], "n": 1}
+    assert inputs.fixed([]) == before
+    state["of"][1]["x"] = torch.zeros(3)
+    optimizer.state[weight] = state
+    assert inputs.fixed([]).states != before.states
+
+
 def test_where_tensors_lie():
     class Other(torch.Tensor):
         pass
@@ -277,6 +310,9 @@ def test_where_tensors_lie():
         assert memory_of(one) == memory_of(one.view(4, 2))
         assert memory_of(one) != memory_of(one.clone())
         assert memory_of(one) != memory_of(one[:2])
+        square = one[:2]
+        assert memory_of(square) != memory_of(square.t())
+        assert memory_of(one) != memory_of(one.view(torch.int32))
     made = MXFP8Quantizer()(torch.ones(64, 64))
     here = memory_of(made)
     assert here == memory_of(made)

@@ -48,6 +48,7 @@ class Fixed(NamedTuple):
     states: list[Any]
     scales: Objects
     read: tuple[Objects, list[Any]]
+    values: tuple[Objects, list[Any]]
     ops: int
     rules: str
     torch: tuple[Any, ...]
@@ -60,6 +61,7 @@ ABOUT = {
     "states": "states of an optimizer are others, or lie in other memory",
     "scales": "delayed scales are loaded, or serve another recipe",
     "read": "a tensor that the step reads from around it is another one",
+    "values": "a variable around the step, or an attribute of its object, that the step reads has another value",
     "ops": "ops of opfuse, or their settings, are others",
     "rules": "fusion rules are others",
     "torch": "torch.no_grad, torch.autocast, the default dtype or a setting of products is another one",
@@ -110,10 +112,17 @@ class GraphInputs:
             states=[memory_of(leaf) for state in chain(*states) for value in state.values() for leaf in _leaves(value)],
             scales=Objects(state.tensors_id for state in self.scaled),
             read=(Objects(read), [*map(memory_of, read)]),
+            values=self.values(),
             ops=WatchedModule.epoch,
             rules=active_rules().digest,
             torch=_settings_of_torch(),
         )
+
+    def values(self) -> tuple[Objects, list[Any]]:
+        """What the step reads around it beside tensors: objects by themselves, and constants by what they are."""
+        found = [None if isinstance(value, torch.Tensor) else value for value in read_around(self._step)]
+        constants = [(type(value), repr(value)) if isinstance(value, _CONSTANTS) else None for value in found]
+        return Objects(value for value in found if not isinstance(value, _CONSTANTS)), constants
 
     def versions(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
         """How often each parameter and buffer was written."""
@@ -146,6 +155,9 @@ def delayed_states() -> Iterator[DelayedScalingState]:
     yield from dict.fromkeys(state for states in held if isinstance(states, DelayedScalingStates) for state in states)
 
 
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+
+
 def tensors_around(step: Any) -> list[torch.Tensor]:
     """Tensors that a function finds in its closure, among the globals that it reads, or in the object that it is a method of."""
     own = [*vars(step.__self__).values()] if isinstance(step, MethodType) and hasattr(step.__self__, "__dict__") else []
@@ -155,24 +167,45 @@ def tensors_around(step: Any) -> list[torch.Tensor]:
     return [value for value in chain(own, _variables(function)) if isinstance(value, torch.Tensor)]
 
 
+def read_around(step: Any) -> list[Any]:
+    """What a function finds in its closure and among the globals that it reads, and attributes of its object that it reads."""
+    method = step if isinstance(step, (FunctionType, MethodType)) else MethodType(type(step).__call__, step)
+    if not isinstance(method, MethodType):
+        return _variables(method)
+    function, held = method.__func__, getattr(method.__self__, "__dict__", {})
+    names = _names(function.__code__)[1] if isinstance(function, FunctionType) else ()
+    return [*_variables(function), *(held[name] for name in names if name in held)]
+
+
 def _variables(function: Any) -> list[Any]:
     """The variables around a function, by value; none of another object that can be called."""
     if not isinstance(function, FunctionType):
         return []
     around = function.__globals__
-    named = [around[name] for name in _names(function.__code__) if name in around]
+    named = [around[name] for name in _names(function.__code__)[0] if name in around]
     return [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)] + named
 
 
 @lru_cache(maxsize=64)
-def _names(code: CodeType) -> tuple[str, ...]:
-    """The globals that a function and those inside of it read.
+def _names(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The globals that a function and those inside of it read, and the attributes of its first argument.
 
-    ``co_names`` has attributes beside them: ``loss`` of ``output.loss`` is no variable.
+    ``co_names`` has attributes of all else beside them: ``loss`` of ``output.loss`` is no variable.
     """
-    own = [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
-    inner = [name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each)]
-    return tuple(dict.fromkeys(own + inner))
+    read: list[str] = []
+    attributes: list[str] = []
+    first, top = next(iter(code.co_varnames), None), None
+    for each in dis.get_instructions(code):
+        if each.opname == "LOAD_GLOBAL":
+            read.append(each.argval)
+        if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and top == first and top is not None:
+            attributes.append(each.argval)
+        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        top = names[-1] if each.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            read += _names(inner)[0]
+    return tuple(dict.fromkeys(read)), tuple(dict.fromkeys(attributes))
 
 
 def _leaves(value: Any) -> Iterable[Any]:
@@ -182,9 +215,10 @@ def _leaves(value: Any) -> Iterable[Any]:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        return cell.cell_contents is not None
+        cell.cell_contents  # noqa: B018 - which raises
     except ValueError:
         return False
+    return True
 
 
 def memory_of(value: Any) -> Any:

@@ -143,7 +143,7 @@ def test_ops_rules_and_scales():
     assert training.changed(before) == []
     training.recipe = recipes.DelayedScaling(margin=1)
     training()
-    assert training.changed(before) == ["scales"]
+    assert training.changed(before) == ["scales", "values"]
     before = training.fixed()
     with opfuse.use_rules(opfuse.RuleSet(())):
         assert training.changed(before) == ["rules"]
@@ -277,6 +277,7 @@ def test_methods_of_objects_without_a_dictionary_and_cells_that_are_empty():
 
 
 loss = torch.zeros(3)
+RATE, MODE = 0.5, object()
 
 
 def test_what_has_the_name_of_an_attribute_is_not_read():
@@ -287,6 +288,44 @@ def test_what_has_the_name_of_an_attribute_is_not_read():
         return [part.loss * TENSOR for part in output.parts]
 
     assert [each is TENSOR for each in tensors_around(step)] == [True]
+
+
+def test_variables_that_a_step_reads_are_compared(monkeypatch):
+    held, number = object(), 1
+
+    class Trainer:
+        def __init__(self):
+            self.recipe, self.loss, self.backward = recipes.MXFP8BlockScaling(), 0.0, 1
+
+        def step(self, output):
+            output.loss.backward()
+            with opfuse.autocast(recipe=self.recipe):
+                return [held, [RATE * number for _ in range(2)], MODE]
+
+        def __call__(self, output):
+            return self.recipe
+
+    trainer = Trainer()
+    for step in (trainer.step, trainer):
+        inputs = GraphInputs(step, [], [])
+        before = inputs.fixed([])
+        trainer.loss, trainer.backward, trainer.other = 1.0, 2, 3
+        assert inputs.fixed([]) == before
+        trainer.recipe = recipes.MXFP8BlockScaling()
+        assert [n for n, was, now in zip(Fixed._fields, before, inputs.fixed([])) if was != now] == ["values"]
+    inputs = GraphInputs(trainer.step, [], [])
+    for name, others in {"RATE": (0.25, None, 0.5), "MODE": (object(), 1, True, torch.zeros(1))}.items():
+        for other in others:
+            before = inputs.fixed([])
+            monkeypatch.setitem(globals(), name, other)
+            assert inputs.fixed([]).values != before.values, other
+    before = inputs.fixed([])
+    number = 2
+    assert inputs.fixed([]).values != before.values
+    number = int("2")
+    before = inputs.fixed([])
+    held = None
+    assert inputs.fixed([]).values != before.values
 
 
 def test_states_that_are_lists_are_compared_by_their_parts():

@@ -1,6 +1,8 @@
 """``opfuse.graphed_step`` without a GPU: what it refuses, with cures; steps that run are in tests/gpu/test_graphed_step.py."""
 
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,3 +207,61 @@ def test_the_oldest_of_too_many_signatures_goes(monkeypatch):
     with raised(UnsupportedError, RuntimeError, "without gaps"):
         step._specialization(6, [torch.zeros(4, 2)[::2]])
     assert 6 not in step._specialized
+
+
+# -- steps without a GPU ---------------------------------------------------------------------------------------------------------
+
+
+class Imitated(code.GraphedStep):
+    """Whose graph repeats the result of the call in which it was captured."""
+
+    def __init__(self, step, *modules):
+        self._step, self._inputs, self._device = step, code.GraphInputs(step, modules, []), torch.device("cpu")
+        self._specialized, self._warned, self._fixed, self._refusal, self._restarts, self.replays = {}, set(), None, None, 0, 0
+
+    def _as_written(self, given):
+        return self._step(*given[0], **given[1])
+
+    def _captured(self, found, given, parameters):
+        result = self._as_written(given)
+        found.graph = SimpleNamespace(replay=lambda _: result)
+        self._fixed, self._restarts = self._inputs.fixed(parameters), 0
+        self._warned.clear()
+        return found.graph
+
+
+@pytest.fixture
+def without_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+
+
+@pytest.mark.usefixtures("without_a_device")
+def test_variables_that_change_between_steps_drop_graphs_and_those_that_steps_change_do_not():
+    rate, counted = 1, 0
+
+    def step():
+        nonlocal counted
+        counted += 1
+        return rate
+
+    model = nn.Linear(2, 2)
+    graph = Imitated(step, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [graph() for _ in range(6)] == [1] * 6
+        assert (graph.replays, counted) == (3, 4)
+        handle = model.register_forward_hook(print)
+        with pytest.warns(OpfuseWarning, match="hooks"):
+            assert graph() == 1
+        handle.remove()
+        assert (graph(), counted, graph.replays) == (1, 5, 4)
+    handle = model.register_forward_hook(print)
+    counted = 10
+    assert graph() == 1  # as written, while the variable has changed before
+    handle.remove()
+    with pytest.warns(OpfuseWarning, match="a variable around the step"):
+        graph()
+    assert [graph() for _ in range(6)] == [1] * 6
+    rate = 2
+    with pytest.warns(OpfuseWarning, match="a variable around the step"):
+        assert [graph() for _ in range(6)] == [2] * 6

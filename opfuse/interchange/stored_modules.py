@@ -239,6 +239,7 @@ def hold_stored(module: nn.Module, path: str, dtype: torch.dtype, trains: bool, 
         return
     held = _Held(type(module), name, {}, {key: vars(module)[key] for key in kind.attributes})
     slots: dict[str, nn.Parameter | None] = {}
+    replaced: dict[str, tuple[nn.Parameter, str]] = {}
     for matrix in kind.matrices:
         arrays = _arrays_of(module, matrix, LAYOUTS[name])
         held.matrices[matrix] = [_Array(key, array.dtype, array.requires_grad) for key, array in arrays.items()]
@@ -248,13 +249,14 @@ def hold_stored(module: nn.Module, path: str, dtype: torch.dtype, trains: bool, 
             wanted = codes.requires_grad if codes.dtype.is_floating_point else trains
             tied[ids] = nn.Parameter(stored, requires_grad=wanted)
         slots |= {**dict.fromkeys(arrays), matrix: tied[ids]}
+        replaced |= {key: (tied[ids], f"{path}.{key}") for key in arrays}
     if _HELD not in vars(module):  # from here on nothing raises
         module.register_state_dict_post_hook(_write)
         module.register_load_state_dict_pre_hook(_read)
     for key in kind.attributes:
         del vars(module)[key]
-    for key in slots:
-        mark_replaced(module._parameters.get(key), f"{path}.{key}")
+    for key, (other, place) in replaced.items():
+        mark_replaced(module._parameters.get(key), other, place)
     if kind is COMPRESSED:
         vars(module).pop("forward", None)  # which casts activations around that of nn.Linear
     module._parameters.update(slots)
@@ -281,7 +283,7 @@ def hold_arrays(module: nn.Module, tied: dict[int, list[nn.Parameter]]) -> None:
                 trains = (stored.requires_grad, *[array.trained for array in before[1:]])
                 pairs = zip(arrays, trains)
                 tied[id(stored)] = [nn.Parameter(a, requires_grad=t and a.dtype.is_floating_point) for a, t in pairs]
-            mark_replaced(stored, matrix)
+            mark_replaced(stored, tied[id(stored)][0], matrix)
             del module._parameters[matrix]
             module._parameters.update(zip([array.key for array in before], tied[id(stored)]))
         else:

@@ -77,13 +77,13 @@ def with_masters(optimizer: AnyOptimizer, *, dtype: torch.dtype = torch.float32)
 
 
 _REPLACED = "opfuse_replaced_by"
-"""The attribute of a parameter that says which one a module has in its place."""
+"""The attribute of a parameter that says which one a module has in its place, and where."""
 
 
-def mark_replaced(parameter: torch.Tensor | None, path: str) -> None:
-    """Have the steps of optimizers that hold ``parameter`` raise: a module of the model has another one at ``path`` now."""
+def mark_replaced(parameter: torch.Tensor | None, other: torch.Tensor, path: str) -> None:
+    """Have the steps of optimizers that hold ``parameter`` raise: a module of the model has ``other`` at ``path`` now."""
     if parameter is not None:
-        setattr(parameter, _REPLACED, path)
+        setattr(parameter, _REPLACED, (path, other))
         _watch_steps()
 
 
@@ -93,13 +93,21 @@ def _watch_steps() -> None:
 
 
 def _check_replaced(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """OptimizerError at a step that would train what no module reads."""
-    path = next((found for p in _parameters(optimizer) if (found := getattr(p, _REPLACED, None)) is not None), None)
+    """OptimizerError at a step that would train what no module reads; one of frozen parameters trains nothing."""
+    path = next((path for p in _parameters(optimizer) if (path := _replaced_at(p)) is not None), None)
     if path is not None:
         got = f"{path} as it was before fuse_ or unfuse_, which put a parameter over the same bytes in its place"
         cure = "make the optimizer behind fuse_: opfuse.with_masters(torch.optim.AdamW(model.parameters()))"
         where = f"{type(optimizer).__name__}.step"
         raise OptimizerError(describe(where, wanted="parameters of the model", got=got, cure=cure))
+
+
+def _replaced_at(parameter: torch.Tensor) -> str | None:
+    """Where a module has another parameter in the place of this one, if either is trained."""
+    path, now = None, parameter
+    while (found := getattr(now, _REPLACED, None)) is not None:
+        path, now = found
+    return path if now.requires_grad or parameter.grad is not None else None
 
 
 def settle_masters(optimizer: Optimizer) -> None:

@@ -117,6 +117,24 @@ def test_an_optimizer_from_before_the_conversion_is_told(tmp_path, without_gpu):
         later.step()
 
 
+def test_an_optimizer_from_before_the_conversion_steps_beside_frozen_codes(tmp_path, without_gpu):
+    """Adapters and norms are trained by optimizers of all parameters: a frozen one that the model has no more loses nothing."""
+    checkpoint("dense", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    norm = model.model.norm.weight
+    for change in (lambda: opfuse.fuse_(model, RECIPE), lambda: opfuse.unfuse_(model), lambda: opfuse.fuse_(model, RECIPE)):
+        change()
+        norm.grad, before = torch.ones_like(norm), norm.detach().clone()
+        optimizer.step()
+        assert torch.equal(norm, before - 1)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_()
+    with pytest.raises(OptimizerError, match=r"up_proj\.weight as it was before"):
+        optimizer.step()
+
+
 def checkpoint(kind: str, folder: Path) -> dict[str, torch.Tensor]:
     """An FP8 checkpoint as DeepSeek's, written by transformers; its tensors."""
     model = plain(kind)

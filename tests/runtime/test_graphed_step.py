@@ -1,17 +1,20 @@
-"""``opfuse.graphed_step`` without a GPU: what it refuses, with cures; steps that run are in tests/gpu/test_graphed_step.py."""
+"""``opfuse.graphed_step`` without a GPU: what it refuses, and when it repeats; for graphs see tests/gpu/test_graphed_step.py."""
 
+import random
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 from opfuse import recipes
 from opfuse.errors import OpfuseWarning, PipelineError, UnsupportedError
+from opfuse.events import KernelLaunched, subscribed
 from opfuse.runtime import graphed_step as code
 from tests.ops.test_op_errors import raised
 
@@ -215,8 +218,8 @@ def test_the_oldest_of_too_many_signatures_goes(monkeypatch):
 class Imitated(code.GraphedStep):
     """Whose graph repeats the result of the call in which it was captured."""
 
-    def __init__(self, step, *modules):
-        self._step, self._inputs, self._device = step, code.GraphInputs(step, modules, []), torch.device("cpu")
+    def __init__(self, step, *modules, optimizers=()):
+        self._step, self._inputs, self._device = step, code.GraphInputs(step, modules, optimizers), torch.device("cpu")
         self._specialized, self._warned, self._fixed, self._refusal, self._restarts, self.replays = {}, set(), None, None, 0, 0
 
     def _as_written(self, given):
@@ -265,3 +268,121 @@ def test_variables_that_change_between_steps_drop_graphs_and_those_that_steps_ch
     rate = 2
     with pytest.warns(OpfuseWarning, match="a variable around the step"):
         assert [graph() for _ in range(6)] == [2] * 6
+
+
+@pytest.mark.usefixtures("without_a_device")
+def test_what_a_first_step_makes_is_kept_and_what_each_makes_is_said():
+    class Makes(nn.Module):
+        def __init__(self, each):
+            super().__init__()
+            self.each, self.longest, self.weight = each, 0, nn.Parameter(torch.zeros(2))
+
+        def forward(self, length):
+            if self.each or length > self.longest:
+                self.longest = self.longest + length
+            return self.longest
+
+    module = Makes(each=False)
+    graph = Imitated(module, module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [graph(1) for _ in range(6)] == [1] * 6
+        assert (graph.graphs, graph.replays) == (1, 3)
+    assert graph(2) == 3  # the graph of the other length reads what was there before
+    with pytest.warns(OpfuseWarning, match="another value of an attribute"):
+        assert graph(1) == 3
+    assert graph.graphs == 0
+
+    module = Makes(each=True)
+    graph = Imitated(module, module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [graph(1) for _ in range(8)] == [*range(1, 9)]  # each second one begins anew
+    with pytest.warns(OpfuseWarning, match="another value of an attribute"):
+        assert graph(1) == 9
+    assert [graph(1) for _ in range(3)] == [10, 11, 12]
+    assert graph.replays == 0
+
+
+@pytest.mark.usefixtures("without_a_device")
+def test_a_step_runs_as_written_while_somebody_follows_it():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def global_hook():
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        yield
+        handle.remove()
+
+    ran = []
+    graph = Imitated(lambda: ran.append(1), nn.Linear(2, 2))
+    for _ in range(5):
+        graph()
+    assert (len(ran), graph.replays) == (4, 2)
+    for followed in (
+        subscribed(print, KernelLaunched),
+        Mode(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        global_hook(),
+    ):
+        before = len(ran)
+        with followed, warnings.catch_warnings():
+            warnings.simplefilter("ignore", OpfuseWarning)
+            graph()
+            graph()
+        assert len(ran) == before + 2, followed
+        graph()
+        assert len(ran) == before + 2
+
+
+def test_masters_take_what_was_written_before_each_replay(monkeypatch, without_a_device):
+    settled = []
+    monkeypatch.setattr(code, "settle_masters", settled.append)
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    graph = Imitated(lambda: None, model, optimizers=optimizers)
+    for _ in range(code.WARM):
+        graph()
+    assert settled == []
+    for number in (1, 2):
+        graph()
+        assert settled == optimizers * number
+
+
+@pytest.mark.usefixtures("without_a_device")
+def test_what_a_replay_could_not_do_is_refused_for_all_calls():
+    model = nn.Linear(2, 2)
+    optimizer, unknown = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    rated = torch.optim.SGD(model.parameters(), lr=torch.zeros(()))
+
+    def steps(which):
+        model.weight.grad = torch.zeros(2, 2)
+        which.step()
+        model.weight.grad = None
+
+    refused = {
+        "all optimizers": lambda: steps(unknown),
+        "a scheduler": lambda: rated.param_groups[0]["lr"].add_(1),
+        "random numbers": random.random,
+        "results to copy": object,
+    }
+    for words, does in refused.items():
+        ran = []
+
+        def step(ran=ran, does=does):
+            ran.append(1)
+            return does()
+
+        graph = Imitated(step, model, optimizers=[optimizer, rated])
+        if words == "random numbers":  # compilers draw in the first
+            graph()
+        for _ in range(3):
+            with raised(UnsupportedError, RuntimeError, "graphed_step", words):
+                graph()
+        assert len(ran) == 1 + (words == "random numbers")
+    Imitated(lambda: steps(optimizer), model, optimizers=[optimizer])()
+    graph = Imitated(lambda x: x.add_(1), model)
+    with raised(UnsupportedError, RuntimeError, "into an argument"):
+        graph._warm(code._Specialization(), ((torch.zeros(2),), {}))

@@ -26,17 +26,26 @@ from opfuse.torch_private.modules import hooks_of as hooks_of_module
 from opfuse.torch_private.operations import tree_leaves
 from opfuse.torch_private.tensors import hooks_of, version_of
 
+_CONSTANTS = (bool, int, float, complex, str, bytes)
+
 
 class Objects(list[Any]):
-    """Objects that are held, and equal only to themselves."""
+    """Objects that are held, and equal only to themselves; constants to those that say the same."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Objects) and len(self) == len(other) and all(map(is_, self, other))
+        if not isinstance(other, Objects) or len(self) != len(other):
+            return False
+        return all(map(is_, self, other)) or all(map(_is_same, self, other))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     __hash__ = None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """A step that computes a number again, as of a length, has another object: Python keeps those of few numbers."""
+    return one is other or (type(one) is type(other) and type(one) in _CONSTANTS and repr(one) == repr(other))
 
 
 class Fixed(NamedTuple):
@@ -48,7 +57,7 @@ class Fixed(NamedTuple):
     states: list[Any]
     scales: Objects
     read: tuple[Objects, list[Any]]
-    values: tuple[Objects, list[Any]]
+    values: Objects
     ops: int
     rules: str
     torch: tuple[Any, ...]
@@ -118,11 +127,9 @@ class GraphInputs:
             torch=_settings_of_torch(),
         )
 
-    def values(self) -> tuple[Objects, list[Any]]:
-        """What the step reads around it beside tensors: objects by themselves, and constants by what they are."""
-        found = [None if isinstance(value, torch.Tensor) else value for value in read_around(self._step)]
-        constants = [(type(value), repr(value)) if isinstance(value, _CONSTANTS) else None for value in found]
-        return Objects(value for value in found if not isinstance(value, _CONSTANTS)), constants
+    def values(self) -> Objects:
+        """What the step reads around it, but tensors."""
+        return Objects(None if isinstance(value, torch.Tensor) else value for value in read_around(self._step))
 
     def versions(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
         """How often each parameter and buffer was written."""
@@ -153,9 +160,6 @@ def delayed_states() -> Iterator[DelayedScalingState]:
     """The states of all ops that are alive, each once: ops of converted models are no submodules."""
     held = [getattr(op, "quantizer_states", None) for op in all_enrolled()]
     yield from dict.fromkeys(state for states in held if isinstance(states, DelayedScalingStates) for state in states)
-
-
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
 
 def tensors_around(step: Any) -> list[torch.Tensor]:

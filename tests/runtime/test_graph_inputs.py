@@ -10,7 +10,16 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.runtime.graph_inputs import ABOUT, Fixed, GraphInputs, delayed_states, memory_of, numbers_drawn, tensors_around
+from opfuse.runtime.graph_inputs import (
+    ABOUT,
+    Fixed,
+    GraphInputs,
+    Objects,
+    delayed_states,
+    memory_of,
+    numbers_drawn,
+    tensors_around,
+)
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
 WIDTH = 64
@@ -326,6 +335,19 @@ def test_variables_that_a_step_reads_are_compared(monkeypatch):
     before = inputs.fixed([])
     held = None
     assert inputs.fixed([]).values != before.values
+
+
+def test_constants_are_the_same_by_what_they_are_and_objects_by_themselves():
+    made = [int("512"), float("0.5"), "".join(["f", "p8"]), 0.0]
+    again = [int("512"), float("0.5"), "".join(["f", "p8"]), 0.0]
+    assert Objects(made) == Objects(again)
+    for other in ([513, *again[1:]], [512.0, *again[1:]], [*again[:3], -0.0], [*again[:3], False], again[:3], [*again, 1]):
+        assert Objects(made) != Objects(other), other
+    assert Objects(made) != again
+    assert Objects([(512, 1.5)]) != Objects([(int("512"), 1.5)])
+    held = nn.Linear(2, 2)
+    assert Objects([held, int("512")]) == Objects([held, 512])
+    assert Objects([held, int("512")]) != Objects([nn.Linear(2, 2), 512])
 
 
 def test_states_that_are_lists_are_compared_by_their_parts():

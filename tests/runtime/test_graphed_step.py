@@ -283,6 +283,14 @@ def test_what_a_first_step_makes_is_kept_and_what_each_makes_is_said():
             return self.longest
 
     module = Makes(each=False)
+    module.forward = lambda length: setattr(module, "length", int(str(length)))  # another object, which says the same
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph = Imitated(module, module)
+        assert [graph(512) for _ in range(6)] == [None] * 6
+        assert graph.replays == 3
+
+    module = Makes(each=False)
     graph = Imitated(module, module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opfuse.tensors import GroupedPlane
+from opfuse.tensors import GroupedPlane, QuantizedTensor
 from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, GroupedQuantizer, MXFP8Quantizer
 from opfuse.tensors.quantizers.grouped import PADDING
 
@@ -29,3 +29,31 @@ def test_b28_padded_groups_decode_to_their_own_rows(kind, usage):
     assert plane.dequantize(torch.float32).shape == x.shape
     assert torch.equal(plane.dequantize(torch.float32), torch.cat(alone))
     assert torch.equal(padded.dequantize(usage=usage), torch.cat(alone))
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_groups_are_taken_apart_and_put_together_again(kind, padded):
+    sizes = SIZES if padded else (64, 32, 0, 128)
+    made = GroupedQuantizer((QUANTIZERS[kind],) * len(sizes), sizes, padded=padded)(torch.randn(sum(sizes), 64))
+    names, context = made.__tensor_flatten__()
+    twin = QuantizedTensor.__tensor_unflatten__({name: getattr(made, name) for name in names}, context, made.shape, made.stride())
+    for usage in made.record.usages:
+        plane = twin.record.plane(usage)
+        assert isinstance(plane, GroupedPlane)
+        assert plane.sizes == sizes
+        assert torch.equal(twin.dequantize(usage=usage), made.dequantize(usage=usage))
+    assert twin.record.structure == made.record.structure
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_groups_of_rows_of_a_stack_decode_in_its_shape(kind, groups):
+    """Whether each matrix was cast apart, a part of it, or several as one."""
+    x = torch.randn(3, 128, 64)
+    sizes = (3 * 128 // groups,) * groups
+    made = GroupedQuantizer((QUANTIZERS[kind],) * groups, sizes)(x)
+    pieces = x.view(-1, 64).split(sizes)
+    for usage in made.record.usages:
+        wanted = torch.cat([QUANTIZERS[kind](piece).dequantize(usage=usage) for piece in pieces]).view(x.shape)
+        assert torch.equal(made.dequantize(usage=usage), wanted)

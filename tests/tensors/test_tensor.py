@@ -413,7 +413,9 @@ def test_flatten_and_unflatten(kind):
     inner = {name: getattr(t, name) for name in names}
     twin = QuantizedTensor.__tensor_unflatten__(inner, context, t.shape, t.stride())
     assert same_bytes(planes(twin), planes(t))
-    assert twin.quantizer == t.quantizer
+    for usage in t.record.usages:
+        assert torch.equal(twin.dequantize(usage=usage), t.dequantize(usage=usage))
+    assert (twin.quantizer, twin.record.why) == (t.quantizer, t.record.why)
     assert twin.__tensor_flatten__()[1] == context
     assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(t)
 

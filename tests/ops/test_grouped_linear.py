@@ -592,6 +592,22 @@ def test_u04_stored_weights_are_loaded_with_their_bytes_where_they_are_held_the_
 
 
 @pytest.mark.row("U04", "U02")
+@pytest.mark.parametrize("other", ["fp8_block", "fp8_current", "none"])
+def test_u04_weights_stored_in_several_formats_are_loaded_as_one_by_their_values(other):
+    held, mixed = (stored(recipe_of("mxfp8", None), bias=False) for _ in range(2))
+    target = stored(recipe_of("mxfp8", None), single_grouped_weight=True, bias=False)
+    with torch.no_grad():
+        mixed.weight2.copy_(randn(*mixed.weight2.shape, seed=7))
+    odd = randn(*held.weight1.shape, seed=8) if other == "none" else stored(recipe_of(other, None), bias=False).weight1.detach()
+    target.load_state_dict({**held.state_dict(), "weight1": odd, "weight2": mixed.weight2})
+    values = [
+        weight if weight is odd and other == "none" else weight.dequantize() for weight in (held.weight0, odd, mixed.weight2)
+    ]
+    for found, wanted in zip(target.weight.detach(), values):
+        assert same(found.dequantize(), held.weight0.quantizer(wanted.detach()).dequantize())
+
+
+@pytest.mark.row("U04", "U02")
 def test_u04_a_stored_weight_is_copied_saved_and_loaded(tmp_path):
     recipe = recipe_of("mxfp8", None)
     op = stored(recipe, single_grouped_weight=True)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from opfuse.tensors import GroupedPlane, QuantizedTensor
-from opfuse.tensors.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, GroupedQuantizer, MXFP8Quantizer
+from opfuse.tensors.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    GroupedQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from opfuse.tensors.quantizers.grouped import PADDING
 
 E4M3 = torch.float8_e4m3fn
@@ -46,14 +54,18 @@ def test_groups_are_taken_apart_and_put_together_again(kind, padded):
     assert twin.record.structure == made.record.structure
 
 
-@pytest.mark.parametrize("kind", QUANTIZERS)
+@pytest.mark.parametrize("kind", [*QUANTIZERS, "rotated"])
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_groups_of_rows_of_a_stack_decode_in_its_shape(kind, groups):
-    """Whether each matrix was cast apart, a part of it, or several as one."""
-    x = torch.randn(3, 128, 64)
-    sizes = (3 * 128 // groups,) * groups
-    made = GroupedQuantizer((QUANTIZERS[kind],) * groups, sizes)(x)
-    pieces = x.view(-1, 64).split(sizes)
+@pytest.mark.parametrize("rows", [33, 128])
+def test_groups_of_rows_of_a_stack_decode_in_its_shape(rows, groups, kind):
+    """Whether each matrix was cast apart, a part of it, or several as one; some are padded."""
+    quantizer = {**QUANTIZERS, "rotated": NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)}[kind]
+    x = torch.randn(3, rows, 64).bfloat16()
+    at = [*range(0, 3 * rows, -(-3 * rows // groups)), 3 * rows]
+    sizes = tuple(end - start for start, end in pairwise(at))
+    made = GroupedQuantizer((quantizer,) * len(sizes), sizes, padded=rows == 33)(x)
+    pieces = x.reshape(-1, 64).split(sizes)
     for usage in made.record.usages:
-        wanted = torch.cat([QUANTIZERS[kind](piece).dequantize(usage=usage) for piece in pieces]).view(x.shape)
-        assert torch.equal(made.dequantize(usage=usage), wanted)
+        full = [torch.cat((piece, piece.new_zeros(-len(piece) % (PADDING if rows == 33 else 1), 64))) for piece in pieces]
+        alone = [quantizer(whole).dequantize(usage=usage)[: len(piece)] for whole, piece in zip(full, pieces)]
+        assert torch.equal(made.dequantize(usage=usage), torch.cat(alone).view(x.shape)), usage

@@ -93,6 +93,37 @@ def test_all_calls_of_a_checkpoint_within_another_are_those_of_a_plain_run(outer
     assert all(map(torch.equal, trained(within, delayed), trained(plain, delayed)))
 
 
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_calls_of_one_pipeline_in_checkpoints_within_others_keep_the_recipe_of_each(outer: bool, inner: bool) -> None:
+    """A checkpoint repeats its own calls, and not those before it in the one around it. outer, inner: reentrant."""
+
+    def made(inside: Checkpoint, around: Checkpoint) -> list[torch.Tensor]:
+        model = block()
+        torch.manual_seed(1)
+        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+        def calls(x: torch.Tensor) -> torch.Tensor:
+            with opfuse.autocast(recipe=RECIPES["mxfp8"]):
+                x = model(x)
+            with opfuse.autocast(recipe=RECIPES["fp8_current"]):
+                x = inside(model, x)
+            with opfuse.autocast(recipe=RECIPES["mxfp8"]):
+                return model(x)
+
+        y = around(calls, x)
+        y.float().square().sum().backward()
+        return [y.detach(), x.grad]
+
+    def plainly(function: Function, x: torch.Tensor) -> torch.Tensor:
+        return function(x)
+
+    def within(reentrant: bool) -> Checkpoint:
+        return functools.partial(torch_checkpoint, use_reentrant=reentrant)
+
+    assert all(map(torch.equal, made(within(inner), within(outer)), made(plainly, plainly)))
+
+
 def test_it_keeps_no_activations_and_recomputes_each_block_once() -> None:
     model, calls = block(), []
     saved: list[int] = []

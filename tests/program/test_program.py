@@ -119,6 +119,7 @@ def test_a_draw_that_nobody_reads_still_moves_the_generator():
         (lambda x: (x[x > 0],), "values decide the result of aten.index"),
         (lambda x: (x.nonzero(),), "values decide the result of aten.nonzero"),
         (lambda x: (x + ELSEWHERE,), "came from elsewhere"),
+        (lambda x: (x + torch._fused_sdp_choice(*[x.view(1, 1, 2, 2)] * 3),), "returns more than tensors"),
     ],
 )
 def test_what_no_program_can_repeat_ends_the_recording_and_not_the_run(function, why):

@@ -76,6 +76,22 @@ def test_b05_b25_groups_are_cast_once_behind_an_explicit_quantize(name, override
     assert all(same(one, other) for one, other in zip(*results))
 
 
+@pytest.mark.row("B25")
+def test_b25_a_quantize_before_groups_casts_the_gradient_that_leaves_them():
+    """It leaves them the cast of the input alone."""
+    splits, found = torch.tensor([ROWS // 2] * 2), []
+    torch.manual_seed(0)
+    experts = ops.GroupedLinear(2, K, N, bias=False, dtype=torch.bfloat16)
+    for modules in ((experts,), (ops.Quantize(backward=True), experts)):
+        x = randn(ROWS, K).requires_grad_()
+        with opfuse.autocast(recipe=MXFP8BlockScaling()):
+            y = ops.Sequential(*modules)(x, splits)
+        y.backward(randn(*y.shape, seed=100))
+        found.append(x.grad)
+    assert same(found[1], MXFP8Quantizer().quantize(found[0]).dequantize())
+    assert not same(found[1], found[0])
+
+
 @pytest.mark.row("B16")
 def test_b16_the_quantize_says_in_which_format_a_product_reads_its_input():
     x, recipe = randn(ROWS, K), by_module(MXFP8Quantizer(fp8_dtype=E5M2))

@@ -125,6 +125,18 @@ class Configured(nn.Module):
         return self.second(F.gelu(y) if self.config.smooth else F.relu(y))
 
 
+class Typed(Configured):
+    """Its config is none of transformers, so what is called as in those counts as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config.dtype = None
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(F.gelu(y) if self.config.dtype is None else F.relu(y))
+
+
 SMOOTH = True
 
 
@@ -189,6 +201,7 @@ def unlike(y):
         (Global, lambda model, patch: patch.setattr(F, "gelu", F.silu), "gelu was <built-in"),
         (closed, lambda model, patch: model.change(), "a variable of a function around it was True, is False"),
         (Exactly, lambda model, patch: setattr(model, "_on", 1), "'_on' was True, is 1"),
+        (Typed, lambda model, patch: setattr(model.config, "dtype", torch.float16), "dtype"),
         (
             Global,
             lambda model, patch: patch.setattr(helper, "__code__", unlike.__code__),
@@ -196,7 +209,7 @@ def unlike(y):
         ),
         (Default, lambda model, patch: patch.setattr(Default.forward, "__defaults__", (F.silu,)), "defaults of Default.forward"),
     ],
-    ids=["a global", "a function", "a property", "of torch", "a variable around", "1 for True", "code", "a default"],
+    ids=["a global", "a function", "a property", "of torch", "a variable around", "1 for True", "a config", "code", "a default"],
 )
 def test_what_the_code_reads_from_outside_is_watched(make, change, told, monkeypatch):
     model = make()

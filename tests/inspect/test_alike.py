@@ -9,7 +9,7 @@ import torch
 
 import opfuse
 from opfuse.errors import PipelineError
-from opfuse.inspect.alike import alike, counted, starred
+from opfuse.inspect.alike import aligned, alike, counted, starred
 from opfuse.recipes import Float8CurrentScaling
 from tests.convert.blocks import Model
 
@@ -45,3 +45,20 @@ def test_names_that_differ_by_numbers_alone():
     found = [counted(same) for same in alike(names, starred)]
     assert found == ["a.*.q+a.*.k ×2", "* ×2", "ops 0..3 ×2", "a.0.mlp 3:gelu", "ops 0..4"]
     assert Counter(map(starred, ["x.10.y", "x.2.y"])) == {"x.*.y": 2}
+
+
+def test_rows_are_aligned_by_their_longest_cells():
+    rows = [("name", "bytes", "of"), ("a", "1", "x"), ("a longer", "1024", "")]
+    assert [*aligned(rows)] == ["name      bytes  of", "a         1      x", "a longer  1024"]
+    assert [*aligned(rows, right=(1,))] == ["name      bytes  of", "a             1  x", "a longer   1024"]
+    assert [*aligned([])] == []
+
+
+def test_a_converted_model_in_which_no_op_ran_is_told_why():
+    model, words = Named(), torch.randint(48, (2, 16))
+    opfuse.fuse_(model, None)
+    with pytest.raises(PipelineError, match="a converted Named whose modules ran their own forwards since no recipe is active"):
+        opfuse.explain(model, words=words)
+    opfuse.unfuse_(model)
+    with pytest.raises(PipelineError, match=r"got Named\. Cure: convert the model"):
+        opfuse.explain(model, words=words)

@@ -429,3 +429,15 @@ def test_calls_that_leave_no_trace_are_no_steps(look: Any) -> None:
             model(x)
             assert (watched.step, len(watched.records)) == (2, 2 * found)
             around[0].look = None
+
+
+@pytest.mark.usefixtures("own_pipelines")
+def test_the_report_of_a_model_that_was_converted_in_part_is_written(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+    opfuse.fuse_(model[1], recipes.MXFP8BlockScaling())
+    writing._writer.cache_clear()
+    with opfuse.watch(model, every=1, to=tmp_path, alarms={}):
+        model(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    writing._writer.cache_clear()
+    (trace,) = read(tmp_path)
+    assert [row[1] for row in trace.models[0].modules] == ["Linear"]

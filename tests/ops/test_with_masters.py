@@ -16,7 +16,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import DtypeError, OpfuseWarning, OptimizerError, ShapeError
 from opfuse.tensors import QuantizedTensor
-from opfuse.tensors.optimizers import settle_masters
+from opfuse.tensors.optimizers import mark_replaced, settle_masters
 from tests.ops.by_hand import step_by_hand
 
 with warnings.catch_warnings():  # of extensions for GPUs that are not here
@@ -402,3 +402,24 @@ def test_masters_settle_without_a_step():
         settle_masters(optimizer)
     assert torch.equal(master, made[0].weight.detach().dequantize())
     settle_masters(SGD(made.parameters(), lr=1.0))
+
+
+def test_an_optimizer_of_what_was_replaced_is_told_where_either_is_trained():
+    old, between, new = (nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(3))
+    other = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([other, old], lr=1.0)
+    mark_replaced(None, new, "a.weight")
+    mark_replaced(old, between, "a.weight")
+    mark_replaced(between, new, "b.weight")
+    other.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(other, -torch.ones(2))
+    old.grad = torch.ones(2)
+    with pytest.raises(OptimizerError, match=r"SGD\.step.*b\.weight as it was before"):
+        optimizer.step()
+    old.grad = None
+    new.requires_grad_()
+    with pytest.raises(OptimizerError, match=r"SGD\.step.*b\.weight as it was before"):
+        optimizer.step()
+    assert torch.equal(old, torch.zeros(2))
+    torch.optim.SGD([other, new], lr=1.0).step()

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import opfuse
 from opfuse import ops
+from opfuse.convert.weights import _as_read
 from opfuse.errors import ConversionError, MissingPlaneError, RecipeError
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.interchange.layouts import LAYOUTS
@@ -95,6 +96,10 @@ def test_a_stack_is_decoded_in_the_order_of_its_bytes():
     assert weight.grad.eq(1).all()
     rowwise = MXFP4Quantizer(columnwise=False)(torch.randn(2, 4, 64))
     assert rowwise.dequantize().is_contiguous()
+    for read, wanted in ((True, values.mT), (False, values)):  # as a module that multiplies by x @ w has them read
+        found = _as_read(weight, transposed=read)
+        assert type(found) is (torch.Tensor if read else QuantizedTensor)
+        assert torch.equal(found + 0, wanted)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])

@@ -11,6 +11,7 @@ limit. What hangs ends by the one limit for all tests, ``timeout`` in pyproject.
 import gc
 import logging
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -62,7 +63,12 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_what_modules_left():
-    """No search for garbage goes through what earlier modules have left in caches: a million objects in each full one."""
+    """No search for garbage goes through what earlier modules have left in caches: a million objects in each full one.
+
+    Nor does compiled code of theirs count toward the few graphs that torch makes of one forward: converted modules share theirs.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
     gc.collect()
     gc.freeze()
 

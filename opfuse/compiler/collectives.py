@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -41,6 +42,9 @@ CARRIERS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
     }
 )
 """By pass: traits of ops that pass a value on unchanged to more ranks, and whether they join it with rows of other ranks."""
+
+COLLECTIVES = frozenset(chain.from_iterable(CARRIERS.values()))
+"""Traits of ops with which casts may change places."""
 
 KEEPS_ROWS = frozenset(("elementwise", "norm", "gemm", "transparent", "spreads", "sums"))
 """Traits of ops whose results have as many rows as their inputs."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from opfuse.compiler.collectives import Beside, Carried, carried, carrier, rows_behind
+from opfuse.compiler.collectives import COLLECTIVES, Beside, Carried, carried, carrier, rows_behind
 from opfuse.compiler.graph import (
     BACKWARD,
     BOTH,
@@ -53,7 +53,8 @@ class _GraphBuilder:
     ops, known: the basic ops, and what is known of their methods. casts: quantized values and the nodes that made them. copies:
     values that are a copy of another, quantized or not, and share its gradient. cast_gradients: values whose gradient is
     quantized. products: of ops with quantized operands. collective_casts: collectives beside casts. moves: whether casts may
-    change places with collectives. rows: a number that divides the number of rows of the current value.
+    change places with collectives, of which there are some. rows: in this case, a number that divides the number of rows of the
+    current value.
     """
 
     env: Env
@@ -94,8 +95,10 @@ def lower(
 
     moves: whether casts may change places with collectives; not if fused ops or functions claim the nodes of given ops.
     """
-    moves = moves and inputs.x.quantized is None
-    b = _GraphBuilder(env, ops, [op.known for op in ops], exports=exports, moves=moves, rows=env.rows_class)
+    known = [op.known for op in ops]
+    traits = frozenset[str]().union(*[each.traits for each in known])
+    moves = moves and inputs.x.quantized is None and not COLLECTIVES.isdisjoint(traits)
+    b = _GraphBuilder(env, ops, known, exports=exports, moves=moves, rows=env.rows_class)
     if env.grad and inputs.x.requires_grad:
         b.grads.add(0)
     extras, signatures = iter(inputs.extras), iter(inputs.params)
@@ -134,8 +137,9 @@ def _add_op(b: _GraphBuilder, index: int, params: Mapping[str, TensorSig | None]
             takes_quantized=known.accepts_quantized,
         )
         _publish(b, op, node)
-        b.rows = rows_behind(op, b.rows)
-        _move_gradient_cast(b, node)
+        if b.moves:
+            b.rows = rows_behind(op, b.rows)
+            _move_gradient_cast(b, node)
     if GRADIENT in around:
         _cast_gradient(b, _caster(b, index, GRADIENT), around[GRADIENT])
 
@@ -256,7 +260,7 @@ def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, splits: Sequence[int]
         b.nodes[earlier] = replace(b.nodes[earlier], spec=spec)
         return
     # The cast of an explicit Quantize stays where it is: the product after it replaces the spec, and would lose the transfer.
-    collective = None if b.known[op].is_cast else _collective_before(b, spec)
+    collective = _collective_before(b, spec) if b.moves and not b.known[op].is_cast else None
     if collective is None:
         _add_cast(b, op, spec, splits)
         return
@@ -274,7 +278,7 @@ def _cast_input(b: _GraphBuilder, op: int, spec: CastSpec, splits: Sequence[int]
 
 def _collective_before(b: _GraphBuilder, spec: CastSpec) -> Node | None:
     """The collective that made the current value, if its rows could have been cast before they travelled."""
-    node = b.nodes[-1] if b.nodes and b.moves and not spec.groups else None
+    node = b.nodes[-1] if b.nodes and not spec.groups else None
     made = node is not None and not node.is_cast and node.outputs == (b.current,)
     return node if made and node is not None and carrier(b.ops[node.op], FORWARD) is not None else None
 
@@ -314,7 +318,7 @@ def _cast_gradient(b: _GraphBuilder, op: int, spec: CastSpec) -> None:
 
 def _move_gradient_cast(b: _GraphBuilder, collective: Node) -> None:
     """Move the gradient cast of the op before ``collective`` to the other side, where it casts this rank's rows alone."""
-    cast = b.nodes[-2] if len(b.nodes) > 1 and b.moves else None
+    cast = b.nodes[-2] if len(b.nodes) > 1 else None
     if cast is None or cast.directions != {BACKWARD} or collective.inputs != cast.outputs:
         return
     if carrier(b.ops[collective.op], BACKWARD) is None or (out := collective.outputs[0]) not in b.grads:

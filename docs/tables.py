@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import opfuse
-from opfuse.compiler.patterns import printed
-from opfuse.compiler.rules import Fusion
+from opfuse.compiler.rules import Fusion, printed
 from opfuse.environment import VARIABLES
 from opfuse.errors import MissingPlaneError
 from opfuse.formats import COLUMNWISE, E4M3

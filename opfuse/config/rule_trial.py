@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from opfuse.compiler.cover import ABSENT_STATUS, FUSED
-from opfuse.compiler.patterns import printed
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import Registration, RuleSet, default_rules, use_rules
-from opfuse.compiler.rules import JOINT, Fusion
+from opfuse.compiler.rules import JOINT, Fusion, printed
 from opfuse.config.rule_pipelines import MadePipeline, RulePipelines, random_values
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import FusionError, OpfuseWarning, describe, differing, listed, nearest, number_of

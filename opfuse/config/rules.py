@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
 
 from opfuse.compiler.graph import BACKWARD
-from opfuse.compiler.patterns import Term, is_name, printed, split, terms_of
 from opfuse.compiler.registry import RuleSet, default_rules
-from opfuse.compiler.rules import Fusion, Guard, contradiction, is_
+from opfuse.compiler.rules import Fusion, Guard, Term, contradiction, is_, is_name, printed, split, terms_of
 from opfuse.compiler.vocabulary import SEVERAL
 from opfuse.config.findings import Loc, Problem, Refused, sentence, shown, similar
 from opfuse.config.guards import Places, to_guards

@@ -10,8 +10,7 @@ from itertools import product
 
 from opfuse.compiler.cover import Fits
 from opfuse.compiler.graph import Node
-from opfuse.compiler.patterns import Term
-from opfuse.compiler.rules import Fusion, Guard
+from opfuse.compiler.rules import Fusion, Guard, Term
 from opfuse.fusions.declared import KINDS
 
 MAX_SENTENCES = 100

@@ -8,8 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from opfuse.compiler.graph import BACKWARD, CAST_WORDS, FORWARD, QUANTIZE
-from opfuse.compiler.patterns import Term, is_single, printed, terms_of
-from opfuse.compiler.rules import PASSES, Fusion, Guard, fusion, is_
+from opfuse.compiler.rules import PASSES, Fusion, Guard, Term, fusion, is_, is_single, printed, terms_of
 from opfuse.compiler.vocabulary import declared_traits
 from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
@@ -214,7 +213,7 @@ def declared(
 ) -> Fusion:
     """The rule that runs ``pattern`` as one ``emit``.
 
-    pattern: as :func:`~opfuse.compiler.patterns.terms_of` reads it, in :data:`WORDS`; a Linear is ``basic_linear`` followed by
+    pattern: as :func:`~opfuse.compiler.rules.terms_of` reads it, in :data:`WORDS`; a Linear is ``basic_linear`` followed by
     ``bias``. direction: of ``PASSES``. FusionError for an unknown word, emitter or direction, and for a pattern that
     ``emit`` cannot run.
     """

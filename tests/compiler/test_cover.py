@@ -19,7 +19,6 @@ from opfuse import ops
 from opfuse.compiler import cover
 from opfuse.compiler.cover import Outcome
 from opfuse.compiler.graph import Graph, Node
-from opfuse.compiler.patterns import terms_of
 from opfuse.compiler.plan import Plan
 from opfuse.compiler.registry import FusionFunction, RuleSet, default_rules
 from opfuse.compiler.rules import (
@@ -37,6 +36,7 @@ from opfuse.compiler.rules import (
     multiple_of,
     one,
     one_of,
+    terms_of,
 )
 from opfuse.compiler.rules import run as run_of
 from opfuse.core.context import Context

@@ -8,8 +8,7 @@ import opfuse
 from opfuse import ops
 from opfuse.compiler.cover import Fits
 from opfuse.compiler.graph import Node
-from opfuse.compiler.patterns import Term, named, printed, terms_of
-from opfuse.compiler.rules import fusion, maybe, one, run
+from opfuse.compiler.rules import Term, fusion, maybe, named, one, printed, run, terms_of
 from opfuse.core.operation import BasicOperation
 from opfuse.errors import FusionError
 from opfuse.fusions import RULES

@@ -11,10 +11,9 @@ import torch
 
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import BACKWARD, Node
-from opfuse.compiler.patterns import Term
 from opfuse.compiler.plan import RANK_ALONE, Plan, Segment
 from opfuse.compiler.rematerialize import RematerializedOperand
-from opfuse.compiler.rules import Fusion
+from opfuse.compiler.rules import Fusion, Term
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, in_memory, plain, plain_or_none
 from opfuse.core.grouped_cast import GroupedCast

@@ -51,7 +51,7 @@ from opfuse.runtime.plans.cache_info import CacheInfo, info_of
 from opfuse.runtime.plans.misses import ThrashingDetector, check_miss, plan_policy, warn_of_machine
 from opfuse.runtime.plans.trace import PlanRecord, since_start
 from opfuse.runtime.replay.dispatch import repeats_here
-from opfuse.runtime.segment import outlined, run_plan
+from opfuse.runtime.segment import outlined, run_grouped, run_plan
 from opfuse.sources import caller
 from opfuse.tensors.quantizers.ranks import in_distributed_run
 from opfuse.torch_private.autograd import is_followed, is_saved_by_its_node
@@ -391,7 +391,8 @@ class OperationFuser:
         tensors = x, *extras
         if True in map(_NEGATIVE, tensors):  # kernels read what lies in memory
             tensors = resolved(self, tensors)
-        outputs = run_plan(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), places=self.places, instead=instead)
+        run = run_grouped if plan.reads_sizes else run_plan
+        outputs = run(plan, self.ops, tensors, kwargs or ({},) * len(self.ops), places=self.places, instead=instead)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _reset_under(self, recipe: Recipe | None) -> None:

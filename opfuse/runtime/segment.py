@@ -270,21 +270,6 @@ def run_plan(
     places: where the parameters of each op are. instead: tensors that take the gradients of parameters, by their ``id()``; or a
     tape, in which segments note their backward passes in place of autograd nodes.
     """
-    if not plan.reads_sizes:
-        return _run_segments(plan, ops, given, kwargs, places=places, instead=instead)
-    with sizes_read_once():
-        return _run_segments(plan, ops, given, kwargs, places=places, instead=instead)
-
-
-def _run_segments(
-    plan: Plan,
-    ops: Sequence[BasicOperation],
-    given: Sequence[torch.Tensor],
-    kwargs: Kwargs,
-    *,
-    places: Sequence[ParameterPlaces],
-    instead: Mapping[int, torch.Tensor] | BackwardTape | None = None,
-) -> list[torch.Tensor]:
     graph = plan.graph
     values: dict[int, torch.Tensor] = dict(zip((0, *graph.extra_inputs), given))
     for segment in plan.segments:
@@ -314,6 +299,10 @@ def _run_segments(
                 instead.record([*inputs, *params], outputs, None, _again(runner, len(outputs)))
         values.update(zip(segment.outputs, outputs))
     return [*map(values.__getitem__, graph.outputs)]
+
+
+run_grouped = sizes_read_once()(run_plan)
+"""The same for a plan that reads sizes of groups of rows: each tensor of them is read once."""
 
 
 def outlined(plan: Plan, ops: Sequence[BasicOperation], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:

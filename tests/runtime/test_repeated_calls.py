@@ -38,7 +38,7 @@ KINDS = {
 }
 
 
-STEPS = 20
+STEPS = 16
 """Functions that the steps of a call enter at least, beside those of one that is made as a whole."""
 
 

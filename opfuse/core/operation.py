@@ -272,6 +272,9 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
         owner = self.__dict__.get("owner", self)
         if owner is not self and name in owner._parameters:
             return owner._parameters[name]
+        if name == "_channels":
+            cure, cls = "call super().__init__() first in its constructor", type(self).__name__
+            raise PipelineError(describe(f"class {cls}", wanted="the state of a BasicOperation", got="none", cure=cure))
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -359,12 +362,12 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
     @property
     def extra_input_channels(self) -> tuple[Channel, ...]:
         """Channels of the extra inputs; a nameless one is given by the caller."""
-        return tuple(self._known_channels()[0])
+        return tuple(self._channels[0])
 
     @property
     def extra_output_channels(self) -> tuple[Channel, ...]:
         """Channels of the extra outputs."""
-        return tuple(self._known_channels()[1])
+        return tuple(self._channels[1])
 
     def set_extra_input_channel(self, index: int, name: str | None) -> None:
         """Take extra input ``index`` from the op of the same pipeline that produces ``name`` (None: from the caller)."""
@@ -374,12 +377,6 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
         """Publish extra output ``index`` as ``name``; with ``output_to_caller=False`` the pipeline does not return it."""
         BOOLEAN.checked(f"{self.label} output_to_caller", output_to_caller, PipelineTypeError)
         self._set_channel(1, index, Channel(self._channel_name(name), output_to_caller))
-
-    def _known_channels(self) -> tuple[list[Channel], list[Channel]]:
-        if "_channels" not in self.__dict__:
-            cure, cls = "call super().__init__() first in its constructor", type(self).__name__
-            raise PipelineError(describe(f"class {cls}", wanted="the state of a BasicOperation", got="none", cure=cure))
-        return self._channels
 
     def _channel_name(self, name: str | None) -> str | None:
         if name is not None and (not isinstance(name, str) or not name):

@@ -54,7 +54,7 @@ _flat: Callable[[Any], bool] = attribute(
 
 
 def is_flat_parameter(tensor: Any) -> bool:
-    """Whether a tensor is a flat parameter of ``FullyShardedDataParallel``; False for None."""
+    """Whether a tensor is a flat parameter of ``FullyShardedDataParallel``."""
     try:
         return bool(_flat(tensor))
     except AttributeError:

@@ -48,8 +48,10 @@ def check_call(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[torch
     check_count(pipeline, extras)
     check_tensors(pipeline.label, *extras, what="extra input")
     for i, tensor in enumerate((x, *extras)):
-        _check_dense(pipeline.label, tensor)
-        _check_foreign(f"{pipeline.label} {f'extra input {i - 1}' if i else 'input'}", tensor, _LOCAL)
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise _not_strided(pipeline.label, tensor)
+        if is_foreign(tensor):
+            raise _foreign(f"{pipeline.label} {f'extra input {i - 1}' if i else 'input'}", tensor, _LOCAL)
     for op in pipeline.ops:
         _check_parameters(op)
         _warn_of_plain(op)
@@ -83,13 +85,13 @@ def _negative(where: str, wanted: str, cure: str) -> UnsupportedError:
     return UnsupportedError(describe(where, wanted=f"{wanted} as it lies in memory", got=got, cure=cure))
 
 
-def _check_dense(label: str, tensor: torch.Tensor) -> None:
-    """UnsupportedError for a sparse or nested tensor."""
+def _not_strided(label: str, tensor: torch.Tensor) -> UnsupportedError:
+    """Of a sparse or nested tensor."""
+    got, cure = str(tensor.layout), "pass x.to_dense()"
     if tensor.is_nested:
+        got = "a nested tensor"
         cure = "pass torch.nested.to_padded_tensor(x, 0.0), or the rows of all parts as one tensor"
-        raise UnsupportedError(describe(label, wanted="strided tensors", got="a nested tensor", cure=cure))
-    if tensor.layout != torch.strided:
-        raise UnsupportedError(describe(label, wanted="strided tensors", got=tensor.layout, cure="pass x.to_dense()"))
+    return UnsupportedError(describe(label, wanted="strided tensors", got=got, cure=cure))
 
 
 _LOCAL = "pass x.to_local() where it is whole on each rank, else x.full_tensor()"
@@ -98,11 +100,10 @@ _GATHERED = (
 )
 
 
-def _check_foreign(where: str, tensor: torch.Tensor, cure: str) -> None:
-    """UnsupportedError for a DTensor and for other subclasses that run their operations themselves."""
-    if is_foreign(tensor):
-        got = f"a {type(tensor).__name__}, which dispatches its own operations"
-        raise UnsupportedError(describe(where, wanted="a plain or a quantized tensor", got=got, cure=cure))
+def _foreign(where: str, tensor: torch.Tensor, cure: str) -> UnsupportedError:
+    """Of a DTensor, and of other subclasses that run their operations themselves."""
+    got = f"a {type(tensor).__name__}, which dispatches its own operations"
+    return UnsupportedError(describe(where, wanted="a plain or a quantized tensor", got=got, cure=cure))
 
 
 def _check_parameters(op: BasicOperation) -> None:
@@ -123,7 +124,7 @@ def _check_parameters(op: BasicOperation) -> None:
             moved.append(name)
             if name in vars(owner) and f"{name}_orig" not in owner._parameters:
                 flat.append(name)
-        elif parameter is not None and is_flat_parameter(base_of(parameter)):
+        elif parameter is not None and (base := base_of(parameter)) is not None and is_flat_parameter(base):
             flat.append(name)
     if flat:
         cure = "shard the Sequential, or a module around it, with torch.distributed.fsdp.fully_shard"
@@ -136,8 +137,8 @@ def _check_parameters(op: BasicOperation) -> None:
     for name, parameter in zip(op.parameter_names, op.parameter_values()):
         if parameter is None:
             continue
-        if is_foreign(parameter):  # a label takes longer to write than all else
-            _check_foreign(f"{op.label} {name}", parameter, _GATHERED)
+        if is_foreign(parameter):
+            raise _foreign(f"{op.label} {name}", parameter, _GATHERED)
         if parameter.is_neg():
             cure = f"assign it anew: {name}.data = {name}.data.resolve_neg()"
             raise _negative(f"{op.label} {name}", "a parameter to read", cure)

@@ -85,7 +85,8 @@ def _reasons(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Ite
         op, runs = ops[i], tuple(indices)
         if not is_library_op(op):
             yield from (_Reason(side, f"{op.label} has code of the user's own", runs) for side in passes)
-        yield from (_Reason(BACKWARD, f"{op.label} {what}", runs, is_users=False) for what in beyond_gradients(op.spec))
+        for what in beyond_gradients(op.spec):
+            yield _Reason(BACKWARD, f"{op.label} {what}", runs, is_users=False)
     for node in nodes:
         for cast in (plan.casts[node.index],) if node.is_cast else plan.own_casts.get(node.index, {}).values():
             if not is_library_quantizer(cast.quantizer):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 
+from opfuse.compiler.cover import Fits
+from opfuse.compiler.graph import Node
 from opfuse.compiler.registry import RuleSet, default_rules, extends
-from opfuse.compiler.rules import PASSES, Fusion
+from opfuse.compiler.rules import PASSES, Fusion, Guard, Term
 from opfuse.config.findings import Problem, Refused, shown, similar
-from opfuse.config.shadows import covers
+from opfuse.fusions.declared import KINDS
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,74 @@ def _shadowed(change: RuleChange, index: int, order: Sequence[Fusion]) -> Proble
     if not change.new:
         return None
     at = _place(order, change.name)
-    by = next((other.name for other in order[:at] if extends(order[at], other) or covers(other, order[at])), None)
+    by = next((other.name for other in order[:at] if extends(order[at], other) or _covers(other, order[at])), None)
     if by is None:
         return None
     message = f"rule {change.name!r} can never claim anything: {by!r} comes first and takes the same ops under no more guards"
     return Problem("shadowed-rule", message, "put the more particular rule first", (index, "name"))
+
+
+# -- whether one rule leaves anything to a later one, found by trying it on what the later one could match -----------------------
+
+MAX_SENTENCES = 100
+MAX_NODES = 32
+"""Beyond so many ways to match nothing is said: a rule may be shadowed by several others in ways that no one looks for."""
+
+MORE = 2
+"""How many nodes beyond the least stand for any number of them."""
+
+Sentence = Sequence[tuple[str, Node]]
+"""Nodes in a row that a pattern matches, each with the place that it stands at."""
+
+
+def _covers(first: Fusion, later: Fusion) -> bool:
+    """Whether ``first`` matches, under no more guards, inside of everything that ``later`` matches."""
+    return first.direction == later.direction and all(_takes_part(first, later, spoken) for spoken in _sentences(later) or [()])
+
+
+def _numbers(term: Term) -> range:
+    most = term.low + MORE if term.high is None else min(term.high, term.low + MORE)
+    return range(term.low, most + 1)
+
+
+def _ways(term: Term) -> int:
+    return sum(len(term.words) ** number for number in _numbers(term))
+
+
+@lru_cache(maxsize=128)
+def _sentences(rule: Fusion) -> Sequence[Sentence]:
+    """What the pattern of a rule matches; nothing if that is too much."""
+    if sum(_numbers(term)[-1] for term in rule.pattern) > MAX_NODES or math.prod(map(_ways, rule.pattern)) > MAX_SENTENCES:
+        return ()
+    return tuple(_spoken(rule))
+
+
+def _spoken(rule: Fusion) -> Iterator[Sentence]:
+    for words in product(*([way for n in _numbers(term) for way in product(term.words, repeat=n)] for term in rule.pattern)):
+        spoken = [(term.name, word) for term, way in zip(rule.pattern, words) for word in way]
+        if len(spoken) > 1 or rule.single:
+            yield [(name, _node(i, word)) for i, (name, word) in enumerate(spoken)]
+
+
+def _node(index: int, word: str) -> Node:
+    """A node of which nothing is known but that ``word`` means it."""
+    meant = [words for words in KINDS.values() if word in words]
+    return Node(index, word, 0, None, frozenset({word}).union(frozenset.intersection(*meant) if meant else ()))
+
+
+def _takes_part(first: Fusion, later: Fusion, sentence: Sentence) -> bool:
+    fits = Fits(first, [node for _, node in sentence])
+    for start in range(len(sentence)):
+        if (found := fits.binding(start)) is not None:
+            places = {term.name: [sentence[i][0] for i in there] for term, there in zip(first.pattern, found)}
+            return all(set(_asked(guard, places)) <= set(later.when) for guard in first.when)
+    return False
+
+
+def _asked(guard: Guard, places: dict[str, list[str]]) -> Iterator[Guard]:
+    """``guard`` in the names of the later rule: of every place where the nodes stand that it reads."""
+    root, _, rest = guard.reads.partition(".")
+    if root not in places:
+        yield guard
+    for place in places.get(root, ()):
+        yield replace(guard, reads=f"{place}.{rest}")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from opfuse.domains import checked_arguments
 from opfuse.errors import OpfuseError, PipelineError, describe, number_of
 from opfuse.formats import dtype_name
 from opfuse.inspect.alike import aligned, alike, common, counted, starred
-from opfuse.inspect.gradients import error_of, gradients_of
-from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, observe
+from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, copied_call, observe
 from opfuse.recipes import Recipe, autocast, current_recipe
 from opfuse.recipes.autocast import current_amax_group
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.recipes.recipe import KEEPS
+from opfuse.torch_private.operations import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,39 @@ def _errors(
 ) -> dict[str, float]:
     """How far gradients are under each setting that can run, by its name."""
     with autocast(enabled=False):
-        exact = gradients_of(model, given)
+        exact = _gradients_of(model, given)
     errors = {}
     for name, told_of in (("backward_override", overrides), ("keep", kept)):
         for value in CHOICES[name]:
             if not isinstance(told_of[str(value)], RefusedSetting):
                 with _changed(recipe, name, value):
-                    errors[f"{name}={value}"] = error_of(gradients_of(model, given), exact)
+                    errors[f"{name}={value}"] = _error_of(_gradients_of(model, given), exact)
     return errors
+
+
+def _gradients_of(model: nn.Module, given: CallInputs) -> list[torch.Tensor | None]:
+    """The gradients of all trained parameters under the active recipe, for gradients of the outputs that are drawn from one seed.
+
+    The call runs on copies, and neither ``.grad`` nor ``main_grad`` of the caller is written.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with copied_call(model, given) as call:
+        outputs = [output for output in tree_leaves(call()) if isinstance(output, torch.Tensor) and output.requires_grad]
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        if not (outputs and wanted):
+            return []
+        drawn = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+        grads = torch.autograd.grad(outputs, wanted, drawn, allow_unused=True)
+        return [getattr(p, "main_grad", None) if grad is None else grad for p, grad in zip(wanted, grads)]
+
+
+def _error_of(found: list[torch.Tensor | None], exact: list[torch.Tensor | None]) -> float:
+    """The norm of the difference of all gradients together, as a share of that of ``exact``; nan where there is none."""
+    pairs = [(a.double(), b.double()) for a, b in zip(found, exact) if a is not None and b is not None]
+    off, whole = (
+        math.fsum(float(each.square().sum()) for each in those) for those in ([a - b for a, b in pairs], [b for _, b in pairs])
+    )
+    return math.sqrt(off / whole) if whole else math.nan
 
 
 def _baseline(model: nn.Module, arguments: CallInputs) -> Totals:

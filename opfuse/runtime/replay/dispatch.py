@@ -43,7 +43,7 @@ from opfuse.runtime.replay.replayable import (
 )
 from opfuse.runtime.replay.user_code import user_code
 from opfuse.runtime.replay.warmup import rehearsed
-from opfuse.runtime.weights.cast_cache import CachedCasts, PrecomputedCast, cached_casts, keeps_casts
+from opfuse.runtime.weights.cast_cache import NO_CASTS, CachedCasts, PrecomputedCast, cached_casts, keeps_casts
 from opfuse.runtime.weights.packed import PlaceInBlock
 from opfuse.tensors.groups import Sizes, check_copied, check_splits, known_sizes, read_sizes, sizes_read_once
 from opfuse.tensors.storage import matrix_shape
@@ -70,7 +70,7 @@ def runner_of(
     plan: Plan, segment: Segment, ops: Sequence[BasicOperation], kwargs: Kwargs, tensors: Sequence[torch.Tensor | None] | None
 ) -> Interpreter | ReplayedSegment:
     """The runner of ``segment`` for this call. tensors: its inputs, then parameters of its ops; None forces the interpreter."""
-    cached = cached_casts(plan, segment, ops)
+    cached = cached_casts(plan, segment, ops) if keeps_casts() else NO_CASTS
     if heard := listeners():
         if GroupRan in heard:
             return Interpreter(plan, segment, ops, kwargs, cached.casts, events=GroupEvents(plan, ops, heard))

@@ -79,7 +79,7 @@ class CachedCasts(NamedTuple):
         return cls(tuple(casts), tuple(tensors.values()), layout)
 
 
-_NOTHING = CachedCasts()
+NO_CASTS = CachedCasts()
 
 
 class _CastRequest(NamedTuple):
@@ -213,6 +213,9 @@ def _end(entries: Iterable[CachedCast]) -> None:
 _owners: ContextVar[Mapping[int, KeptWeights]] = ContextVar("opfuse_kept_weights", default={})  # noqa: B039
 """By the identity of a parameter, the scope that keeps its casts. Never changed in place."""
 
+keeps_casts = _owners.get
+"""What is true if a scope around keeps casts."""
+
 
 @contextmanager
 def kept_weights(model: nn.Module) -> Iterator[KeptWeights]:
@@ -316,22 +319,17 @@ class _Keepable:
         return found
 
 
-def keeps_casts() -> bool:
-    """Whether a scope around keeps casts."""
-    return bool(_owners.get())
-
-
 def cached_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> CachedCasts:
-    """The kept casts of weights for a call of ``segment``; missing ones are made now."""
+    """The casts of weights that scopes around keep, for a call of ``segment``; missing ones are made now."""
+    if active_modes():
+        return NO_CASTS
     owners = _owners.get()
-    if not owners or active_modes():
-        return _NOTHING
     keepable = plan.keepable.get(segment.nodes.start)
     if keepable is None:
         keepable = plan.keepable[segment.nodes.start] = _Keepable(plan, segment, ops)
     weights = keepable.weights(ops)
     if not weights or weights[0] is None:
-        return _NOTHING
+        return NO_CASTS
     run, stream = current_pass(), _stream(weights[0].device)
     bound = keepable.bound.get(stream)
     found = None if bound is None else bound.casts(owners, weights, run)
@@ -358,7 +356,7 @@ def _looked_up_casts(
         ((scope, _),), ((_, stream),) = wanted.items(), streams.items()
         if bound := scope.bound(owners, found):
             keepable.bound[stream] = bound
-    return CachedCasts.of(found) if found else _NOTHING
+    return CachedCasts.of(found) if found else NO_CASTS
 
 
 def _stream(device: torch.device) -> int | None:

@@ -133,8 +133,8 @@ def stepped(plan: Plan) -> dict[str, str]:
     A reason that is only one pass's says which.
     """
     nodes = plan.graph.nodes
-    steps = ((segment, plan.user_code.get(segment.nodes.start)) for segment in plan.segments)
-    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(code.why) for segment, code in steps if code and code.why}
+    found = ((segment, segment.user_code.why) for segment in plan.segments)
+    return {" ".join(nodes[i].name for i in segment.nodes): _of_passes(why) for segment, why in found if why}
 
 
 def _of_passes(why: Mapping[str, str]) -> str:

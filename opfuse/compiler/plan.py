@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from opfuse.compiler.cover import ABSENT_STATUS, FUSED, Claims, Group, Outcome, refused_everywhere
@@ -35,28 +36,6 @@ class PlanKey(NamedTuple):
     rules: str
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Nodes that run inside one autograd node.
-
-    inputs, outputs: value numbers that enter and leave. forward, backward: groups in execution order. requires_grad: it needs
-    an autograd node; not if there is no gradient to compute, nor for views alone, which torch itself follows. again: inputs that
-    several of its nodes read, once for each further reader: autograd gets each reader's gradient and sums them, in the order in
-    which it would get them from ops with nodes of their own. constant: outputs that want no gradient, as ops with nodes of their
-    own would leave them.
-    """
-
-    nodes: range
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    forward: tuple[Group, ...]
-    backward: tuple[Group, ...]
-    ops: tuple[int, ...]
-    requires_grad: bool
-    again: tuple[int, ...] = ()
-    constant: frozenset[int] = frozenset()
-
-
 class Stretch(NamedTuple):
     """Groups of a backward pass that follow each other: all run code of the user's own, or none does.
 
@@ -76,10 +55,42 @@ class UserCode(NamedTuple):
     backward: the backward pass, cut around such code; empty if neither pass has any.
     """
 
-    why: Mapping[str, str]
-    users: frozenset[str]
-    before: tuple[Node, ...]
-    backward: tuple[Stretch, ...]
+    why: Mapping[str, str] = MappingProxyType({})
+    users: frozenset[str] = frozenset()
+    before: tuple[Node, ...] = ()
+    backward: tuple[Stretch, ...] = ()
+
+
+NOT_READ = UserCode()
+"""In place of what is found of a segment, until it runs."""
+
+
+@dataclass
+class Segment:
+    """Nodes that run inside one autograd node.
+
+    inputs, outputs: value numbers that enter and leave. forward, backward: groups in execution order. requires_grad: it needs
+    an autograd node; not if there is no gradient to compute, nor for views alone, which torch itself follows. again: inputs that
+    several of its nodes read, once for each further reader: autograd gets each reader's gradient and sums them, in the order in
+    which it would get them from ops with nodes of their own. constant: outputs that want no gradient, as ops with nodes of their
+    own would leave them.
+
+    What is found when it first runs: user_code: what of the user's own runs in it. keepable: its casts of weights that may be
+    kept from call to call. grouped: its ops with groups of rows, and their casts.
+    """
+
+    nodes: range
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    forward: tuple[Group, ...]
+    backward: tuple[Group, ...]
+    ops: tuple[int, ...]
+    requires_grad: bool
+    again: tuple[int, ...] = ()
+    constant: frozenset[int] = frozenset()
+    user_code: UserCode = field(default=NOT_READ, compare=False, repr=False)
+    keepable: Any = field(default=None, compare=False, repr=False)
+    grouped: Sequence[tuple[Node, Grouping, Sequence[Cast]]] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,7 @@ class Plan:
     methods that cast by themselves, by node and role. name, ops: labels of the pipeline and of its basic ops. rematerialized:
     operands that the backward pass makes anew, by the node that reads them.
 
-    What was found since, by a segment's first node: programs: recordings, those of stretches also by pass and position, those of
-    casts by cast. user_code: what of the user's own runs in a segment. keepable: its casts of weights that may be kept from call
-    to call. grouped: its ops with groups of rows, and their casts.
+    programs: recordings, by a segment's first node, those of stretches also by pass and position, those of casts by cast.
     """
 
     key: PlanKey
@@ -106,9 +115,6 @@ class Plan:
     ops: tuple[str, ...] = ()
     rematerialized: Rematerialized = field(default_factory=dict, compare=False)
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    user_code: dict[int, UserCode] = field(default_factory=dict, compare=False, repr=False)
-    keepable: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
-    grouped: dict[int, tuple[tuple[Node, Grouping, Sequence[Cast]], ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def reads_sizes(self) -> bool:

@@ -171,7 +171,7 @@ def test_plans_tell_them_apart_and_no_program_is_made_of_what_adds():
     (op,) = (i for i, node in enumerate(plan.graph.nodes) if node.op == 0)
     (forward,) = forwards([plan])
     assert not forward.rest.replayable  # what follows is the pass in stretches, of which none has the op that adds
-    (own,) = plan.user_code.values()
+    (own,) = (segment.user_code for segment in plan.segments)
     assert [stretch.repeats for stretch in own.backward if op in stretch.nodes] == [False]
     assert sum(isinstance(key, tuple) for key in plan.programs) == sum(stretch.repeats for stretch in own.backward)
 

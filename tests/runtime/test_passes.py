@@ -110,9 +110,10 @@ def repeated(model):
     """The passes of which there is a program, of segments with code of the user's own."""
     found = set()
     for plan in plans_of(model):
-        for start in (start for start, own in plan.user_code.items() if own.why):
+        for segment in (segment for segment in plan.segments if segment.user_code.why):
+            start = segment.nodes.start
             whole = under(plan, start)
-            uncut = len(plan.user_code[start].backward) == 1
+            uncut = len(segment.user_code.backward) == 1
             back = [*backwards(*whole), *(under(plan, (start, BACKWARD, 0)) if uncut else ())]
             found |= {FORWARD for _ in whole} | {BACKWARD for _ in back}
     return found

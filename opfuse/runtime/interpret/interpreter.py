@@ -352,7 +352,7 @@ class Interpreter:
     @cached_property
     def _fingerprints(self) -> Sequence[tuple[Any, ...] | None]:
         """What the contexts tell each stretch of a backward pass that is repeated in part."""
-        return context_fingerprints(self.plan.user_code[self.segment.nodes.start].backward, self.contexts)
+        return context_fingerprints(self.segment.user_code.backward, self.contexts)
 
     def _backward_groups(self, groups: Iterable[Group], grads: Gradients) -> None:
         nodes, contexts = self.plan.graph.nodes, grads.contexts

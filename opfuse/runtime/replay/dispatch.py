@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from opfuse.compiler.graph import BACKWARD, FORWARD, GROUPED, Node
-from opfuse.compiler.plan import Plan, Segment
+from opfuse.compiler.plan import NOT_READ, Plan, Segment
 from opfuse.core.cast import Cast
 from opfuse.core.grouped_cast import GroupedCast
 from opfuse.core.operation import BasicOperation
@@ -76,7 +76,7 @@ def runner_of(
             return Interpreter(plan, segment, ops, kwargs, cached.casts, events=GroupEvents(plan, ops, heard))
         if not INTERPRETED.isdisjoint(heard):
             tensors = None
-    code = plan.user_code.get(segment.nodes.start) or user_code(plan, segment, ops)
+    code = user_code(plan, segment, ops) if segment.user_code is NOT_READ else segment.user_code
     before = precomputed_casts(plan, segment, ops, code.before, tensors) if code.before and tensors is not None else ()
     precomputed = (*before, *cached.casts) if before else cached.casts
     if tensors is None or not _enabled.get() or active_modes():
@@ -177,12 +177,12 @@ _KEEP_ROWS = frozenset(("elementwise", GROUPED))
 
 def _grouped(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> Sequence[tuple[Node, Grouping, Sequence[Cast]]]:
     """The segment's ops with groups of rows, and their casts; looked for once, since experts have many nodes."""
-    groups = plan.grouped.get(segment.nodes.start)
+    groups = segment.grouped
     if groups is None:
         nodes = [plan.graph.nodes[i] for i in segment.nodes]
         grouped = [(node, node.grouping) for node in nodes if node.grouping is not None]
         casts = {node.op: [cast for cast in plan.casts.values() if cast.op is ops[node.op]] for node, _ in grouped}
-        groups = plan.grouped[segment.nodes.start] = tuple((*group, casts[group[0].op]) for group in grouped)
+        groups = segment.grouped = tuple((*group, casts[group[0].op]) for group in grouped)
     return groups
 
 
@@ -329,7 +329,7 @@ class ReplayedSegment:
 
     def _interpret(self, inputs: Sequence[torch.Tensor], recorder: Recorder | None) -> Ran:
         """The outputs, then the saved tensors; and the backward pass behind them, if there is one."""
-        plan, segment, stepped = self.plan, self.segment, BACKWARD in self.plan.user_code[self.segment.nodes.start].why
+        plan, segment, stepped = self.plan, self.segment, BACKWARD in self.segment.user_code.why
         interpreter = Interpreter(plan, segment, self._ops, ({},) * len(self._ops), self._precomputed)
         if recorder is None:
             with compiled_ahead(partial(rehearsed, interpreter, inputs)):

@@ -93,7 +93,7 @@ def repeat(
 
     fingerprints: as of :func:`context_fingerprints`. grads: the gradients so far, to which this function adds.
     """
-    for at, (stretch, fingerprint) in enumerate(zip(plan.user_code[segment.nodes.start].backward, fingerprints)):
+    for at, (stretch, fingerprint) in enumerate(zip(segment.user_code.backward, fingerprints)):
         if fingerprint is None:
             interpret(stretch.groups, grads)
         else:

@@ -43,14 +43,14 @@ class _Reason(NamedTuple):
 
 
 def user_code(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> UserCode:
-    """What of the user's own runs in the segment, which its plan keeps and the log tells: for each pass why a program cannot
+    """What of the user's own runs in the segment, which keeps it and the log tells: for each pass why a program cannot
     repeat all of it, and the casts to run before the segment; other passes are left out.
     """
     reasons = list(_reasons(plan, segment, ops))
-    found = _parts(plan, segment, reasons) if reasons else UserCode({}, frozenset(), (), ())
+    found = _parts(plan, segment, reasons) if reasons else UserCode()
     for side, why in found.why.items():
         _log.info("%s, nodes %s, %s: runs at every call, since %s", plan.name, segment.nodes, side, why)
-    plan.user_code[segment.nodes.start] = found
+    segment.user_code = found
     return found
 
 

@@ -97,9 +97,9 @@ def rehearsed(interpreter: Interpreter, tensors: Sequence[torch.Tensor]) -> list
 
 
 def _run(twin: Interpreter, tensors: Sequence[torch.Tensor]) -> None:
-    plan, segment = twin.plan, twin.segment
+    segment = twin.segment
     values = twin.forward(tensors)
-    if segment.requires_grad and BACKWARD not in plan.user_code[segment.nodes.start].users:
+    if segment.requires_grad and BACKWARD not in segment.user_code.users:
         saved = twin.released()
         outputs = zip(segment.outputs, values)
         grads: dict[int, torch.Tensor | None] = {number: torch.empty_like(plain(value)) for number, value in outputs}

@@ -324,9 +324,9 @@ def cached_casts(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) ->
     if active_modes():
         return NO_CASTS
     owners = _owners.get()
-    keepable = plan.keepable.get(segment.nodes.start)
+    keepable: _Keepable | None = segment.keepable
     if keepable is None:
-        keepable = plan.keepable[segment.nodes.start] = _Keepable(plan, segment, ops)
+        keepable = segment.keepable = _Keepable(plan, segment, ops)
     weights = keepable.weights(ops)
     if not weights or weights[0] is None:
         return NO_CASTS

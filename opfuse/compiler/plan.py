@@ -147,11 +147,6 @@ class Plan:
         return frozenset([operand.source for operands in self.rematerialized.values() for operand in operands if operand.same])
 
     @cached_property
-    def postponed(self) -> frozenset[int]:
-        """The nodes of collectives of which a plane travels in the backward pass only."""
-        return frozenset([i for i in self.remade if self.graph.nodes[i].transfer is not None])
-
-    @cached_property
     def remade(self) -> frozenset[int]:
         """The nodes of ops whose results the backward pass makes anew."""
         return frozenset([i for operands in self.rematerialized.values() for operand in operands for i in operand.chain])

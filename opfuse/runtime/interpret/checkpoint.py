@@ -28,7 +28,7 @@ def checkpoint(
 
     Under any checkpoint of torch, pipelines recompute with the recipe, amax group and rules of the forward pass, although
     ``autocast`` is over by then. Delayed scaling casts with the scales of the forward pass and counts no amax twice, so the bits
-    are the same (``recompute.py``).
+    are the same (``checkpoint_replay.py``).
 
     keep_inputs: keep those ``args`` that want a gradient as this recipe casts the input of a linear layer, in about half of the
     bytes of bf16. The recomputation reads the decoded values. It has the bits of the forward pass if a cast with one scale for

@@ -111,8 +111,8 @@ class Interpreter:
         if node.index in self.plan.rematerialized:
             context.rematerialized = frozenset([operand.role for operand in self._rematerialized(node.index)])
         context.is_remade = node.index in self.plan.remade
-        if node.transfer is not None:
-            context.transfer = node.transfer if node.index in self.plan.postponed else node.transfer.at_once()
+        if node.transfer is not None:  # of what is made anew, a plane travels in the backward pass
+            context.transfer = node.transfer if context.is_remade else node.transfer.at_once()
         if not RANK_ALONE.isdisjoint(node.traits):
             context.cast_there = self.plan.graph.cast_of_experts(node)
         if node.inputs and node.inputs[0] in values:

@@ -100,7 +100,7 @@ class ThrashingDetector:
     def record(self, where: str, miss: Miss) -> str | None:
         """The warning, once, when misses begin to repeat; else None. where: how the pipeline is called."""
         self._last.append(miss)
-        if self.warned or (found := self._pattern()) is None:
+        if self.warned or len(self._last) < AGAIN or (found := self._pattern()) is None:
             return None
         self.warned = True
         path, got = found
@@ -109,8 +109,6 @@ class ThrashingDetector:
 
     def _pattern(self) -> tuple[str, str] | None:
         """The path of the leaf that changes, and what happens."""
-        if len(self._last) < AGAIN:
-            return None
         again = [miss for miss in list(self._last)[-AGAIN:] if miss.again]
         paths = Counter(difference.path for miss in self._last for difference in miss.differences)
         if len(again) == AGAIN:

@@ -11,8 +11,8 @@ from opfuse.core.operation import FusibleOperation
 from opfuse.core.protocol import runs_ops
 from opfuse.core.tracers import Enrolled
 from opfuse.errors import PipelineError, describe, number_of
-from opfuse.runtime.fuser import OperationFuser, infos_of
-from opfuse.runtime.plans.cache_info import CacheInfo
+from opfuse.runtime.fuser import OperationFuser
+from opfuse.runtime.plans.cache_info import CacheInfo, info_of
 
 
 class ModelCaches(NamedTuple):
@@ -41,7 +41,7 @@ def cache_info(model: nn.Module) -> ModelCaches:
         cure = "pass a model that is made of opfuse.ops, or that fuse_ has converted"
         raise PipelineError(describe("cache_info", wanted="a module with ops of opfuse", got=type(model).__name__, cure=cure))
     every = dict.fromkeys(run for runs in found.values() for run in runs)
-    return ModelCaches(infos_of(every), {path: infos_of(runs) for path, runs in found.items()})
+    return ModelCaches(info_of(every), {path: info_of(runs) for path, runs in found.items()})
 
 
 def _pipelines(model: nn.Module) -> Iterator[tuple[str, list[OperationFuser]]]:

@@ -19,8 +19,8 @@ from opfuse.core.watched import WatchedModule
 from opfuse.domains import INTEGER
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, PipelineTypeError, describe, number_of
 from opfuse.recipes import current_recipe
-from opfuse.runtime.fuser import OperationFuser, infos_of
-from opfuse.runtime.plans.cache_info import CacheInfo
+from opfuse.runtime.fuser import OperationFuser
+from opfuse.runtime.plans.cache_info import CacheInfo, info_of
 from opfuse.tensors.groups import listed_splits
 
 NamedOps = list[tuple[str, FusibleOperation]]
@@ -359,7 +359,7 @@ class Sequential(Enrolled):
         """
         lists = [module for module in self.modules() if isinstance(module, Sequential)]
         pipelines = [run for inner in lists for run in inner.runs() if isinstance(run, OperationFuser)]
-        return infos_of(pipelines)
+        return info_of(pipelines)
 
 
 def _num_extra_inputs(runs: Iterable[nn.Module | OperationFuser]) -> int:

@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
@@ -37,7 +37,7 @@ from opfuse.core.watched import ParameterPlaces, Tree, WatchedModule
 from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
-from opfuse.keys import Cache, Digest, Miss, digest, record, token
+from opfuse.keys import Cache, Digest, digest, record, token
 from opfuse.recipes import Recipe, current_recipe
 from opfuse.recipes.autocast import current_amax_group, default_group, mark_region_used, region_source
 from opfuse.recipes.passes import Pass, current_pass, is_recomputing, is_trained
@@ -458,15 +458,7 @@ class OperationFuser:
 
     def cache_info(self) -> CacheInfo:
         """Plans alive, hits, misses, reason of the last miss, and what programs take."""
-        return infos_of([self])
-
-
-def infos_of(pipelines: Iterable[OperationFuser]) -> CacheInfo:
-    """The counts of several pipelines together, and why the latest miss of all was one."""
-    pipelines = [*pipelines]
-    latest = max(pipelines, key=lambda pipeline: pipeline.last_missed, default=None)
-    last: Miss | None = None if latest is None else latest.cache.last_miss
-    return info_of([pipeline.cache for pipeline in pipelines], None if last is None else str(last))
+        return info_of([self])
 
 
 def planned_on(device: str, ops: Sequence[FusibleOperation], x: torch.Tensor, rules: RuleSet) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from opfuse.compiler.plan import Plan, PlanKey
 from opfuse.keys import Cache
@@ -31,9 +31,18 @@ class CacheInfo(NamedTuple):
     dropped: int = 0
 
 
-def info_of(caches: Iterable[Cache[PlanKey, Plan]], last_miss: str | None) -> CacheInfo:
-    """The counts of several pipelines together."""
-    caches = list(caches)
+class CountedPipeline(Protocol):
+    """The parts of a pipeline that are counted, as :class:`~opfuse.runtime.fuser.OperationFuser` says."""
+
+    cache: Cache[PlanKey, Plan]
+    last_missed: int
+
+
+def info_of(pipelines: Iterable[CountedPipeline]) -> CacheInfo:
+    """The counts of several pipelines together, and why the latest miss of all was one."""
+    pipelines = [*pipelines]
+    latest = max(pipelines, key=lambda pipeline: pipeline.last_missed, default=None)
+    caches = [pipeline.cache for pipeline in pipelines]
     plans = [plan for each in caches for _, plan in each.items()]
     known = [each for plan in plans for each in list(plan.programs.values())]
     recorded = [what for each in known for _, what in each.recorded()]
@@ -42,7 +51,7 @@ def info_of(caches: Iterable[Cache[PlanKey, Plan]], last_miss: str | None) -> Ca
         sum(map(len, caches)),
         sum(each.hits for each in caches),
         sum(each.misses for each in caches),
-        last_miss,
+        None if latest is None or latest.cache.last_miss is None else str(latest.cache.last_miss),
         len(programs),
         max((program.block_bytes for program in programs), default=0),
         bytes_of([*(plan.programs for plan in plans), *(program.constants for program in programs)])

@@ -40,6 +40,9 @@ CAST_WORDS = (QUANTIZE, BUILTIN_CAST)
 DISPATCHES, RETURNS = "dispatches", "returns"
 """Traits of ops that send rows to experts on other ranks, and back. Between them a rank has experts of its own."""
 
+GEMM = "gemm"
+"""Trait of an op whose roles are the operands of the three products."""
+
 GROUPED = "grouped"
 """Trait of an op whose rows are in groups; its ``grouping`` says how."""
 

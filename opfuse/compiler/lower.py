@@ -2,8 +2,9 @@
 
 Around an op with quantized operands stand ``quantize`` nodes, in this order: the input, parameters (aside), the op, and the
 output gradient, which acts in the backward pass only. Which planes each of them makes follows from the policy tables and
-from what needs a gradient. Where a collective stands between a cast and the rank's own rows, the cast changes places with it if
-that changes no bit (:mod:`opfuse.compiler.collectives`).
+from what needs a gradient; so which formats meet in a product is known before anything is cast. Where a collective stands
+between a cast and the rank's own rows, the cast changes places with it if that changes no bit
+(:mod:`opfuse.compiler.collectives`).
 
 The quantize node of an output gradient keeps the value's number. So patterns of forward rules never meet it, and
 ``[basic_linear, bias, gelu, quantize]`` matches whether or not a gradient is quantized in between.
@@ -11,6 +12,7 @@ The quantize node of an output gradient keeps the value's number. So patterns of
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from opfuse.compiler.graph import (
     BACKWARD,
     BOTH,
     FORWARD,
+    GEMM,
     GROUPED,
     TRANSPARENT,
     CastSpec,
@@ -28,13 +31,19 @@ from opfuse.compiler.graph import (
     Node,
     ProductFormats,
 )
-from opfuse.compiler.products import in_read_order, products_of, stored_formats
 from opfuse.core.cast import GRADIENT
 from opfuse.core.operation import BasicOperation, Known
 from opfuse.core.signature import Env, TensorSig
-from opfuse.errors import GemmError, PipelineError, describe, nearest
+from opfuse.errors import GemmError, MissingPlaneError, PipelineError, RecipeError, describe, nearest
+from opfuse.formats import COLUMNWISE, IDENTITY, USAGES, NumberFormat
+from opfuse.kernels.products.backends import reads_tiled_scales
+from opfuse.kernels.products.native import machine
 from opfuse.recipes import Recipe
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.policy import OVERRIDES, planes
+from opfuse.tensors.gemm import GEMMS
+from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.quantizers.base import casts_itself
+from opfuse.tensors.tensor import QuantizedTensor
 
 
 class Inputs(NamedTuple):
@@ -182,11 +191,11 @@ def _casts(
             continue
         signature = params.get(role)
         is_stored = signature is not None and signature.quantized is not None
-        if is_stored and (formats := stored_formats(op, role, recipe, products)) is not None:
+        if is_stored and (formats := _stored_formats(op, role, recipe, products)) is not None:
             stored[role] = formats
         elif (spec := _cast_of_operand(b, index, role, recipe, backward)) is not None:
             casts[role] = spec
-    for product in products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
+    for product in _products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
         if product.clash is not None and not recipe.allow_mixed_emulation:
             if product.name in backward:
                 recipe.check_trainable()  # a recipe that never trains says so by the name of its field
@@ -205,7 +214,7 @@ def _cast_of_operand(b: _GraphBuilder, index: int, role: str, recipe: Recipe, ba
     if recipe.batch_invariant and op.quantizer_role(role).tensor_type == "input":
         recipe.check_row_local(f"{op.label} {role} under {type(recipe).__name__}", quantizer)
     narrowed = op.narrow_quantizer(quantizer, role, recipe.backward_override, backward)
-    return None if narrowed is None else CastSpec(role, in_read_order(narrowed, b.env), state, op.cast_groups(role))
+    return None if narrowed is None else CastSpec(role, _in_read_order(narrowed, b.env), state, op.cast_groups(role))
 
 
 def _caster(b: _GraphBuilder, index: int, role: str) -> int:
@@ -342,6 +351,105 @@ def _publish(b: _GraphBuilder, op: BasicOperation, node: Node) -> None:
             b.channels[channel.name] = value
         if channel.to_caller or channel.name in b.exports:
             b.returned.append(value)
+
+
+# -- formats that meet in products -----------------------------------------------------------------------------------------------
+
+Formats = Mapping[str, NumberFormat]
+"""Formats by usage."""
+
+
+def _stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Sequence[str]) -> Formats | None:
+    """The formats in which a quantized parameter enters ``products``; None if it is cast anew, by ``on_recipe_change``.
+
+    RecipeError where the policy refuses another format than the recipe's; MissingPlaneError for a plane that is read, was not
+    made and cannot be derived. What is read is asked of the planes themselves: a quantizer says how later casts are made.
+    """
+    stored = op.parameter(role)
+    if not isinstance(stored, QuantizedTensor):
+        return {}
+    read = planes(op.quantizer_role(role).tensor_type, tuple(products)) if GEMM in op.known.traits else frozenset(stored.usages)
+    found: dict[str, NumberFormat] = {usage: fmt for usage in USAGES if usage in read and (fmt := _format(stored, usage))}
+    formats = op.stored_quantizer(role, recipe).formats
+    wanted: dict[str, NumberFormat] = {usage: fmt for usage, fmt in zip(USAGES, formats) if usage in found}
+    if _as_stored(found) == _as_stored(wanted) or recipe.on_recipe_change == "keep":
+        _check_found(op, role, stored, read)
+        return found
+    if recipe.on_recipe_change == "dequantize":
+        return None
+    raise RecipeError(
+        describe(
+            f"{op.label} {role} under {type(recipe).__name__}",
+            wanted=f"a parameter stored as the recipe casts it, {_listed(wanted)}",
+            got=f"one stored as {_listed(found)}",
+            cure="compute under the recipe it was made with, or set the recipe's on_recipe_change to 'dequantize' (cast its "
+            "values for each call) or to 'keep' (multiply it as it is)",
+        )
+    )
+
+
+_SPARED = {COLUMNWISE: ", or compute the backward pass under a backward_override"}
+"""How a call can do without a plane."""
+
+
+def _format(stored: QuantizedTensor, usage: str) -> NumberFormat | None:
+    """The format in which a product reads a plane; None for one that was not made and cannot be derived."""
+    try:
+        return stored.format_of(usage)
+    except MissingPlaneError:
+        return None
+
+
+def _check_found(op: BasicOperation, role: str, stored: QuantizedTensor, read: Collection[str]) -> None:
+    """MissingPlaneError for a plane that is read and cannot be had."""
+    for usage in USAGES:
+        if usage in read and _format(stored, usage) is None:
+            wanted, got = f"{usage} data, which a product of this call reads", f"a parameter stored without: {stored.held.why}"
+            cure = "quantize it in both directions" + _SPARED.get(usage, "")
+            raise MissingPlaneError(describe(f"{op.label} {role}", wanted=wanted, got=got, cure=cure))
+
+
+def _as_stored(formats: Formats) -> Formats:
+    return {usage: fmt.as_stored for usage, fmt in formats.items()}
+
+
+def _listed(formats: Formats) -> str:
+    return " and ".join(f"{fmt} {usage}" for usage, fmt in formats.items())
+
+
+def _products_of(
+    index: int,
+    op: BasicOperation,
+    casts: Mapping[str, CastSpec],
+    stored: Mapping[str, Formats],
+    *,
+    made: Sequence[str],
+    quantized: Sequence[str],
+) -> Iterator[ProductFormats]:
+    """The products ``made`` by the op at ``index``, of which those ``quantized`` read its casts and its stored parameters."""
+    if GEMM not in op.known.traits:
+        return
+    formats: dict[str, Formats] = {role: dict(zip(USAGES, spec.quantizer.formats)) for role, spec in casts.items()}
+    operands = [(op.quantizer_role(role).tensor_type, each) for role, each in (formats | dict(stored)).items()]
+    for name in made:
+        what = GEMMS[name]
+        left: dict[NumberFormat | None, None] = {}
+        right: dict[NumberFormat | None, None] = {}
+        for tensor_type, each in operands if name in quantized else ():
+            for side, role, plane in ((left, what.left, what.left_plane), (right, what.right, what.right_plane)):
+                if tensor_type == role:
+                    side[None if each[plane] == IDENTITY else each[plane]] = None
+        for one, other in itertools.product(left or (None,), right or (None,)):
+            yield ProductFormats(index, name, one, other)
+
+
+def _in_read_order(quantizer: Quantizer, env: Env) -> Quantizer:
+    """The quantizer, whose casts store scales as the products of the device read them: one kernel writes them so at once."""
+    reads_tiles = any(reads_tiled_scales(fmt.family, machine(env.arch)) for fmt in quantizer.formats)
+    return replace(quantizer, optimize_for_gemm=True) if reads_tiles and casts_itself(quantizer) else quantizer
+
+
+# -- channels --------------------------------------------------------------------------------------------------------------------
 
 
 def _among(name: str, produced: Sequence[str]) -> str:

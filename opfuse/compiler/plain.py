@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from opfuse.compiler.collectives import why_values_go
 from opfuse.compiler.cover import Group, Outcome
-from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE_GROUPS, CastSpec, Graph
+from opfuse.compiler.graph import BACKWARD, FORWARD, QUANTIZE_GROUPS, CastSpec, Graph, ProductFormats
 from opfuse.compiler.plan import RANK_ALONE, Plan
-from opfuse.compiler.products import how, refusal_in_groups
 from opfuse.core.protocol import Grouping
+from opfuse.core.signature import Env
+from opfuse.formats import DEQUANTIZED, NumberFormat
+from opfuse.kernels.products.backends import Machine
+from opfuse.kernels.products.certificate import wrong_product
+from opfuse.kernels.products.native import (
+    OWN,
+    invariant_refusal,
+    layout_refusal,
+    library_name,
+    machine,
+    native_name,
+    native_refusal,
+    wrong_runs,
+)
+from opfuse.kernels.products.tiles import rows_of
+from opfuse.numerics.layouts import layout_of
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE
+from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.ragged import casts_in_groups
 
 SIDES = (FORWARD, BACKWARD)
@@ -43,6 +61,54 @@ def products(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
 
 
+class How(NamedTuple):
+    """``native``, ``emulated`` or ``high precision``, and why."""
+
+    status: str
+    reason: str
+
+
+def how(product: ProductFormats, spec: Any, env: Env) -> How:
+    """How ``product`` of an op with hyper-parameters ``spec`` runs in ``env``; of a native one also who makes it."""
+    if product.left is None or product.right is None:
+        return How("high precision", "an operand is in high precision")
+    if DEQUANTIZED in (product.left, product.right):
+        return How("emulated", "it reads the dequantized values of a quantizer of one's own")
+    if product.clash is not None:
+        return How("emulated", product.clash.problem)
+    what, features = GEMMS[product.name], (getattr(spec, "in_features", 0), getattr(spec, "out_features", 0))
+    widths = {"input": (env.rows_class, features[0]), "weight": features[::-1], "grad_output": (env.rows_class, features[1])}
+    left, right = (
+        layout_of(fmt, plane, widths[role])
+        for fmt, plane, role in ((product.left, what.left_plane, what.left), (product.right, what.right_plane, what.right))
+    )
+    on = machine(env.arch)
+    asked = left, right, env.autocast or torch.bfloat16, on
+    ours, refused = not layout_refusal(*asked, own=True), native_refusal(*asked)
+    if env.product(product.name).get("invariant", False):
+        family = product.left.family
+        return _invariant(family, invariant_refusal(*asked) or wrong_product(family, on), env, on, ours=ours)
+    if refused and not ours:
+        return How("emulated", refused)
+    alone = hasattr(spec, "num_groups") or bool(refused)
+    return How("native", _maker(product.left, product.right, on, ours=ours, alone=alone))
+
+
+def _maker(left: NumberFormat, right: NumberFormat, on: Machine, *, ours: bool, alone: bool) -> str:
+    """Who makes a native product. ours: whether the package's own kernel takes it; alone: whether it then does so at any size, as
+    in one launch for groups, or where the library refuses.
+    """
+    return OWN[left.family][0].name if ours and alone else native_name(left, right, on)
+
+
+def _invariant(family: str, refusal: str, env: Env, on: Machine, *, ours: bool) -> How:
+    """How a product runs in which no row depends on others."""
+    if ours:
+        return How("native", f"{OWN[family][0].name}, batch-invariant: one order of sums for any number of rows")
+    tiles = f"batch-invariant: in tiles of {rows_of(env.device)} rows"
+    return How("emulated", f"{refusal}; {tiles}") if refusal else How("native", f"{library_name(family, on)}, {tiles}")
+
+
 def sizes_read(plan: Plan) -> dict[str, str]:
     """Ops whose sizes of groups the host reads where a GPU has them, and so waits, and why; none on other devices."""
     if plan.key.env.device != "cuda":
@@ -55,7 +121,7 @@ def sizes_read(plan: Plan) -> dict[str, str]:
                 each.spec for each in plan.graph.nodes if each.is_cast and each.op == node.op and each.kind == QUANTIZE_GROUPS
             ]
             why = _why_read(node.grouping, casts) or emulated.get(node.name, "")
-            found[node.name] = why or next((refusal_in_groups(each, plan.key.env) for each in casts), "")
+            found[node.name] = why or next((_refusal_in_groups(each, plan.key.env) for each in casts), "")
     return {name: why for name, why in found.items() if why}
 
 
@@ -70,6 +136,14 @@ def _why_read(grouping: Grouping, casts: Sequence[CastSpec]) -> str:
     if unknown:
         return f"no kernel casts groups by {' or '.join(unknown)}"
     return "weights have several formats" if apart else ""
+
+
+def _refusal_in_groups(cast: CastSpec, env: Env) -> str:
+    """Why a device that multiplies each group does not where it alone knows their sizes; an empty string if it does."""
+    if cast.ragged is None:
+        return ""
+    on = machine(env.arch)
+    return cast.ragged.refusal(on, torch.bfloat16) or wrong_runs(cast.ragged.inputs, on)
 
 
 def rematerialized(plan: Plan) -> Iterator[dict[str, Any]]:

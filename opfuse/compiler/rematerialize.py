@@ -24,8 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opfuse.compiler.cover import Group
-from opfuse.compiler.graph import Graph, Node
-from opfuse.compiler.products import GEMM
+from opfuse.compiler.graph import GEMM, Graph, Node
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation

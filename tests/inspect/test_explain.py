@@ -245,7 +245,7 @@ def test_each_product_is_told_native_or_emulated_and_why() -> None:
 
 
 def test_products_on_hopper_follow_the_rules_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((9, 0), (13, 0)))
+    monkeypatch.setattr("opfuse.compiler.plain.machine", lambda arch: Machine((9, 0), (13, 0)))
     assert {each[1] for each in _told_products(recipes.Float8CurrentScaling())} == {"native"}
     told = _told_products(recipes.Float8CurrentScaling(), n=72)
     assert told[0] == ("fprop", "emulated", "right lines: wants a positive multiple of 16, got 72")
@@ -264,7 +264,7 @@ def test_products_on_hopper_follow_the_rules_of_the_device(monkeypatch: pytest.M
 )
 def test_who_makes_a_native_product_is_told(recipe, cuda, fprop, wgrad, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the table that chooses by sizes; groups are one launch of the package's own kernel."""
-    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((9, 0), cuda))
+    monkeypatch.setattr("opfuse.compiler.plain.machine", lambda arch: Machine((9, 0), cuda))
     told = {name: reason for name, _, reason in _told_products(recipe)}
     assert told["fprop"].startswith(fprop)
     assert told["wgrad"].startswith(wgrad)
@@ -313,7 +313,7 @@ EVERY_RECIPE = {
 @pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), *BLACKWELL])
 @pytest.mark.parametrize("kind", EVERY_RECIPE)
 def test_what_each_architecture_would_call(kind: str, arch: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.compiler.products.machine", lambda _: Machine(arch, (13, 0)))
+    monkeypatch.setattr("opfuse.compiler.plain.machine", lambda _: Machine(arch, (13, 0)))
     model = ops.Sequential(ops.Linear(128, 256)).bfloat16()
     with opfuse.autocast(recipe=EVERY_RECIPE[kind]()):
         told = opfuse.explain(model, torch.randn(32, 128, dtype=torch.bfloat16, requires_grad=True)).to_dict()
@@ -329,7 +329,7 @@ def test_what_each_architecture_would_call(kind: str, arch: tuple[int, int], mon
 
 @pytest.mark.parametrize(("bias", "wgrad"), [(False, "native"), (True, "emulated")])
 def test_groups_of_any_rows_begin_on_tiles_unless_biases_sum_them(bias, wgrad, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((9, 0), (13, 0)))
+    monkeypatch.setattr("opfuse.compiler.plain.machine", lambda arch: Machine((9, 0), (13, 0)))
     experts = ops.Sequential(ops.GroupedLinear(2, 64, 96, bias=bias))
     with opfuse.autocast(recipe=recipes.Float8BlockScaling()):
         found = opfuse.explain(experts, torch.randn(100, 64, requires_grad=True), torch.tensor([79, 21])).to_dict()
@@ -355,7 +355,7 @@ def test_groups_of_any_rows_begin_on_tiles_unless_biases_sum_them(bias, wgrad, m
     ],
 )
 def test_why_the_host_waits_for_sizes_of_groups_is_told(groups, bias, recipe, why, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((9, 0), (13, 0)))
+    monkeypatch.setattr("opfuse.compiler.plain.machine", lambda arch: Machine((9, 0), (13, 0)))
     splits = torch.tensor([96] + [0] * (groups - 1))
     model = ops.Sequential(ops.GroupedLinear(groups, 64, 96, bias=bias))
     with opfuse.autocast(enabled=recipe is not None, recipe=recipe):

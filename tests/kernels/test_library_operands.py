@@ -194,7 +194,7 @@ def test_casts_write_scales_in_the_order_that_the_device_reads(recipe: opfuse.Re
     for machine in (Machine((9, 0), (13, 0)), BLACKWELL):
         torch.manual_seed(0)
         model = ops.Sequential(ops.Linear(64, 128), ops.GELU(), ops.Linear(128, 64)).bfloat16()
-        monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch, machine=machine: machine)
+        monkeypatch.setattr("opfuse.compiler.lower.machine", lambda arch, machine=machine: machine)
         saved: list[torch.Tensor] = []
         with opfuse.autocast(recipe=recipe), saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
             y = model(x)

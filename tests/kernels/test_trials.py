@@ -265,7 +265,7 @@ def test_a_product_of_the_library_that_failed_is_told_of(
     found_wrong("mx", "scaled_mm, MXFP8")
     assert recipes.support(recipe) == Support("emulated", wrong)
     assert recipes.support(recipe, (12, 0)).status == recipes.support(recipes.NVFP4BlockScaling()).status == "native"
-    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((10, 0), (13, 0)))
+    monkeypatch.setattr("opfuse.compiler.plain.machine", lambda arch: Machine((10, 0), (13, 0)))
     with opfuse.autocast(recipe=recipe):
         told = opfuse.explain(opfuse.ops.Sequential(opfuse.ops.Linear(64, 96)), torch.randn(32, 64, requires_grad=True))
     made = [(each["status"], each["reason"]) for each in told.to_dict()["pipelines"][0]["products"]]
@@ -285,7 +285,7 @@ def test_a_product_of_the_library_that_failed_is_told_of(
 @pytest.mark.usefixtures("blackwell")
 def test_products_of_groups_that_failed_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the host reads the sizes of groups: of a plan for a GPU, made on a CPU."""
-    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((10, 0), (13, 0)))
+    monkeypatch.setattr("opfuse.compiler.plain.machine", lambda arch: Machine((10, 0), (13, 0)))
     with opfuse.autocast(recipe=recipes.MXFP8BlockScaling()):
         experts = opfuse.ops.Sequential(opfuse.ops.GroupedLinear(2, 128, 256, bias=False))
         told = opfuse.explain(experts, torch.randn(96, 128, requires_grad=True), torch.tensor([64, 32]))
@@ -388,7 +388,7 @@ def test_what_was_wrong_has_the_name_of_the_product_of_this_device() -> None:
 @pytest.mark.usefixtures("blackwell")
 def test_a_batch_invariant_product_that_failed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made in tiles by the same product of the library."""
-    monkeypatch.setattr("opfuse.compiler.products.machine", lambda arch: Machine((10, 0), (13, 0)))
+    monkeypatch.setattr("opfuse.compiler.plain.machine", lambda arch: Machine((10, 0), (13, 0)))
 
     def fprop() -> tuple[str, str]:
         with opfuse.autocast(recipe=recipes.MXFP8BlockScaling(batch_invariant=True)):

@@ -6,7 +6,7 @@ import torch
 import opfuse
 from opfuse import ops
 from opfuse.compiler.graph import ProductFormats
-from opfuse.compiler.products import how
+from opfuse.compiler.plain import how
 from opfuse.core.signature import Env
 from opfuse.errors import RecipeError
 from opfuse.formats import E4M3, fp8_block, fp8_row, mxfp8

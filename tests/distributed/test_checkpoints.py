@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.distributed.checkpoints import MORE, killed, resume, same, states, train, trainer, whole
 from tests.distributed.running import spawn
 from tests.distributed.training import Case, data
+from tests.processes import FORKSERVER
 
 CASE = Case("mxfp8", stored=True)
 
@@ -50,7 +50,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_last_checkpoint_whol
     one = trainer(CASE, None, 2, "cpu")
     train(CASE, one, data(CASE, 0, 0, 0, 2))
     dcp.save(states(one), checkpoint_id=tmp_path / "1", no_dist=True)
-    process = multiprocessing.get_context("fork").Process(target=save_and_die, args=(tmp_path,))
+    process = FORKSERVER.Process(target=save_and_die, args=(tmp_path,))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL

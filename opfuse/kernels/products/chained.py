@@ -344,8 +344,8 @@ def crowded(stages: Sequence[Stage], cast: str, *, turned: bool, stores: bool) -
     full = (cast, turned) in FULL and not stores
     if len(names) > LONGEST or len(own) > 1 or len({*names}) < len(names):
         return f"registers: wants at most {LONGEST} ops, no two alike and one an activation, got {', '.join(names)}"
-    if "gelu_erf" in names and (names != EXACT_GELU or (full and turned)):
-        return "registers: the exact GELU has them only behind a bias, and for a transpose only if a value is stored"
+    if "gelu_erf" in names and (names != EXACT_GELU or (cast, turned) in FULL):
+        return "registers: the exact GELU has them only behind a bias, and neither for a transpose nor for blocks"
     room = MOST_FULL["nothing stored" if full else "activation" if own else "arithmetic"]
     operands = (t for stage in stages for name, t in stage.operands.items() if stage.math.operands[name] == "full")
     needed = sum(max(t.element_size(), 2) // 2 for t in operands)

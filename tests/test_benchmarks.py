@@ -6,9 +6,11 @@ import functools
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -402,6 +404,30 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
     experts = 2 * len(products.OF_EXPERTS) * len(products.ROWS)
     assert len(found) == 2 * 2 * len(products.KINDS) + forward + experts + 2 * 2 * len(products.STATED)
     assert len({(each["name"], each["unit"]) for each in found}) == len(found)
+
+
+def test_deepgemm_gets_the_operands_of_the_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its layouts, of one product and of experts; both multiply here by their definitions."""
+    kind, experts, each, length, columns = products.KINDS[products.FORWARD], 3, 64, 512, 128
+
+    def multiplied(left: Any, right: Any, out: torch.Tensor, *_: Any) -> None:
+        (a, of_a), (b, of_b) = left, right
+        rows = a.float() * of_a.repeat_interleave(128, -1)
+        out.copy_(rows @ (b.float() * of_b.repeat_interleave(128, -1).repeat_interleave(128, -2)).transpose(-1, -2))
+
+    library = SimpleNamespace(fp8_gemm_nt=multiplied, m_grouped_fp8_gemm_nt_masked=multiplied)
+    monkeypatch.setitem(sys.modules, "deep_gemm", library)
+    left = products.operand(kind.left, experts * each, length, "cpu")
+    rights = [products.operand(kind.right, columns, length, "cpu") for _ in range(experts)]
+    rows, sizes = experts * each, torch.full((experts,), each)
+    groups = products.RowGroups(products.row_groups(sizes, rows), rows, experts)
+    call = products.peer_of_experts(left, rights)
+    call()
+    own = products.product_of_rows(left, rights, groups, out_dtype=torch.bfloat16)
+    torch.testing.assert_close(call.args[2].flatten(0, 1), own)
+    one = products.peer_of(left, rights[0])
+    one()
+    torch.testing.assert_close(one.args[2][:each], own[:each])
 
 
 def test_one_launch_is_set_beside_several_in_turns_cool_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import opfuse
 from benchmarks.calls import in_turns
 from benchmarks.converted import (
+    LENGTH,
     LLAMA,
     SDPA,
     Calls,
@@ -42,6 +43,9 @@ from benchmarks.converted import (
 )
 from opfuse.interchange.layouts import LAYOUTS
 from opfuse.tensors.quantizers import Float8BlockQuantizer
+
+SHORT = LLAMA._replace(sizes=LLAMA.sizes._replace(tokens=LENGTH))
+"""Steps of one sequence; :func:`records` also has steps of two."""
 
 RANK, STEP, WARM, ALL = 16, "step", 3, 32
 BF16, THEIRS, OURS = "PEFT bf16", "PEFT transformers FP8", "PEFT opfuse FP8"
@@ -164,7 +168,7 @@ def memory_of(name: str, how: str, stack: Stack, device: str) -> tuple[float, fl
     return weights / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
 
 
-def records(rounds: int = 5, *, stack: Stack = LLAMA, device: str = "cuda") -> Iterator[Record]:
+def records(rounds: int = 5, *, stack: Stack = SHORT, device: str = "cuda") -> Iterator[Record]:
     """Figures for the record."""
     names, twice = [name for name in MODELS if name != THEIRS or has_kernel()], 2 * stack.sizes.tokens
     longer, whole = stack._replace(sizes=stack.sizes._replace(tokens=twice)), stack._replace(layers=ALL)

@@ -1,6 +1,6 @@
 """Layers of Llama 3 8B as transformers has them, converted by ``fuse_``: ``python -m benchmarks.converted``.
 
-Four decoder layers and the last norm, random weights in bf16, one sequence of 4096 tokens. "called": nothing is compiled.
+Four decoder layers and the last norm, random weights in bf16, two sequences of 4096 tokens. "called": nothing is compiled.
 "compiled": torch.compile takes each layer, and what is not converted (norms before attention, rotary embeddings, sums) becomes
 its kernels. Layers are compiled one by one, plain ones too: in a graph of the whole model transformers hands attention a mask
 instead of the word "causal", and attention takes three times as long.
@@ -63,7 +63,7 @@ class Stack(NamedTuple):
     groups: int
 
 
-LLAMA = Stack(4, Sizes(4096, LARGE.hidden, LARGE.ffn), 32, 8)
+LLAMA = Stack(4, Sizes(8192, LARGE.hidden, LARGE.ffn), 32, 8)
 
 
 SDPA, UNMASKED = "sdpa", "sdpa without a mask"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks import calls
-from benchmarks.adapters import ALL, BF16, GRAPH, OURS
+from benchmarks.adapters import ALL, BF16, GRAPH, OURS, SHORT
 from benchmarks.converted import COMPILED, LLAMA, STEP
 from benchmarks.libraries import AS_GRAPH, TORCHAO
 from docs import performance_text as prose
@@ -75,7 +75,7 @@ def by_tokens(record: Record) -> dict[str, str]:
 
 def adapters(record: Record) -> dict[str, str]:
     """Speeds of LoRA over weights stored in FP8, of all layers in checkpoints."""
-    label = f"adapters, Llama of {ALL} layers {LLAMA.sizes.tokens}x{LLAMA.sizes.hidden}, {OURS}"
+    label = f"adapters, Llama of {ALL} layers {SHORT.sizes.tokens}x{SHORT.sizes.hidden}, {OURS}"
     ways = {"called": "in checkpoints", "compiled": "compiled in checkpoints", "graph": GRAPH}
     return {
         f"lora_{key}": f"{value(record, 'adapters', f'{label} {how}, step', f'x {BF16} {how}'):.2f}" for key, how in ways.items()

@@ -103,10 +103,7 @@ of 0.9 s in which nothing else ran.
 TWICE = """\
 *Experts* are groups whose sizes the GPU alone knows, which cuBLASLt does not take. They are beside torch's grouped product in
 bf16, and DeepGEMM's of masked groups, all as CUDA graphs
-([lines that are not there](decisions/lines-that-are-not-there.md)). The table is older: in a run of this benchmark on
-2026-11-30, without DeepGEMM, 128 experts of 16, 64, 128 and 192 rows, with 7168 features in and 2048 out, had 102, 440, 791 and
-930 TFLOP/s under blocks, 1.95, 2.08, 1.78 and 1.81 times the speed of bf16; of single products 1x128 by 128x128 had 1.04 to
-1.07 times the speed of cuBLASLt, 1x128 by 1x128 1.02 to 1.05, split sums 1.01 to 1.05, fast sums 0.95 to 1.08.
+([lines that are not there](decisions/lines-that-are-not-there.md)).
 
 The product 1x128 by 1x128 is slower than 1x128 by 128x128, in cuBLASLt too: after every 128 products it multiplies the
 partial sum by one scale, and then adds it, times the other scale, by an fma, where the other product needs the fma alone.
@@ -117,9 +114,10 @@ Without that multiplication the same kernel reached 1185 to 1269 TFLOP/s on an H
 - one barrier arrival for each warp in place of one for each thread: nothing;
 - what [scales-before-products](decisions/scales-before-products.md) tells of both products.
 
-Where others miss their limit, it is by little more than two records of one kernel differ: split sums and 1x128 by 128x128 were
-2 to 4 % behind cuBLASLt at 8192x4096x14336 in each of them, fast sums per tensor there between 1 % behind and 6 % ahead. Per row,
-cuBLASLt makes single products, so that a call does not pay. Why they stay behind is not known. What was tried:
+DeepGEMM 2.6.1 is ahead. Of single products 1x128 by 128x128 the own kernel has 0.94 to 0.96 times its speed in turns, 0.94 to
+0.97 alone; of 128 experts with 16, 64 and 128 rows 0.78, 0.88 and 0.90, with 192 rows 1.10. Where others miss their limit, it
+is by little more than two records of one kernel differ: fast sums per tensor alone, and per row, for which cuBLASLt makes
+single products, so that a call does not pay. Why they stay behind is not known. What was tried:
 
 - [pairs of blocks](decisions/pairs-of-blocks.md), each of which loads half of an operand for both;
 - reading the scales of rows before a consumer's turn in place of after it: nothing."""
@@ -238,13 +236,11 @@ and of a plan of A.
 """
 
 CONVERTED = """\
-Layers of Llama 3 8B from transformers with random weights, one sequence of 4096 tokens, converted by `fuse_`. *called* runs
+Layers of Llama 3 8B from transformers with random weights, two sequences of 4096 tokens, converted by `fuse_`. *called* runs
 them as they are, *compiled* with torch.compile on each layer. Speedups are over the plain layers in bf16 under torch.compile.
-AdamW is torch's fused one. Times of one process differ from those of the next by up to 7 % here: between kernels the GPU waits
-for the CPU. Of the forward and backward pass that is called, the kernels take 25.3 ms under delayed scaling, 27.0 under current
-and 29.4 under block scaling, and the CPU takes 19 to 21 ms to queue them (three processes on an H200 on 2026-11-28). Machines
-differ more: on another H200 on 2026-11-29 both passes, compiled, had 1.11, 1.24 and 1.28 times the speed of bf16 under delayed,
-current and block scaling.
+AdamW is torch's fused one. There are two sequences, since with one the speed would be the machine's: of a forward and backward
+pass over one, called, the kernels take 25.3 ms under delayed scaling, 27.0 under current and 29.4 under block scaling, and the
+CPU takes 19 to 21 ms to queue them (three processes on an H200 on 2026-11-28).
 
 """
 

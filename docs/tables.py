@@ -338,7 +338,7 @@ EXPERTS = "two layers of Qwen3-30B-A3B, 8192 tokens"
 FEW = "libraries, Llama of 4 layers 512x4096"
 GRAPH = " as a graph"
 
-LLAMA = "converted, Llama of 4 layers 4096x4096"
+LLAMA = "converted, Llama of 4 layers 8192x4096"
 CONVERTED = {
     EAGER: "bf16",
     COMPILED: "the same, `torch.compile`",
@@ -350,8 +350,8 @@ CONVERTED = {
     "delayed compiled": "`fuse_` with `DelayedScaling`, then `torch.compile`",
 }
 OF_LLAMA = (
-    "A training step (forward, backward, AdamW) of four Llama 3 8B layers of transformers, 4096 tokens, on one NVIDIA H200.\n"
-    "Speeds are medians of turns with bf16 under `torch.compile`, not quotients of the times."
+    "A training step (forward, backward, AdamW) of four Llama 3 8B layers of transformers, two sequences of 4096 tokens, on an\n"
+    "NVIDIA H200. Speeds are medians of turns with bf16 under `torch.compile`, not quotients of the times."
 )
 
 

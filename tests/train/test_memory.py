@@ -382,11 +382,11 @@ def test_a_head_with_its_loss_takes_the_logits_of_one_chunk_alone(options: dict[
 def test_layers_take_what_was_measured(kind: str) -> None:
     """Four layers of Llama 3 8B, as benchmarks/converted.py measured them."""
     pytest.importorskip("transformers", reason="of the extra `test`")
-    from benchmarks.converted import LLAMA, label_of
+    from benchmarks.converted import LLAMA, batch, label_of
     from benchmarks.converted import llama as layers
 
     sizes = LLAMA.sizes
-    x = torch.zeros(1, sizes.tokens, sizes.hidden, dtype=BF16, device="meta").requires_grad_()
+    x = torch.zeros(*batch(sizes.tokens), sizes.hidden, dtype=BF16, device="meta").requires_grad_()
     recipe = None if "bf16" in kind else kind.partition(" ")[0]
     found = opfuse.memory(layers(LLAMA, "meta"), inputs_embeds=x, recipe=recipe, optimizer="none")
     name = f"{label_of(LLAMA)}, {kind}, memory"

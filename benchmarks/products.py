@@ -8,8 +8,8 @@ that power; some products are also timed cool, after a pause, and alone.
 Experts are groups whose sizes the device alone knows, which cuBLASLt does not take: they are beside torch's grouped product in
 bf16, both as CUDA graphs, since the host takes longer to queue products of 128 experts than the device to make them.
 
-DeepGEMM, where it is installed, multiplies the same 1x128 by 128x128 blocks to the same bits. Of experts it takes as many rows as
-the largest may have; here all have as many.
+DeepGEMM, where it is installed, multiplies the same blocks: 1x128 by 128x128 to the same bits, and 1x128 by 1x128, added to fp32.
+Experts have room for as many rows as the largest may have, in tiles of up to 128; here all have as many rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from opfuse.kernels.products.hopper import grouped_product
 from opfuse.kernels.products.native import _scaled_mm
 from opfuse.kernels.products.runs import product_of_rows
 from opfuse.kernels.products.stored import Stored
-from opfuse.numerics.layouts import Layout
+from opfuse.numerics.layouts import Layout, ceil_div
 from opfuse.numerics.row_groups import RowGroups, row_groups
 
 BF16 = torch.bfloat16
@@ -70,7 +70,7 @@ FEATURES = 7168, 2048
 EXPERTS, ROWS = 128, (16, 64, 128, 192)
 """Experts, and how many rows each may have."""
 
-PEER, LEAST_OF_PEER = "DeepGEMM", 0.97
+PEER, LEAST_OF_PEER, PEER_TILE = "DeepGEMM", 0.97, 128
 """A library with products of blocks, and the least speed in that of its own."""
 
 OF_EXPERTS = "per tensor, fast", FORWARD
@@ -146,26 +146,35 @@ def has_peer() -> bool:
 
 
 def peer_of(left: Stored, right: Stored) -> Call:
-    """DeepGEMM's product of these blocks."""
+    """DeepGEMM's product of these blocks, in bf16; where each line of the right has scales, added to a gradient in fp32."""
     import deep_gemm
 
     lines, columns = left.layout.lines[0], right.layout.lines[0]
-    out = torch.empty(lines, columns, device=left.data.device, dtype=BF16)
-    sides = (codes_of(left), left.scale[:, :lines].t()), (codes_of(right), right.scale)
-    return partial(deep_gemm.fp8_gemm_nt, *sides, out)
+    added = right.layout.format.block == (1, 128)
+    out = torch.zeros(lines, columns, device=left.data.device, dtype=torch.float32 if added else BF16)
+    of_right = right.scale[:, :columns].t() if added else right.scale
+    sides = (codes_of(left), left.scale[:, :lines].t()), (codes_of(right), of_right)
+    return partial(deep_gemm.fp8_gemm_nt, *sides, out, **({"c": out, "recipe": (1, 1, 128)} if added else {}))
 
 
 def peer_of_experts(left: Stored, rights: Sequence[Stored]) -> Call:
-    """DeepGEMM's products of experts with equal numbers of rows."""
+    """DeepGEMM's products of experts with equal numbers of rows.
+
+    Each has room for whole tiles, since a tile is stored whole: what lies behind an expert's last row is not the next one's.
+    """
     import deep_gemm
 
     (rows, length), columns, experts = left.layout.lines, rights[0].layout.lines[0], len(rights)
     each, device = rows // experts, left.data.device
-    out = torch.empty(experts, each, columns, device=device, dtype=BF16)
-    scale = left.scale[:, :rows].unflatten(1, (experts, each)).permute(1, 0, 2).contiguous().transpose(1, 2)
+    room = ceil_div(each, PEER_TILE) * PEER_TILE
+    codes = torch.zeros(experts, room, length, device=device, dtype=torch.uint8)
+    codes[:, :each] = left.data.view(torch.uint8).view(experts, each, length)
+    scale = torch.zeros(experts, left.scale.shape[0], room, device=device)
+    scale[..., :each] = left.scale[:, :rows].unflatten(1, (experts, each)).transpose(0, 1)
+    out = torch.empty(experts, room, columns, device=device, dtype=BF16)
     weights = torch.stack([codes_of(right) for right in rights]), torch.stack([right.scale for right in rights])
     filled = torch.full((experts,), each, device=device, dtype=torch.int32)
-    sides = (codes_of(left).view(experts, each, length), scale), weights
+    sides = (codes.view(torch.float8_e4m3fn), scale.transpose(1, 2)), weights
     return partial(deep_gemm.m_grouped_fp8_gemm_nt_masked, *sides, out, filled, each)
 
 
@@ -174,15 +183,22 @@ def codes_of(plane: Stored) -> torch.Tensor:
 
 
 def beside_peer(device: str = "cuda") -> Iterator[dict[str, Any]]:
-    """The product of each size in DeepGEMM's speed, in turns and alone; nothing where it is not installed."""
-    kind = KINDS[FORWARD]
-    for lines, length, columns in SIZES if has_peer() else ():
-        left, right = operand(kind.left, lines, length, device), operand(kind.right, columns, length, device)
-        calls: tuple[Call, Call] = peer_of(left, right), partial(grouped_product, [left], [right], [lines], out_dtype=BF16)
-        theirs, own = map(alone, calls)
-        row = {"kind": FORWARD, "problem": f"{lines}x{length}x{columns}"}
-        yield {**row, "state": "", "ratio": compared(*calls).ratio}
-        yield {**row, "state": " alone", "ratio": theirs / own}
+    """Products of each size in DeepGEMM's speed, in turns and alone; nothing where it is not installed.
+
+    Those of a weight's gradient are added to it, in fp32.
+    """
+    for name in (FORWARD, WEIGHT_GRADIENT) if has_peer() else ():
+        kind, added = KINDS[name], name == WEIGHT_GRADIENT
+        for lines, length, columns in SIZES:
+            left, right = operand(kind.left, lines, length, device), operand(kind.right, columns, length, device)
+            own = partial(grouped_product, [left], [right], [lines], out_dtype=torch.float32 if added else BF16)
+            if added:
+                own = partial(own, out=torch.zeros(lines, columns, device=device), accumulate=True)
+            calls: tuple[Call, Call] = peer_of(left, right), own
+            theirs, mine = map(alone, calls)
+            row = {"kind": f"{name}, added to fp32" if added else name, "problem": f"{lines}x{length}x{columns}"}
+            yield {**row, "state": "", "ratio": compared(*calls).ratio}
+            yield {**row, "state": " alone", "ratio": theirs / mine}
 
 
 def in_states(device: str = "cuda") -> Iterator[dict[str, Any]]:

@@ -115,9 +115,9 @@ Without that multiplication the same kernel reached 1185 to 1269 TFLOP/s on an H
 - what [scales-before-products](decisions/scales-before-products.md) tells of both products.
 
 DeepGEMM 2.6.1 is ahead. Of single products 1x128 by 128x128 the own kernel has 0.94 to 0.96 times its speed in turns, 0.94 to
-0.97 alone; of 128 experts with 16, 64 and 128 rows 0.78, 0.88 and 0.90, with 192 rows 1.10. Where others miss their limit, it
-is by little more than two records of one kernel differ: fast sums per tensor alone, and per row, for which cuBLASLt makes
-single products, so that a call does not pay. Why they stay behind is not known. What was tried:
+0.97 alone; of 128 experts with 64 and 128 rows 0.88 and 0.90. Where others miss their limit, it is by little more than two
+records of one kernel differ: fast sums per tensor alone, and per row, for which cuBLASLt makes single products, so that a call
+does not pay. Why they stay behind is not known. What was tried:
 
 - [pairs of blocks](decisions/pairs-of-blocks.md), each of which loads half of an operand for both;
 - reading the scales of rows before a consumer's turn in place of after it: nothing."""

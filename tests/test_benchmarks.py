@@ -406,14 +406,17 @@ def test_the_own_product_is_set_beside_the_librarys(monkeypatch: pytest.MonkeyPa
     assert len({(each["name"], each["unit"]) for each in found}) == len(found)
 
 
-def test_deepgemm_gets_the_operands_of_the_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its layouts, of one product and of experts; both multiply here by their definitions."""
-    kind, experts, each, length, columns = products.KINDS[products.FORWARD], 3, 64, 512, 128
+@pytest.mark.parametrize("each", [16, 64, 192])
+def test_deepgemm_gets_the_operands_of_the_own_product(monkeypatch: pytest.MonkeyPatch, each: int) -> None:
+    """In its layouts, of a product and of experts; both multiply by their definitions here. It stores whole tiles of experts."""
+    kind, experts, length, columns = products.KINDS[products.FORWARD], 3, 512, 128
 
-    def multiplied(left: Any, right: Any, out: torch.Tensor, *_: Any) -> None:
+    def multiplied(left: Any, right: Any, out: torch.Tensor, *masks: Any, c: Any = None, recipe: Any = (1, 128, 128)) -> None:
         (a, of_a), (b, of_b) = left, right
-        rows = a.float() * of_a.repeat_interleave(128, -1)
-        out.copy_(rows @ (b.float() * of_b.repeat_interleave(128, -1).repeat_interleave(128, -2)).transpose(-1, -2))
+        assert not masks or a.shape[1] % products.PEER_TILE == 0
+        of_b = of_b.repeat_interleave(recipe[1], -2)
+        rows, columns = (x.float() * of_x.repeat_interleave(128, -1) for x, of_x in ((a, of_a), (b, of_b)))
+        out.copy_(rows @ columns.transpose(-1, -2) + (0 if c is None else c))
 
     library = SimpleNamespace(fp8_gemm_nt=multiplied, m_grouped_fp8_gemm_nt_masked=multiplied)
     monkeypatch.setitem(sys.modules, "deep_gemm", library)
@@ -424,10 +427,30 @@ def test_deepgemm_gets_the_operands_of_the_own_product(monkeypatch: pytest.Monke
     call = products.peer_of_experts(left, rights)
     call()
     own = products.product_of_rows(left, rights, groups, out_dtype=torch.bfloat16)
-    torch.testing.assert_close(call.args[2].flatten(0, 1), own)
+    torch.testing.assert_close(call.args[2][:, :each].flatten(0, 1), own)
     one = products.peer_of(left, rights[0])
     one()
     torch.testing.assert_close(one.args[2][:each], own[:each])
+    right = products.operand(products.KINDS[products.WEIGHT_GRADIENT].right, columns, length, "cpu")
+    added = products.peer_of(left, right)
+    for _ in range(2):
+        added()
+    out = torch.zeros(rows, columns)
+    for _ in range(2):
+        products.grouped_product([left], [right], [rows], out_dtype=torch.float32, out=out, accumulate=True)
+    torch.testing.assert_close(added.args[2], out, rtol=0, atol=1e-5 * float(out.abs().max()))
+
+
+def test_what_stands_beside_deepgemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward products, and those of a weight's gradient, which both add to it."""
+    monkeypatch.setattr(products, "SIZES", ((128, 512, 128),))
+    monkeypatch.setattr(products, "has_peer", lambda: True)
+    monkeypatch.setattr(products, "peer_of", lambda left, right: lambda: None)
+    monkeypatch.setattr(products, "alone", lambda call: [call(), 1.0][1])
+    monkeypatch.setattr(products, "compared", lambda *calls: [[call() for call in calls], timing.Compared(2.0, 1.0, 2.0)][1])
+    found = [(row["kind"], row["state"]) for row in products.beside_peer("cpu")]
+    kinds = products.FORWARD, f"{products.WEIGHT_GRADIENT}, added to fp32"
+    assert found == [(kind, state) for kind in kinds for state in ("", " alone")]
 
 
 def test_one_launch_is_set_beside_several_in_turns_cool_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:

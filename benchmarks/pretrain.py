@@ -53,9 +53,10 @@ from opfuse.errors import ConfigError, OutputError, TrainingError, describe
 
 PLAIN = "bf16"
 KINDS = (PLAIN, *(kind for kind in recipes.RECIPES if kind != "custom"))
-LOSSES = ("plain", "compiled", "fused")
+FUSED, QUANTIZED = "fused", "quantized"
+LOSSES = ("plain", "compiled", FUSED, QUANTIZED)
 """transformers' own; the same in torch.compile; that of ``fuse_(loss="fused")``, in bf16 around a model that is torch's but for
-:data:`LEAST`.
+:data:`LEAST`; the same with products of the head under the recipe.
 """
 
 LEAST = "model.layers.0.self_attn.o_proj"
@@ -175,9 +176,10 @@ def model_of(settings: Settings, device: str) -> Any:
     """Converted and compiled as the settings say."""
     model: Any = llama(settings, device)
     recipe = None if settings.recipe == PLAIN else recipes.recipe_of(settings.recipe, {})
+    is_fused, head = settings.loss in (FUSED, QUANTIZED), {"lm_head": "default"} if settings.loss == QUANTIZED else None
     if recipe is not None:
-        opfuse.fuse_(model, recipe, pack=True, loss="fused" if settings.loss == "fused" else "own")
-    elif settings.loss == "fused":
+        opfuse.fuse_(model, recipe, policy=head, pack=True, loss="fused" if is_fused else "own")
+    elif is_fused:
         opfuse.fuse_(model, filter_fn=lambda _, path: path == LEAST, loss="fused")
     if settings.recipe == "delayed":
         opfuse.prepare_delayed(model, recipe)

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.converted import COMPILED, show
 from benchmarks.corpus import PARTS, Corpus
-from benchmarks.pretrain import GIB, PLAIN, WARM, Data, Run, Settings
+from benchmarks.pretrain import FUSED, GIB, PLAIN, QUANTIZED, WARM, Data, Run, Settings
 
 Record = dict[str, Any]
 
@@ -68,10 +68,12 @@ CASES: Sequence[Case] = (
     Case(ONE, "fp8_current"),
     *(Case(ONE, kind, graph=True) for kind in ("fp8_current", "fp8_block", "delayed")),
     Case(ONE, PLAIN, "adamw8bit"),
-    *(Case(ONE, "fp8_current", "adamw8bit", "fused", graph) for graph in (False, True)),
+    *(Case(ONE, "fp8_current", "adamw8bit", FUSED, graph) for graph in (False, True)),
+    Case(ONE, "fp8_current", "adamw8bit", QUANTIZED, graph=True),
     Case(MANY, PLAIN, "adamw8bit"),
     Case(MANY, "fp8_current", "adamw8bit", graph=True),
-    *(Case(MANY, "fp8_current", "adamw8bit", "fused", graph) for graph in (False, True)),
+    *(Case(MANY, "fp8_current", "adamw8bit", FUSED, graph) for graph in (False, True)),
+    Case(MANY, "fp8_current", "adamw8bit", QUANTIZED, graph=True),
     Case(EIGHT, "fp8_current", "adamw8bit"),
     *(Case(EIGHT, kind, "adamw8bit", graph=True) for kind in ("fp8_current", "fp8_block")),
 )
@@ -113,7 +115,7 @@ def compared(case: Case, took: float, peak: int, base: tuple[float, int]) -> Ite
     """Figures of a case beside those of what it is compared with."""
     step, most, least = f"{case}, step", f"{case}, peak", LEAST.get((case.size, case.recipe))
     speed, share = base[0] / took, 100 * peak / base[1]
-    small = case.loss == "fused" and case.size != EIGHT
+    small = case.loss in (FUSED, QUANTIZED) and case.size != EIGHT
     yield {"name": step, "value": 1e3 * took, "unit": "ms", "limit": None, "met": None}
     if case != BASES[case.size]:
         met = None if least is None else speed >= least

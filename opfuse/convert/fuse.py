@@ -18,7 +18,7 @@ from opfuse.convert.converted import Converted, converted
 from opfuse.convert.evaluation import evaluation_regions
 from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.given import FORWARD, OWN, GivenForward, given_forward
-from opfuse.convert.head_loss import LossKind, ModelLoss, model_loss
+from opfuse.convert.head_loss import LossKind, ModelLoss, head_of_loss, model_loss
 from opfuse.convert.leaves import NORM_DTYPES, asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import ADAPTERS, Choice, Filter, Policies, Policy
@@ -101,7 +101,7 @@ def fuse_(
     _restore({**before, **losses})
     remove_row_tiles(model)
     try:
-        walk = _Walk(Policies(model, recipe, policy, filter_fn))
+        walk = _Walk(Policies(model, recipe, policy, filter_fn), head_of_loss(model) if loss == "fused" else None)
         walk.hold_stored(model)
         with asked_once():
             walk.visit(model, "")
@@ -110,7 +110,7 @@ def fuse_(
         walk.policies.check_used(name for name, _ in model.named_modules())
         if not walk.forwards:
             raise _nothing(model, [*walk.entries.values()])
-        fused_loss = model_loss(model, walk.forwards) if loss == "fused" else None
+        fused_loss = model_loss(model, walk.forwards, walk.head_choice) if loss == "fused" else None
     except BaseException:
         _release(model, before)
         _install(before)
@@ -120,7 +120,7 @@ def fuse_(
     _release(model, walk.forwards)
     _carry_over(before, walk.forwards)
     if fused_loss is not None:
-        walk.tell_loss(fused_loss.path, fused_loss.module)
+        walk.tell_loss(fused_loss)
         fused_loss.install()
     told = Report(tuple(walk.entries.values()))
     for forward in walk.forwards.values():
@@ -324,11 +324,13 @@ class _Walk:
     A module whose forward is a chain runs as one pipeline; the products in it are converted alone as well, for calls that the
     pipeline is not for. inlined: modules whose own chain is a part of another one. taken: all modules that chains replace. lone:
     modules whose own parameters are vectors, such as norms, by path; they are converted last. left: modules with quantized
-    weights that stay as they are, and what the report says of them.
+    weights that stay as they are, and what the report says of them. head: the output head whose products a fused loss makes.
+    head_choice: what the policy has for it, if that is to be converted.
     """
 
-    def __init__(self, policies: Policies) -> None:
-        self.policies = policies
+    def __init__(self, policies: Policies, head: nn.Module | None = None) -> None:
+        self.policies, self.head = policies, head
+        self.head_choice: Choice | None = None
         self.entries: dict[str, Conversion] = {}
         self.forwards: dict[nn.Module, Converted] = {}
         self.visited: set[nn.Module] = set()
@@ -401,6 +403,9 @@ class _Walk:
         elif choice.recipe is not None and (why := unfit(choice.recipe, *sizes)) is not None:
             cure = f"give it other sizes, or another recipe, as in policy={{{path!r}: recipes.Float8CurrentScaling()}}"
             entry("refused", wanted=why[0], got=why[1], cure=cure)
+        elif module is self.head:
+            self.head_choice = choice
+            entry("kept", got="its products are those of the fused loss; calls without labels run its own forward", cure=NONE)
         else:
             self.forwards[module] = forward = make(path, choice.recipe)
             names = " → ".join(type(op).__name__ for op in forward.run.ops)
@@ -452,10 +457,11 @@ class _Walk:
             except NotRecorded as no:
                 self._update(path, got=no.got, cure=no.cure or NONE)
 
-    def tell_loss(self, path: str, model: nn.Module) -> None:
+    def tell_loss(self, loss: ModelLoss) -> None:
         """Report a model whose loss is fused with its head."""
-        self.entries.pop(path, None)
-        self._add(model, path, "fused", became="LinearCrossEntropy, of labels")
+        self.entries.pop(loss.path, None)
+        recipe = _recipe_name(loss) if loss.quantized else ""
+        self._add(loss.module, loss.path, "fused", became="LinearCrossEntropy, of labels", recipe=recipe)
 
     def _unknown_parameters(self, module: nn.Module, path: str) -> None:
         """Report a module with parameters of its own that is no op."""
@@ -517,5 +523,5 @@ def _elements(weight: Weight) -> int:
     return weight.in_features * weight.out_features
 
 
-def _recipe_name(forward: Converted) -> str:
+def _recipe_name(forward: Converted | ModelLoss) -> str:
     return ANY if forward.recipe is None else type(forward.recipe).__name__

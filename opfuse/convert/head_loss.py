@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -20,11 +21,14 @@ from torch import nn
 from opfuse.convert.given import FORWARD, GivenForward, given_forward
 from opfuse.convert.guards import ModuleGuard
 from opfuse.convert.leaves import obstacle
+from opfuse.convert.policy import Choice
 from opfuse.convert.weights import borrowing, replica
 from opfuse.core.spec import spec_of
 from opfuse.core.tracers import outside
 from opfuse.errors import ConversionError, describe, with_article
 from opfuse.ops.cross_entropy import LinearCrossEntropy
+from opfuse.recipes import autocast
+from opfuse.recipes.autocast import in_region
 from opfuse.torch_private.modules import HOOKS, has_global_hooks, has_hooks
 
 LossKind = Literal["own", "fused"]
@@ -66,11 +70,14 @@ class ModelLoss(GivenForward):
     """The forward and the loss function of a causal language model, and what it was tried with.
 
     own: the loss function that the model had. held: whether it was an attribute of the model itself. softcap: of its logits.
-    guard: what its forward reads, as it was when it was tried.
+    quantized: whether the loss casts what its products multiply, by the recipe of the ``autocast`` region and, outside of one, by
+    ``recipe``. guard: what its forward reads, as it was when it was tried.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Linear, path: str, softcap: float | None) -> None:
+    def __init__(self, model: nn.Module, head: nn.Linear, path: str, softcap: float | None, choice: Choice | None) -> None:
         super().__init__(model, path)
+        self.quantized, self.recipe = choice is not None, None if choice is None else choice.recipe
+        self.region = None if self.recipe is None else autocast(recipe=self.recipe)
         self.head, self.softcap = head, softcap
         self.at_head = HeadForward(head, next(name for name, part in model.named_modules(prefix=path) if part is head))
         self.own: Callable[..., torch.Tensor] = model.loss_function  # type: ignore[assignment]
@@ -131,13 +138,15 @@ class ModelLoss(GivenForward):
     def compute(self, hidden: torch.Tensor, labels: torch.Tensor, reduction: str, ignore_index: int) -> torch.Tensor:
         """The loss of hidden states and of the labels for each."""
         op = self._op(reduction, ignore_index)
-        loss: torch.Tensor = op(hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device))
+        with nullcontext() if self.region is None or in_region() else self.region:
+            loss: torch.Tensor = op(hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).to(hidden.device))
         return loss
 
     def _op(self, reduction: str, ignore_index: int) -> LinearCrossEntropy:
         words, features = self.head.weight.shape
         bias = self.head.bias is not None
         options = {"use_bias": bias, "softcap": self.softcap, "reduction": reduction, "ignore_index": ignore_index}
+        options["quantized"] = self.quantized
         key = words, features, *options.values()
         if key not in self.ops:
             spec = spec_of(LinearCrossEntropy)(features, words, **options)
@@ -215,10 +224,17 @@ class ReachedLoss(NamedTuple):
     words: Any
 
 
-def model_loss(model: nn.Module, converted: Mapping[nn.Module, Any]) -> ModelLoss:
+def head_of_loss(model: nn.Module) -> nn.Module | None:
+    """The output head of the causal language model in ``model``, if there is one."""
+    part = next((part for part in model.modules() if _has_loss(part)), None)
+    return None if part is None else part.get_output_embeddings()  # type: ignore[operator]
+
+
+def model_loss(model: nn.Module, converted: Mapping[nn.Module, Any], choice: Choice | None) -> ModelLoss:
     """The loss of the causal language model in ``model``, to be installed.
 
-    converted: the modules that are. ConversionError if there is no such model, or if its loss may be another.
+    converted: the modules that are. choice: what the policy has for the output head, if that is to be converted; None: products
+    in high precision. ConversionError if there is no such model, or if its loss may be another.
     """
     found = next(((path, part) for path, part in model.named_modules() if _has_loss(part)), None)
     if found is None:
@@ -228,7 +244,7 @@ def model_loss(model: nn.Module, converted: Mapping[nn.Module, Any]) -> ModelLos
     path, part = found
     try:
         head = _checked_head(part, converted)
-        return ModelLoss(part, head, path, _softcap(part, head))
+        return ModelLoss(part, head, path, _softcap(part, head), choice)
     except _OtherLossError as why:
         wanted, got = why.args
         where = f"fuse_ loss='fused' {path or type(part).__name__}"
@@ -248,7 +264,7 @@ def _checked_head(model: nn.Module, converted: Mapping[nn.Module, Any]) -> nn.Li
         raise _OtherLossError("an nn.Linear as output head", with_article(type(head).__name__))
     for module, name in ((model, "the model"), (head, "the output head")):
         if module in converted:
-            raise _OtherLossError(f"{name} in high precision, as this loss multiplies", f"{name}, which the policy converts")
+            raise _OtherLossError(f"{name} with the forward of its class", f"{name}, which the policy converts")
         if FORWARD in vars(module):
             raise _OtherLossError(f"{name} with its own forward", "another one, put over it")
     if (hindered := obstacle(head, called=True)) is not None:

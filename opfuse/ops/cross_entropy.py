@@ -19,13 +19,17 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.core.spec import NonNegative, Positive, Size, hyper_parameters, new_parameter
 from opfuse.domains import numbers
-from opfuse.errors import DtypeError, ShapeError, describe
+from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
 from opfuse.kernels.cross_entropy import row_losses
 from opfuse.kernels.engine.launch import as_on_gpu
 from opfuse.numerics import pointwise
 from opfuse.numerics.cross_entropy import CrossEntropy, counted
-from opfuse.tensors.gemm import gemm
+from opfuse.recipes.policy import cast_quantizer
+from opfuse.tensors.gemm import Operand, add_product, gemm
 from opfuse.tensors.masters import stored_in
+from opfuse.tensors.quantizers import Quantizer
+from opfuse.tensors.quantizers.base import draws, is_library_quantizer
+from opfuse.tensors.storage import QuantizedStorage
 
 Smoothing = Annotated[float, numbers("a number from 0 to 1", minimum=0, maximum=1)]
 
@@ -45,6 +49,26 @@ class Head(NamedTuple):
     bias: torch.Tensor | None
 
 
+class Casts(NamedTuple):
+    """The quantizers of a head's operands, with the planes that its products read; None: an operand in high precision."""
+
+    input: Quantizer | None = None
+    weight: Quantizer | None = None
+    grad_output: Quantizer | None = None
+
+    def of(self, role: str, x: torch.Tensor) -> Operand:
+        """An operand as products read it."""
+        quantizer: Quantizer | None = getattr(self, role)
+        return x if quantizer is None else quantizer.quantize(x.contiguous())
+
+    def gradient_in(self, dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
+        """The dtype of the logits' gradient: that of the logits if it is cast, since it then fills their memory without gaps."""
+        if self.grad_output is None:
+            return dtype
+        taken = self.grad_output.input_dtypes
+        return wide if taken is None or wide in taken else dtype
+
+
 class HeadGradients(NamedTuple):
     """The gradients of the sum of all losses: of x (M, K) in the dtype of products, of weight and bias in that of sums."""
 
@@ -62,8 +86,8 @@ class LinearCrossEntropy(BasicOperation):
     "mean" divides by the number of rows that are not ignored, and is NaN if all are, with gradients of 0, as torch's is.
 
     ``chunk`` rows at a time are multiplied in the dtype of the weight or of torch.autocast, to fp32 logits. ``weight``
-    (vocabulary, in_features) may be that of an embedding. It is a plain parameter also inside ``quantized_model_init``, and no
-    recipe casts it, since errors of a head are errors of the loss. The gradient of a chunk's logits is written into their memory.
+    (vocabulary, in_features) may be that of an embedding. It is a plain parameter also inside ``quantized_model_init``. The
+    gradient of a chunk's logits is written into their memory.
     ``chunk=None`` takes as many rows as have 1 GiB of fp32 logits (2048 of 128 256 words), a multiple of 128 and at least 1024. A
     larger chunk is faster on a GPU and takes more memory.
 
@@ -74,10 +98,16 @@ class LinearCrossEntropy(BasicOperation):
 
     label_smoothing, z_loss and softcap are those of :class:`~opfuse.numerics.cross_entropy.CrossEntropy`.
 
+    quantized: the products multiply what the active recipe casts weight, rows and the logits' gradient to, as those of a
+    :class:`~opfuse.ops.Linear` do. Not by default, since errors of a head are errors of the loss. Each chunk of rows is cast by
+    itself, when its tensor is there, so delayed scaling takes the scale of the tensor itself, and no recipe may draw random
+    numbers. QuantizerError for one that does, and for quantizers of other libraries or of one's own.
+
     ``torch.nn.functional.linear_cross_entropy`` of torch 2.13 is not used: releases before have none, in chunks it takes neither
     label smoothing nor a z-loss nor a softcap, and in a graph of torch.compile it runs outside of it.
     """
 
+    module_type = "linear"
     saves = ("x", "weight", "bias", "targets", "count", "dx", "dw", "db")
     forward_kwargs = ()
     num_extra_inputs = 1
@@ -96,6 +126,7 @@ class LinearCrossEntropy(BasicOperation):
         softcap: Positive | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         chunk: Size | None = None,
+        quantized: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -194,30 +225,49 @@ class LinearCrossEntropy(BasicOperation):
         scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, HeadGradients]:
         """The losses of all rows, and the gradients that are ``wanted`` of their sum, each times its scale."""
-        rows, dtype, wide = self.rows, x.dtype, _sums(x.dtype)
+        rows, dtype, wide, casts = self.rows, x.dtype, _sums(x.dtype), self._casts(ctx)
         losses, dx = [x.new_empty(0, dtype=wide)], [x.new_empty(0, self.spec.in_features)]
         dw = torch.zeros_like(head.weight, dtype=wide) if "weight" in wanted else None
         db = torch.zeros_like(head.bias, dtype=wide) if "bias" in wanted and head.bias is not None else None
+        weight, made_in = casts.of("weight", head.weight), casts.gradient_in(dtype, wide)
         for start in range(0, len(x), rows):
-            piece, aims = x[start : start + rows], targets[start : start + rows]
-            logits = gemm("fprop", piece, head.weight, dtype=dtype, out_dtype=wide, **ctx.env.product("fprop"))
+            piece, aims = casts.of("input", x[start : start + rows]), targets[start : start + rows]
+            logits = gemm("fprop", piece, weight, dtype=dtype, out_dtype=wide, **ctx.env.product("fprop"))
             if head.bias is not None:
                 logits.add_(head.bias)
             factors = None if scales is None else scales[start : start + rows]
-            found = row_losses(logits, aims, self.loss, gradient=dtype if wanted else None, scales=factors)
+            found = row_losses(logits, aims, self.loss, gradient=made_in if wanted else None, scales=factors)
             losses.append(found.losses)
-            dy = found.gradient
+            plain = found.gradient
             del logits, found
-            if dy is None:
+            if plain is None:
                 continue
             if db is not None:
-                db.add_(dy.sum(0, dtype=wide))
+                db.add_(plain.sum(0, dtype=wide))
+            dy = casts.of("grad_output", plain)
+            del plain  # of a gradient that is cast, the memory of the logits
             if "input" in wanted:
-                dx.append(gemm("dgrad", dy, head.weight, dtype=dtype, **ctx.env.product("dgrad")))
+                dx.append(gemm("dgrad", dy, weight, dtype=dtype, **ctx.env.product("dgrad")))
             if dw is not None:
-                _add_product(dw, dy, piece, **ctx.env.product("wgrad"))
-            del dy  # and with it the memory of the logits, before the next ones are made
+                _add_product(dw, dy, piece, dtype=dtype, **ctx.env.product("wgrad"))
+            del dy  # and with it that of a plain one, before the next logits are made
         return torch.cat(losses), HeadGradients(torch.cat(dx) if "input" in wanted else None, dw, db)
+
+    def _casts(self, ctx: Context) -> Casts:
+        """How the active recipe casts the operands of this call's products."""
+        recipe = ctx.env.recipe if self.spec.quantized else None
+        if recipe is None:
+            return Casts()
+        backward = tuple(name for name, of in (("dgrad", "input"), ("wgrad", "weight")) if of in ctx.needs)
+        found = {}
+        for role in Casts._fields:
+            quantizer = self.stored_quantizer(role, recipe)
+            if not is_library_quantizer(quantizer) or draws(quantizer):
+                wanted = "a quantizer of opfuse's own that draws no random numbers and reduces no amax over ranks"
+                cure = "set disable_stochastic_rounding=True, choose another recipe, or quantized=False"
+                raise QuantizerError(describe(f"{self.label} {role}", wanted=wanted, got=repr(quantizer), cure=cure))
+            found[role] = cast_quantizer(quantizer, role, recipe.backward_override, backward)
+        return Casts(**found)
 
     def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:
         check_features(f"{self.label} input", x.shape, self.spec.in_features)
@@ -234,10 +284,16 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return pointwise.compute_dtype(dtype)
 
 
-def _add_product(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, **how: Any) -> None:
-    """Add dy^T x to ``dw``. On a GPU cuBLAS adds to fp32. On a CPU torch has no such product of bf16 operands, so the vocabulary
-    goes in parts, of which one takes about as much memory as the logits of a chunk.
+def _add_product(dw: torch.Tensor, dy: Operand, x: Operand, *, dtype: torch.dtype, **how: Any) -> None:
+    """Add dy^T x to ``dw``.
+
+    Of operands in high precision cuBLAS adds to fp32 on a GPU. On a CPU torch has no such product of 16-bit operands, so the
+    vocabulary goes in parts, of which one takes about as much memory as the logits of a chunk.
     """
+    if isinstance(dy, QuantizedStorage) or isinstance(x, QuantizedStorage):
+        if not add_product("wgrad", dy, x, dw, fast=how.get("fast", False)):
+            dw.add_(gemm("wgrad", dy, x, dtype=dtype, out_dtype=dw.dtype, **how))
+        return
     if as_on_gpu(dw) and dy.dtype != dw.dtype:
         if not dw.is_meta:  # nothing is to be added, and torch 2.11 has no such product there in modes of dispatch
             with torch.autocast("cuda", enabled=False):
@@ -247,7 +303,7 @@ def _add_product(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, **how: Any
     size = max(-(-len(dw) // count), 1)
     for start in range(0, len(dw), size):
         words = slice(start, start + size)
-        dw[words].add_(gemm("wgrad", dy[:, words], x, dtype=dy.dtype, out_dtype=dw.dtype, **how))
+        dw[words].add_(gemm("wgrad", dy[:, words], x, dtype=dtype, out_dtype=dw.dtype, **how))
 
 
 def _scaled(gradient: torch.Tensor | None, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -94,6 +95,38 @@ def test_a_recipe_holds_for_the_layers_beside_it():
     opfuse.fuse_(other, recipes.Float8CurrentScaling())
     agree(model, other, batch(), tolerance=2e-2)  # the last bits of the loss's gradient move casts
     assert torch.allclose(model(**batch()).loss, other(**batch()).loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_the_policy_converts_multiplies_quantized_in_its_loss(tied):
+    """As an op that is built by hand does; calls without labels run the head's own forward."""
+    recipe, other, given = recipes.Float8CurrentScaling(), recipes.Float8BlockScaling(), batch()
+    model = llama(tied=tied)
+    plain = model(input_ids=given["input_ids"]).logits
+    told = opfuse.fuse_(model, recipe, policy={"lm_head": "default"}, loss="fused")
+    assert (told[""].recipe, told["lm_head"].status) == ("Float8CurrentScaling", "kept")
+    assert "its products are those of the fused loss" in told["lm_head"].why
+    op = opfuse.ops.LinearCrossEntropy(model.config.hidden_size, WORDS, quantized=True)
+    op.weight = model.lm_head.weight
+    shifted = nn.functional.pad(given["labels"], (0, 1), value=-100)[..., 1:].reshape(-1)
+    losses = []
+    for region in (recipe, other, None):
+        with nullcontext() if region is recipe else opfuse.autocast(recipe=region, enabled=region is not None):
+            loss = model(**given).loss
+            hidden = model.model(input_ids=given["input_ids"]).last_hidden_state.flatten(0, 1)
+        with opfuse.autocast(recipe=region, enabled=region is not None):
+            wanted = op(hidden, shifted)
+        assert torch.equal(loss, wanted)
+        for one, two in zip(
+            *(torch.autograd.grad(each, (op.weight, *model.model.layers.parameters())) for each in (loss, wanted))
+        ):
+            assert torch.equal(one, two)
+        losses.append(loss.item())
+    assert len({*losses}) == len(losses)
+    with opfuse.autocast(enabled=False):
+        assert torch.equal(model(input_ids=given["input_ids"]).logits, plain)
+    opfuse.unfuse_(model)
+    assert torch.equal(model(input_ids=given["input_ids"]).logits, plain)
 
 
 def test_outputs_without_logits():
@@ -193,7 +226,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: tiny("GraniteForCausalLM", "GraniteConfig", logits_scaling=2.0), {}, "got others, such as scaled ones"),
     (lambda: tiny("CohereForCausalLM", "CohereConfig", logit_scale=0.5), {}, "got others, such as scaled ones"),
     (lambda: tiny("T5ForConditionalGeneration", "T5Config"), {}, "wants a decoder"),
-    (llama, {"policy": {"lm_head": "default"}}, "which the policy converts"),
     (lambda: edited(changed_head), {}, "wants an nn.Linear as output head, got a Sequential"),
     (lambda: edited(own_loss), {}, "wants the loss ForCausalLMLoss"),
     (lambda: edited(own_forward), {}, "wants the model with its own forward"),

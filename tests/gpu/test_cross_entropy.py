@@ -8,12 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import opfuse
 from opfuse import ops
 from opfuse.kernels.cross_entropy import row_losses
 from opfuse.kernels.engine.registry import definitions_alone
 from opfuse.numerics.cross_entropy import CrossEntropy, room_in
 from opfuse.tensors.gemm import gemm
-from tests.ops.test_cross_entropy import OPTIONS, exact, made
+from tests.ops.test_cross_entropy import CAST, OPTIONS, OVERRIDDEN, by_definition, exact, made, quantized
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -59,6 +60,28 @@ def test_a_head_of_a_model_takes_no_logits_of_all_rows_and_waits_for_nothing(dev
 
 
 ALL = CrossEntropy(label_smoothing=0.1, z_loss=1e-3, softcap=30.0)
+
+
+@pytest.mark.row("R05")
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [*CAST, *OVERRIDDEN])
+def test_quantized_products_are_those_of_the_casts(kind, device):
+    """Interpreted, recorded and repeated to the same bits, without a wait for the device."""
+    recipe = {**CAST, **OVERRIDDEN}[kind]
+    op, x, targets = quantized(640, reduction="sum", dtype=torch.bfloat16)
+    op, x, targets = op.to(device), x.detach().to(device).requires_grad_(), targets.to(device)
+    wanted, found = by_definition(op, x, targets, recipe), []
+    for call in range(4):
+        torch.cuda.set_sync_debug_mode("error" if call == 3 else "default")
+        try:
+            with opfuse.autocast(recipe=recipe), torch.enable_grad():
+                loss = op(x, targets)
+            found.append((loss, *torch.autograd.grad(loss, (x, op.weight))))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(found[0], wanted, strict=True):
+        assert (one - other).norm() <= 2**-8 * other.norm()
+    assert all(torch.equal(one, two) for each in found[1:] for one, two in zip(each, found[0], strict=True))
 
 
 def drawn(device, rows, words, seed=0):

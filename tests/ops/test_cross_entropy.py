@@ -15,10 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opfuse
 from opfuse import ops, recipes
 from opfuse.config import loads
-from opfuse.errors import DtypeError, ShapeError, UnsupportedError
+from opfuse.errors import DtypeError, QuantizerError, ShapeError, UnsupportedError
+from opfuse.formats import COLUMNWISE, ROWWISE
+from opfuse.numerics import cross_entropy as definition
 from opfuse.numerics.cross_entropy import room_in
+from opfuse.recipes import zoo
 from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.tensors import quantizers
 from opfuse.tensors.gemm import gemm
+from tests.compiler.harness import recipe_for
 
 K, V = 24, 53
 U = 2.0**-24
@@ -366,3 +371,127 @@ def test_no_recipe_casts_the_head(recipe):
         assert torch.equal(op(x, targets), wanted)
     with opfuse.quantized_model_init(recipe=recipe):
         assert type(ops.LinearCrossEntropy(32, 64).weight) is nn.Parameter
+
+
+# -- quantized products --------------------------------------------------------------------------------------------------------
+
+CAST = {
+    **{kind: recipe_for(kind) for kind in ("delayed", "fp8_current", "fp8_block", "mxfp8")},
+    "fp8_row_scaled": recipes.CustomRecipe(qfactory=zoo.fp8_row_scaled),
+    "nvfp4": recipe_for("nvfp4", disable_stochastic_rounding=True),
+}
+OVERRIDDEN = {
+    f"{kind}, {override}": recipe.replace(backward_override=override)
+    for kind, recipe in CAST.items()
+    for override in ("dequantized", "high_precision")
+    if kind != "delayed"
+}
+
+
+def quantized(rows=160, *, dtype=torch.float32, **options):
+    """An op whose products are quantized, x and targets; the last of its chunks is shorter."""
+    torch.manual_seed(0)
+    op = ops.LinearCrossEntropy(128, 256, chunk=64, quantized=True, dtype=dtype, **options)
+    x = torch.randn(rows, 128).to(dtype).requires_grad_()
+    targets = torch.randint(0, 256, (rows,))
+    targets[4::5] = op.ignore_index
+    return op, x, targets
+
+
+def by_definition(op, x, targets, recipe):
+    """The sum of the losses, dx and dW: products in fp64 of what each chunk's operands are cast to."""
+    casts = {role: op.stored_quantizer(role, recipe) for role in ("input", "weight", "grad_output")}
+    override, fp32, weight, found = recipe.backward_override, torch.float32, casts["weight"].quantize(op.weight), []
+
+    def read(operand, plain):
+        if override is None:
+            return operand.dequantize(fp32, COLUMNWISE).double()
+        return (plain if override == "high_precision" else operand.dequantize(fp32, ROWWISE)).double()
+
+    for piece, aims in zip(x.split(op.rows), targets.split(op.rows)):
+        rows = casts["input"].quantize(piece)
+        logits = gemm("fprop", rows, weight, dtype=fp32)
+        wide = not override and fp32 in casts["grad_output"].input_dtypes
+        losses, dy = definition.row_losses(logits, aims, op.loss, gradient=fp32 if wide else x.dtype)
+        cast = casts["grad_output"].quantize(dy)
+        left, right = (dy if override else cast.dequantize(fp32, plane) for plane in (ROWWISE, COLUMNWISE))
+        found.append((losses.sum(), left.double() @ read(weight, op.weight), right.double().t() @ read(rows, piece)))
+    losses, dx, dw = zip(*found)
+    return sum(losses), torch.cat(dx), sum(dw)
+
+
+@torch.no_grad()
+@pytest.mark.row("R05")
+@pytest.mark.parametrize("kind", [*CAST, *OVERRIDDEN])
+def test_quantized_products_are_those_of_the_casts(kind):
+    recipe = {**CAST, **OVERRIDDEN}[kind]
+    dtype = torch.bfloat16 if "nvfp4" in kind or kind == "fp8_block" else torch.float32
+    op, x, targets = quantized(reduction="sum", dtype=dtype)
+    wanted = by_definition(op, x, targets, recipe)
+    first = None
+    for _ in range(3):  # interpreted, recorded, repeated
+        with opfuse.autocast(recipe=recipe), torch.enable_grad():
+            loss = op(x, targets)
+        got = loss, *torch.autograd.grad(loss, (x, op.weight))
+        for one, other in zip(got, wanted, strict=True):
+            assert (one - other).norm() <= (1e-5 if dtype == torch.float32 else 2**-8) * other.norm()
+        first = first or got
+        assert all(map(torch.equal, got, first))
+
+
+def test_quantized_losses_of_rows_have_the_gradients_of_their_sum():
+    """Of casts whose scales are powers of two, so that a factor of two in a gradient changes no code."""
+    found = []
+    for reduction in ("sum", "none"):
+        op, x, targets = quantized(reduction=reduction)
+        with opfuse.autocast(recipe=CAST["mxfp8"]):
+            loss = op(x, targets)
+        found.append([loss.detach().sum(), *torch.autograd.grad(loss, (x, op.weight), torch.full_like(loss, 2.0))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.row("B12")
+@pytest.mark.parametrize("trained", ["input", "weight"])
+def test_quantized_gradients_that_nobody_wants_are_not_made(trained):
+    op, x, targets = quantized()
+    leaf, other = (x, op.weight) if trained == "input" else (op.weight, x)
+    with opfuse.autocast(recipe=CAST["fp8_block"]):
+        wanted = torch.autograd.grad(op(x, targets), leaf)[0]
+        other.requires_grad_(False)
+        assert torch.equal(torch.autograd.grad(op(x, targets), leaf)[0], wanted)
+
+
+def test_without_a_recipe_nothing_is_quantized():
+    op, x, targets = quantized()
+    plain = ops.LinearCrossEntropy(128, 256, chunk=64)
+    plain.load_state_dict(op.state_dict())
+    assert torch.equal(op(x, targets), plain(x, targets))
+
+
+class Own(quantizers.Float8CurrentScalingQuantizer):
+    """A quantizer of one's own."""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.NVFP4BlockScaling(), recipes.CustomRecipe(qfactory=lambda role: Own(torch.float8_e4m3fn))],
+    ids=["it draws", "of one's own"],
+)
+def test_quantizers_that_chunks_cannot_be_cast_by_are_refused(recipe):
+    op, x, targets = quantized(dtype=torch.bfloat16)
+    with opfuse.autocast(recipe=recipe), pytest.raises(QuantizerError, match=r"draws no random numbers.*Cure: set disable_sto"):
+        op(x, targets)
+
+
+@pytest.mark.cpu
+def test_quantized_it_is_one_op_of_a_graph_of_torch_compile():
+    op, x, targets = quantized()
+    pipeline = ops.Sequential(op)
+    compiled = torch.compile(pipeline, fullgraph=True)
+    found = []
+    for call in (pipeline, compiled, compiled):
+        with opfuse.autocast(recipe=CAST["fp8_current"]):
+            loss = call(x, targets)
+        found.append([loss.detach(), *torch.autograd.grad(loss, (x, op.weight))])
+    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(each, found[0], strict=True))

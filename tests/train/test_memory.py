@@ -375,6 +375,18 @@ def test_a_head_with_its_loss_takes_the_logits_of_one_chunk_alone(options: dict[
     assert logits + dw <= taken <= logits + dw + 4 * MIB
 
 
+def test_a_quantized_head_takes_the_codes_of_one_chunk_beside_its_logits() -> None:
+    """A gradient is cast where the logits were, and gone before the products that read its codes."""
+    rows, features, words, chunk = 4096, 128, 32768, 1024
+    with torch.device("meta"):
+        op = opfuse.ops.LinearCrossEntropy(features, words, chunk=chunk, quantized=True, dtype=BF16)
+        x, targets = torch.zeros(rows, features, dtype=BF16).requires_grad_(), torch.zeros(rows, dtype=torch.int64)
+    found = opfuse.memory(opfuse.ops.Sequential(op), x, targets, optimizer="none", recipe="fp8_current")
+    taken = found.first_peak - sum(found.held.values())
+    logits, codes, dw, weight = 4 * chunk * words, 2 * chunk * words, 4 * words * features, 2 * words * features
+    assert logits + codes + dw <= taken <= logits + codes + dw + weight + 4 * MIB
+
+
 # -- the record -------------------------------------------------------------------------------------------------------------
 
 

@@ -149,7 +149,7 @@ def checkpointed(call: Any, x: torch.Tensor, *, reentrant: bool = False) -> torc
     return y
 
 
-@pytest.fixture(autouse=True)
+@contextmanager
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     yield
@@ -157,10 +157,31 @@ def fresh() -> Iterator[None]:
     assert saved_calls() == 0
 
 
+@pytest.fixture(autouse=True)
+def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
+    """But for tests that share what is compiled."""
+    with nullcontext() if "compiled_pair" in request.fixturenames else fresh():
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Of the model that ``of_pipelines``, ``of_converted`` or a test's own parameters name. What it compiled is shared by tests
+    that leave the model as it is."""
+    with fresh():
+        made = [Pair(request.param)]
+        yield made[0]
+        made.clear()
+
+
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Pair:
-    """Of the model that ``of_pipelines``, ``of_converted`` or a test's own parameters name."""
-    found = Pair(request.param)
+def pair(compiled_pair: Pair) -> Pair:
+    """Calls of it are repeated, whatever another test did."""
+    return repeated(compiled_pair)
+
+
+def repeated(found: Pair) -> Pair:
+    found.both(nn.Module.zero_grad)
     for _ in range(5):
         found.step()
     assert found.is_repeated()
@@ -171,11 +192,11 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 of_pipelines, of_converted = (
     pytest.mark.parametrize(
-        "pair", [pytest.param(kind, marks=() if kind == first else pytest.mark.slow) for kind in MODELS], indirect=True
+        "compiled_pair", [pytest.param(kind, marks=() if kind == first else pytest.mark.slow) for kind in MODELS], indirect=True
     )
     for first in MODELS
 )
-"""One model runs every time and the other with -m slow; each is compiled, and called until it is repeated, for every test."""
+"""One model runs every time and the other with -m slow; each is called until it is repeated, for every test."""
 
 
 @pytest.mark.parametrize(("kind", "start"), in_turn(MODELS, [0, 1], of=2))
@@ -283,9 +304,10 @@ CHANGES = [scaled, frozen, evaluated, moved, misaligned, replaced]
 """Those that leave packed weights where they lie come first."""
 
 
-@pytest.mark.parametrize(("pair", "start"), in_turn(MODELS, [0, 1], of=2), indirect=["pair"])
-def test_what_changes_in_a_model(pair, start):
+@pytest.mark.parametrize(("kind", "start"), in_turn(MODELS, [0, 1], of=2))
+def test_what_changes_in_a_model(kind, start):
     """Every second one, in one model."""
+    pair = repeated(Pair(kind))
     for change in CHANGES[start::2]:
         for _ in range(2):
             pair.both(change)
@@ -324,7 +346,7 @@ ALIKE = {"rules without fusions", "torch.autocast", "no plans"}
 """What a call is repeated inside of, by a key of its own."""
 
 
-@pytest.mark.parametrize(("pair", "start"), in_turn(MODELS, [0, 1], of=2), indirect=["pair"])
+@pytest.mark.parametrize(("compiled_pair", "start"), in_turn(MODELS, [0, 1], of=2), indirect=["compiled_pair"])
 def test_what_stands_around_a_call(pair, start):
     """Every second one, around one model."""
     for around in [*AROUND][start::2]:
@@ -341,7 +363,9 @@ def test_what_stands_around_a_call(pair, start):
 
 
 @pytest.mark.parametrize(
-    ("pair", "reentrant", "recipe"), in_turn(MODELS, [False, True], ["current", "delayed"], of=3), indirect=["pair"]
+    ("compiled_pair", "reentrant", "recipe"),
+    in_turn(MODELS, [False, True], ["current", "delayed"], of=3),
+    indirect=["compiled_pair"],
 )
 def test_checkpoints_repeat_a_call_under_its_first_recipe(pair, reentrant, recipe):
     for _ in range(3):
@@ -482,7 +506,7 @@ def test_programs_that_were_dropped_are_not_kept_for_calls_as_a_whole(pair, monk
         assert entered(lambda: pair.compiled(x)).functions > least + STEPS
 
 
-@pytest.mark.parametrize("pair", ["pipelines"], indirect=True)
+@pytest.mark.parametrize("compiled_pair", ["pipelines"], indirect=True)
 def test_hits_are_counted(pair):
     """Only pipelines have counts of their own."""
     infos = [model.first.cache_info() for model in pair.models]

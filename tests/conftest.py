@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from opfuse.torch_private.autograd import saving_hooks
+from tests.turns import leave_to_slow
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -40,7 +41,9 @@ def pytest_configure(config):
         torch.set_default_device(config.getoption("--device"))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    leave_to_slow(items)
     wanted, elsewhere = {row.upper() for row in config.getoption("--row")}, config.getoption("--device") is not None
     kept, left = [], []
     for item in items:

@@ -113,6 +113,7 @@ def hybrid_of(recipe: Recipe) -> CustomRecipe:
     return CustomRecipe(qfactory=lambda role: HybridQuantizer(recipe.quantizer(role), recipe.quantizer(role).copy()))
 
 
+@pytest.mark.few
 @pytest.mark.row("H12")
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("composed", COMPOSED)

@@ -112,6 +112,7 @@ def step(model, x, recipe=None):
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("route", ROUTES)
 def test_overridden_methods_run_and_compute(route, op):
@@ -124,6 +125,7 @@ def test_overridden_methods_run_and_compute(route, op):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=lambda r: r.kind)
 @pytest.mark.parametrize("route", ROUTES)
 def test_an_overridden_product_is_quantized_as_its_base(route, recipe):

@@ -61,6 +61,7 @@ def gradients(tensors: dict) -> dict:
     return {name: value for name, value in tensors.items() if name.startswith("grad")}
 
 
+@pytest.mark.few
 @pytest.mark.row("B05", "B28")
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
@@ -96,6 +97,7 @@ def test_b05_b23_every_gradient_of_a_pipeline_is_that_of_its_ops_without_a_recip
     assert same(got.tensors["grad of input"], gradient)
 
 
+@pytest.mark.few
 @pytest.mark.row("B06", "B22", "B28")
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
@@ -113,6 +115,7 @@ def test_b06_b22_b28_dequantized_gradients_are_the_chain_rule_of_the_quantized_f
         assert same(got["grad of 0.bias"], dy.float().sum_to_size(dy.shape[-1]).to(BF16))
 
 
+@pytest.mark.few
 @pytest.mark.row("B07")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -123,6 +126,7 @@ def test_b07_forward_is_the_same_under_every_override(shape, name):
     assert all(same(output, outputs[0]) for output in outputs)
 
 
+@pytest.mark.few
 @pytest.mark.row("B07")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("composed", COMPOSED)
@@ -209,6 +213,7 @@ def test_b11_saved_operands(override, name):
             operand.plane(missing)
 
 
+@pytest.mark.few
 @pytest.mark.row("B12")
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", ["none", *HAS_OVERRIDE])
@@ -266,6 +271,7 @@ def test_b20_switching_the_override_switches_the_plan(name):
     assert not same(got[0].tensors["grad of input"], got[2].tensors["grad of input"])
 
 
+@pytest.mark.few
 @pytest.mark.row("B23", "B30")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
@@ -318,6 +324,7 @@ def test_b29_a_disabled_region_is_plain(override, name):
     assert not [node for plan in plans for node in plan.graph.nodes if node.kind == QUANTIZE]
 
 
+@pytest.mark.few
 @pytest.mark.row("B28")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
@@ -338,6 +345,7 @@ CACHED = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.row("B11")
 @pytest.mark.parametrize("rules", [None, opfuse.RuleSet(())], ids=["fused", "unfused"])
 @pytest.mark.parametrize("name", HAS_OVERRIDE)

@@ -73,6 +73,7 @@ def check(model: torch.nn.Module, tensors: list[torch.Tensor], recipe: Recipe, *
     assert [name for name in names if not same(left[name], right[name])] == []
 
 
+@pytest.mark.few
 @pytest.mark.row("X04", "X05")
 @EXAMPLES
 @pytest.mark.parametrize("rounding", ["per_op", "single"])

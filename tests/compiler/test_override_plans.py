@@ -220,6 +220,7 @@ def test_b19_each_guard_of_the_table_fires_somewhere_and_nowhere():
 # -- the environment ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.row("B32")
 @pytest.mark.parametrize("value", [None, "", *ACTIVE])
 @pytest.mark.parametrize("variable", ["OPFUSE_BACKWARD_OVERRIDE", "NVTE_BACKWARD_OVERRIDE"])

@@ -339,6 +339,7 @@ def test_u06_another_format_is_an_error_that_names_both(old, new, override, monk
     assert all(map(same, before, weight_planes(model)))
 
 
+@pytest.mark.few
 @pytest.mark.row("U05", "U06")
 @pytest.mark.parametrize(("old", "new"), CHANGES)
 @pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])

@@ -543,6 +543,7 @@ CHAINS = (
 )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", ["{kind: none}", "{kind: mxfp8}", "{kind: mxfp8, backward_override: dequantized}"])
 @pytest.mark.parametrize(("direction", "pattern"), CHAINS)
 @pytest.mark.parametrize("cast", [False, True], ids=["", "autocast"])

@@ -195,6 +195,7 @@ def test_the_recipe_lives_in_the_module_and_a_region_counts_instead():
     assert not torch.equal(own, other)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recipe", [FP8, DelayedScaling(amax_history_len=2), None], ids=["current", "delayed", "ambient"])
 def test_checkpoints_recompute_what_was_computed(recipe, reentrant):

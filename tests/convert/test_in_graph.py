@@ -254,6 +254,7 @@ def without_gradient(call, model, x):
     return {name for name, each in (("x", x), *model.named_parameters()) if each.grad is None}
 
 
+@pytest.mark.few
 @pytest.mark.cpu
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("cuts", [False, True])

@@ -1237,6 +1237,7 @@ def shrunk(model, name, factor):
     return model
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", [FP8, Float8BlockScaling(), MXFP8BlockScaling()], ids=lambda recipe: recipe.kind)
 @pytest.mark.parametrize(("factor", "together"), [(2.0**-9, True), (2.0**-11, False), (1e-6, False), (0.0, True)])
 def test_weights_whose_values_are_far_apart_are_not_joined(factor, together, recipe):

@@ -75,6 +75,7 @@ class _Copies(TorchDispatchMode):
 SHAPES = [(37, 4, 2), (1, 4, 4), (5, 4, 1), (200, 2, 1), (300, 16, 3)]
 
 
+@pytest.mark.few
 @pytest.mark.row("X12")
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(("tokens", "groups", "top_k"), SHAPES)

@@ -82,6 +82,7 @@ def launched(monkeypatch, call) -> list[tuple[str, ...]]:
 # -- the bits --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.row("X12")
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("grad", [True, False])

@@ -189,6 +189,7 @@ def result(case: Case, recipe: Recipe, rules: RuleSet = RULES) -> tuple[Result, 
     return run(model, x, *extras, step=Step(recipe, rules)), case.reference(Operands(recipe), model, x, *extras)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", CASES)
 def test_r4_single_rounds_once(name, recipe):

@@ -79,6 +79,7 @@ def gradients(
     return [y.detach(), *torch.autograd.grad(y, (x, *parameters), dy)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["", "FP8"])
 @pytest.mark.parametrize(
     ("case", "own"),

@@ -309,6 +309,7 @@ EVERY_RECIPE = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.row("R10")
 @pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), *BLACKWELL])
 @pytest.mark.parametrize("kind", EVERY_RECIPE)

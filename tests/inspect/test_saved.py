@@ -63,6 +63,7 @@ class Checkpointed(torch.nn.Module):
         return self.head(self.way(self.inner, x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["none", "delayed", "mxfp8"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_in_the_model_recomputes_is_not_held(name: str, reentrant: bool) -> None:
@@ -317,6 +318,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.row("B31")
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "computed"])

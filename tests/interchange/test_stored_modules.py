@@ -470,6 +470,7 @@ def test_adapters_train_on_weights_of_a_file():
 # -- writing the experts of a plain model ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("layout", OF_LINEAR_LAYERS)
 @pytest.mark.parametrize("kind", ["mixture", "Mixtral"])
 def test_experts_are_written_one_by_one_with_the_bytes_that_training_multiplies(kind, layout):

@@ -69,6 +69,7 @@ def step(model: nn.Module, parameters: list[nn.Parameter]) -> None:
     model.zero_grad()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("layout", ["deepseek", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("make", [dense, mixture])
 @pytest.mark.parametrize("bucket_bytes", [1, 100_000, 1 << 28])

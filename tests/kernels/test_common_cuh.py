@@ -168,6 +168,7 @@ def test_r1_host_casts_every_16_bit_input_by_every_scale_rule_as_the_oracle_says
         check_equal(CASES[name].run(host, x, amax), CASES[name].run(integer, x, amax), x, amax)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("low", inputs.LOW_12_BITS[::2])
 @pytest.mark.parametrize("name", ["tensor_e4m3", "tensor_e5m2_pow2", "mx_e4m3_ceil", "nvfp4_448"])
 def test_r2_host_casts_fp32_patterns_by_scale_rules_as_the_oracle_says(host, name, low):
@@ -176,6 +177,7 @@ def test_r2_host_casts_fp32_patterns_by_scale_rules_as_the_oracle_says(host, nam
     check_equal(CASES[name].run(host, x, amax), CASES[name].run(integer, x, amax), x, amax)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("pow2", [False, True], ids=["fp32 scales", "pow2"])
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])
 def test_r1_host_scales_of_blocks_of_every_16_bit_amax_are_those_of_the_oracle(host, name, pow2):

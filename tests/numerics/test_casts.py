@@ -56,6 +56,7 @@ def test_r18_delayed_cast_shows_nonfinite_elements_only(element):
     assert current.tolist() == [[top, top, 0x80 | top, 0x7F, top]]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shape", [(128, 256), (130, 200), (1, 5), (5, 1)])
 @pytest.mark.parametrize(("eps", "pow2"), [(0.0, False), (1e-3, False), (1e-3, True)])
 @each_dtype
@@ -89,6 +90,7 @@ def test_lines_whose_amaxes_are_known_saturate_above_them():
     assert scale.tolist() == [torch.tensor(2 / 448).item(), torch.tensor(4 / 448).item()]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shape", [(128, 256), (130, 200), (1, 5), (257, 130)])
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "fp32 scales"])
@@ -115,6 +117,7 @@ def test_block_cast_of_e5m2_with_epsilon():
     assert same(scale, casts.store_blocks(scales, dims=1))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("swizzled", [False, True], ids=["compact", "swizzled"])
 @pytest.mark.parametrize("rows", [1, 32], ids=["1x32", "32x32"])
 @each_dtype
@@ -149,6 +152,7 @@ def test_tile_casts_agree_between_planes():
         assert torch.equal(load_data(nv_row[0], layouts[0]), load_data(nv_column[0], layouts[1]).t())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("swizzled", [False, True], ids=["compact", "swizzled"])
 @pytest.mark.parametrize("rows", [1, 16], ids=["1x16", "16x16"])
 @each_dtype
@@ -179,6 +183,7 @@ def test_nv_row_scaled_cast(usage, error):
     assert same(scale, casts.store_tiled(scales, across=False, swizzled=False))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rows", [1, 16], ids=["1x16", "16x16"])
 @pytest.mark.parametrize("mode", ["MAE", "MSE"])
 @each_usage

@@ -85,6 +85,7 @@ def test_block_scaled(dtype, usage, dims, shape):
     same(dequantize(data, scale, None, layout=layout, dtype=dtype), rounded(expected, dtype))
 
 
+@pytest.mark.few
 @pytest.mark.row("D01", "D03", "D05")
 @each_dtype
 @each_usage
@@ -135,6 +136,7 @@ def nv_exact(codes: np.ndarray, scales: np.ndarray, amaxes: np.ndarray, encode_m
     return (casts.decode(codes, "e2m1").astype(np.float32) * blocks) * (amaxes * np.float32(1 / (6 * encode_max)))
 
 
+@pytest.mark.few
 @pytest.mark.row("D02", "D03", "D05")
 @each_dtype
 @each_usage

@@ -70,6 +70,7 @@ def test_r1_r3_every_16_bit_input_encodes_as_the_oracles_say(element, source):
     check_casts(inputs.ALL[source](), element)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("low", inputs.LOW_12_BITS)
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_r2_r3_fp32_patterns_encode_as_the_oracles_say(element, low):
@@ -90,6 +91,7 @@ def test_r1_r3_every_code_decodes_as_the_oracles_say(element):
     )
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", SIXTEEN_BITS)
 @pytest.mark.parametrize("low", inputs.LOW_12_BITS)
 def test_r3_oracles_agree_on_the_rounding_to_16_bits(name, low):
@@ -119,6 +121,7 @@ def test_r2_every_scale_rule_casts_all_fp32_patterns_as_the_oracle_says(name, lo
     check_equal(CASES[name].run(package, x, amax), CASES[name].run(integer, x, amax), x, amax)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("low", inputs.LOW_12_BITS[::2])
 @pytest.mark.parametrize("name", ["tensor_e4m3", "tensor_e5m2_pow2", "mx_e4m3_ceil", "mx_e5m2_floor", "nvfp4_448"])
 def test_r2_r3_scale_rules_cast_fp32_patterns_as_the_oracles_say(name, low):

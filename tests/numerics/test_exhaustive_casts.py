@@ -103,6 +103,7 @@ def tensor_of(scales: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(scales.ravel()[:1].view(np.float32).copy())
 
 
+@pytest.mark.few(2)
 @SOURCES
 @ELEMENTS
 @pytest.mark.parametrize("pow2", [False, True])
@@ -131,6 +132,7 @@ def test_r1_r18_delayed_casts_of_every_input_show_what_is_not_finite(source, ele
     check_equal(stored(load_data(data, layout)), codes, bits)
 
 
+@pytest.mark.few(2)
 @planes("sorted", "shuffled", "finite")
 @ELEMENTS
 @pytest.mark.parametrize("pow2", [False, True])
@@ -142,6 +144,7 @@ def test_r1_row_casts_of_every_input(given, element, pow2):
     check_dequantized((data, scale, None), layout, integer.multiply(integer.decode(codes, element.name), inverse))
 
 
+@pytest.mark.few(2)
 @planes("sorted", "shuffled", "finite")
 @ELEMENTS
 @pytest.mark.parametrize("pow2", [False, True])
@@ -156,6 +159,7 @@ def test_r1_block_casts_of_every_input(given, element, pow2, dims):
     check_dequantized((data, scale, None), layout, integer.multiply(integer.decode(codes, element.name), inverse))
 
 
+@pytest.mark.few(2)
 @planes("sorted", "shuffled", "finite")
 @ELEMENTS
 @pytest.mark.parametrize("rounding", ["ceil", "floor"])
@@ -175,6 +179,7 @@ def nvfp4_values(codes: np.ndarray, byte: np.ndarray, amax: np.ndarray, encode_m
     return integer.multiply(integer.multiply(integer.decode(codes, "e2m1"), integer.decode(byte, "e4m3")), level)
 
 
+@pytest.mark.few(2)
 @planes("sorted", "shuffled", "finite")
 @pytest.mark.parametrize(
     ("form", "rows"),

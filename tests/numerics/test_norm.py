@@ -189,6 +189,7 @@ class _L2(torch.autograd.Function):
         return l2_normalization_backward(dy, *ctx.saved_tensors)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 @pytest.mark.parametrize("trailing", [(6,), (3, 6)])
 def test_r6_gradcheck_of_every_norm(trailing, zero_centered_gamma):

@@ -54,6 +54,7 @@ def same(a, b):
     return a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("low", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize(("name", "case"), BASIC, ids=[name for name, _ in BASIC])
 def test_a_fused_forward_that_saves_the_declared_names_alone_trains(name, case, low):

@@ -90,6 +90,7 @@ def exact(op, x, targets, incoming=1.0):
     return (loss.detach(), *grads[1:]), (total, *bounds)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("rows", "dtype"), [(19, torch.float32), (19, torch.bfloat16), (1, torch.float32), (16, torch.bfloat16)])
@@ -239,6 +240,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("trains", [True, False])
 def test_logits_of_all_rows_are_never_there(reduction, trains):

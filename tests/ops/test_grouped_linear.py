@@ -192,6 +192,7 @@ def test_groups_of_few_rows_are_multiplied_in_one_launch(sizes, reach, form, for
     assert made == []
 
 
+@pytest.mark.few
 @pytest.mark.row("B24")
 @every_form
 @pytest.mark.parametrize(("name", "override"), CASES)
@@ -275,6 +276,7 @@ def test_scaled_bias_is_the_bias_times_the_scale_of_the_row(form):
     assert same(y, torch.cat(wanted).detach())
 
 
+@pytest.mark.few
 @pytest.mark.row("B25", "B07")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @every_split
@@ -299,6 +301,7 @@ def test_leading_dimensions_are_rows(leading, name, override):
 # -- planes, saved state -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.row("B25", "B08", "B09")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @pytest.mark.parametrize("override", OVERRIDES)
@@ -410,6 +413,7 @@ PADDED = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.row("B24", "B28")
 @every_form
 @pytest.mark.parametrize("name", PADDED)
@@ -507,6 +511,7 @@ def test_u04_training_and_inference_alternate_on_stored_weights(name, override, 
         assert [differences(found, fresh) for found in steps] == [[], []]
 
 
+@pytest.mark.few
 @pytest.mark.row("U04")
 @pytest.mark.cpu  # a device's product of all groups adds in an order of its own
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
@@ -572,6 +577,7 @@ def test_u04_groups_of_a_weight_stored_as_one_are_read_and_written_one_by_one(na
     assert same(step(op, x, EVEN, recipe)["output"], step(apart, x, EVEN, recipe)["output"])
 
 
+@pytest.mark.few
 @pytest.mark.row("U04", "U02")
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("name", [*HAS_OVERRIDE, "delayed"])
@@ -648,6 +654,7 @@ def test_a_per_tensor_weight_stored_as_one_derives_its_columnwise_plane():
 # -- dtypes, names, keys -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.row("H15")
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("name", ["none", *HAS_OVERRIDE])
@@ -779,6 +786,7 @@ class Block(ops.FusedOperation):
         return super().fuser_backward(basic_op_ctxs, grad_output, **given)
 
 
+@pytest.mark.few
 @every_form
 @pytest.mark.parametrize(("name", "override"), CASES)
 def test_a_fused_op_of_the_user_casts_groups_as_the_pipeline_does(name, override, form):

@@ -46,6 +46,7 @@ def buffered(model):
     return model
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_sum_in_fp32_is_that_of_the_gradients(form, recipe):

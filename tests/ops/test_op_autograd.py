@@ -94,6 +94,7 @@ def test_hooks_on_tensors_and_parameters():
 # -- torch.autocast ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [case for _, case in ALL], ids=[name for name, _ in ALL])
 def test_torch_autocast_sets_the_compute_dtype(case, dtype):

@@ -80,6 +80,7 @@ ARITHMETIC = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("case", [case for _, case in ARITHMETIC], ids=[name for name, _ in ARITHMETIC])
 def test_a_dtype_that_no_op_computes_in(case, dtype):

@@ -43,6 +43,7 @@ def test_r6_gradcheck(case):
 LEADING = [(), (4,), (1, 1), (2, 1, 2, 2)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("leading", LEADING, ids=str)
 @every_case
 def test_r6_leading_dimensions(case, leading):
@@ -64,6 +65,7 @@ def bound(want, dtype):
     return half_ulp + 64 * EPS * want.abs().amax().clamp(min=1e-6)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [case for _, case in ALL if case.roundings == 1], ids=[n for n, c in ALL if c.roundings == 1])
 def test_values_and_gradients_are_rounded_once(case, dtype):

@@ -130,6 +130,7 @@ QUANTIZERS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.row("X11")
 @every_size
 @pytest.mark.parametrize("usages", [USAGES, USAGES[:1], USAGES[1:]], ids=str)
@@ -242,6 +243,7 @@ SCALED = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.row("B24", "X11")
 @pytest.mark.parametrize("kind", SCALED)
 @pytest.mark.parametrize("name", ["one weight", "experts"])
@@ -269,6 +271,7 @@ OVERRIDDEN = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.row("B25")
 @pytest.mark.parametrize("recipe", OVERRIDDEN, ids=lambda recipe: f"{recipe.kind} {recipe.backward_override}")
 @pytest.mark.parametrize(
@@ -315,6 +318,7 @@ def test_rows_are_no_groups_of_what_was_not_cast_apart():
             groups_of(made, SIZES[0])
 
 
+@pytest.mark.few
 @pytest.mark.row("X11")
 @pytest.mark.parametrize("kind", ["blocks", *SCALED])
 @pytest.mark.parametrize("form", [{}, {"single_grouped_weight": True}], ids=["apart", "single"])
@@ -337,6 +341,7 @@ def test_gradients_that_are_added_to_main_grad(overwritten, form, kind, request)
     assert all(map(same, *found))
 
 
+@pytest.mark.few
 @pytest.mark.row("B24", "X11")
 @every_size
 @pytest.mark.parametrize("name", MODELS)

@@ -168,6 +168,7 @@ def mapped(model, fresh, path):
 FILES = [model_files, files, shards_on_meta, weights_only, mapped]
 
 
+@pytest.mark.few
 @pytest.mark.cpu
 @pytest.mark.row("H28")
 @every_recipe
@@ -201,6 +202,7 @@ def modules(model, fresh, path):
     dcp.load({"model": fresh}, checkpoint_id=path)
 
 
+@pytest.mark.few
 @pytest.mark.cpu
 @pytest.mark.row("H28")
 @every_recipe
@@ -247,6 +249,7 @@ def test_a_checkpoint_that_is_read_into_the_models_own_tensors_is_missed_aloud_t
     step(used, DELAYED)
 
 
+@pytest.mark.few
 @pytest.mark.cpu
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize("through", [plain_dictionaries, model_dictionaries])

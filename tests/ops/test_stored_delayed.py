@@ -101,6 +101,7 @@ def test_u12_the_first_scale_is_of_the_initial_values(form, kind):
     assert_rounded(layer, [matrix for value in preserved for matrix in value.view(-1, *value.shape[-2:])])
 
 
+@pytest.mark.few
 @pytest.mark.row("U12")
 @pytest.mark.parametrize("factor", [1e-4, 4.0, 1e5])
 @pytest.mark.parametrize("write", WRITES)
@@ -132,6 +133,7 @@ def test_u12_fill_and_draws_arrive(kind):
         assert_rounded(layer, [torch.nn.init.normal_(torch.empty(32, 64, dtype=BF16), std=0.7071)])
 
 
+@pytest.mark.few
 @pytest.mark.row("U12")
 @every_recipe
 @every_form

@@ -82,6 +82,7 @@ def assert_same(ones, others) -> None:
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ones, others))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ten_steps_equal_the_loop_by_hand_bit_for_bit(kind, name):

@@ -39,6 +39,7 @@ FP8 = torch.float8_e4m3fn
 LISTED = {**RECIPES, "high precision": CustomRecipe(qfactory=lambda role: IdentityQuantizer(), batch_invariant=True)}
 
 
+@pytest.mark.few
 @pytest.mark.row("X07")
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("kind", LISTED)

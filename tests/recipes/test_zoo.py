@@ -134,6 +134,7 @@ def test_x03_a_preset_is_its_explicit_formula(preset):
     assert same(got["grad of 0.bias"], dy.float().sum(0).to(BF16))
 
 
+@pytest.mark.few
 @pytest.mark.row("X03", "H33")
 @pytest.mark.parametrize("preset", EQUALS)
 @pytest.mark.parametrize("composed", COMPOSED)

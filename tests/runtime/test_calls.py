@@ -131,6 +131,7 @@ def test_calls_of_a_step_do_not_grow_with_the_experts_whose_weights_are_kept(mon
     assert many <= 780
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling()], ids=lambda recipe: recipe.kind)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_repeat_both_runs(recipe: Recipe, reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def test_recomputed_is_bitwise_what_was_not(recipe: str, checkpoint: Checkpoint)
         assert not torch.equal(wanted[0], trained(plain, None)[0])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("inner", [True, False])
 def test_all_calls_of_a_checkpoint_within_another_are_those_of_a_plain_run(outer: bool, inner: bool) -> None:
@@ -93,6 +94,7 @@ def test_all_calls_of_a_checkpoint_within_another_are_those_of_a_plain_run(outer
     assert all(map(torch.equal, trained(within, delayed), trained(plain, delayed)))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("outer", [True, False])
 @pytest.mark.parametrize("inner", [True, False])
 def test_calls_of_one_pipeline_in_checkpoints_within_others_keep_the_recipe_of_each(outer: bool, inner: bool) -> None:
@@ -362,6 +364,7 @@ def test_torch_checkpoints_in_high_precision_run_beside_recipes(reentrant: bool)
     assert torch.equal(*found)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda x: x[..., :8].mul_(2)], ids=["all", "through a view"])
 @pytest.mark.parametrize("kind", ["none", "fp8_current"])
 def test_a_write_to_what_the_recomputation_saved_is_refused(kind: str, write: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -519,6 +522,7 @@ def test_what_an_op_calls_in_its_backward_pass_is_a_call_of_its_own() -> None:
     assert not torch.equal(*seen)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("recipe", ["none", "fp8_current", "delayed"])
 def test_a_backward_pass_inside_a_checkpoint_is_the_same_again_or_refused(recipe: str, reentrant: bool) -> None:

@@ -67,6 +67,7 @@ class Training:
         return [name for name, was, now in zip(Fixed._fields, before, self.fixed()) if was != now]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", [recipes.DelayedScaling, recipes.Float8BlockScaling], ids=lambda recipe: recipe.__name__)
 @pytest.mark.parametrize("how", [{}, {"fused": True}, {"fused": True, "compiled": True}], ids=["ops", "converted", "compiled"])
 def test_steps_of_several_shapes_and_evaluations_change_nothing(recipe, how):

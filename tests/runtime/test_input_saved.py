@@ -66,6 +66,7 @@ def compiled(model):
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
+@pytest.mark.few
 @pytest.mark.row("B35")
 @pytest.mark.parametrize("how", [lambda model: model, compiled], ids=["called", "compiled"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -654,6 +654,7 @@ def test_saved_tensors_that_hooks_move_have_the_same_bits():
     both(script)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("recipe", [RECIPE, recipes.Float8CurrentScaling()], ids=["", "current"])
 @pytest.mark.parametrize("calls", [1, 2, 4])
 def test_a_checkpoint_repeats_its_call_with_or_without_kept_casts(calls: int, recipe: recipes.Recipe):

@@ -115,6 +115,7 @@ def test_a_tensor_that_an_op_writes_into_is_refused():
         op(x, negative(0))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("turned", [Turned, lambda: TurnedTwice([ops.Identity(), ops.Identity()])], ids=["an op", "a fused op"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_results_of_an_op_count_and_not_what_lies_in_memory(recipe, turned):

@@ -363,6 +363,7 @@ class Drawn:
         return [launch("negate", grad, room(grad)), *(launch(entry, saved[i], room(grad)) for entry, i in self.read)]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("small", [SMALL, 0], ids=["small", "large"])
 @pytest.mark.parametrize("seed", range(40))
 def test_random_passes_have_their_values_however_they_are_packed(seed, small, monkeypatch):

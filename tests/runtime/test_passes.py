@@ -253,6 +253,7 @@ class RaisesAtTimes(Odd):
         return super(Odd, self).quantize(x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize(("odd", "role"), in_turn([Draws, LeavesPlanesOut, Reuses, RaisesAtTimes], ["weight", "input"], of=2))
 def test_a_quantizer_that_does_as_it_pleases(odd, role, train):
@@ -268,6 +269,7 @@ class Same(Float8CurrentScalingQuantizer):
         return super().quantize(x)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("first", [lambda: ops.RMSNorm(SIZE), lambda: ops.Linear(SIZE, SIZE), ops.SReLU])
 def test_a_cast_by_a_users_quantizer_begins_a_segment(first, train):

@@ -33,6 +33,7 @@ class Stack(nn.Module):
 NAMES = ["layers.0", "layers.0, backward", "layers.1", "layers.1, backward"]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_a_profile_names_each_pipeline_in_both_passes(compiled, steps):

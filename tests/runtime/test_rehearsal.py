@@ -127,6 +127,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize("name", ["none", "delayed", "fp8_current", "fp8_block"])
 @pytest.mark.parametrize("layer", LAYERS)

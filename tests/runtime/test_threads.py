@@ -137,6 +137,7 @@ def test_a_thread_has_no_recipe_until_it_enters_a_region():
     assert found is None
 
 
+@pytest.mark.few
 @pytest.mark.row("R13")
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

@@ -54,6 +54,7 @@ def test_groups_are_taken_apart_and_put_together_again(kind, padded):
     assert twin.record.structure == made.record.structure
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [*QUANTIZERS, "rotated"])
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
 @pytest.mark.parametrize("rows", [33, 128])

@@ -118,6 +118,7 @@ def test_h03_a_direction_alone_has_the_bytes_it_has_beside_the_other(make, usage
     equal(both.only(usage, why="compared"), alone)
 
 
+@pytest.mark.few
 @pytest.mark.row("B15")
 @each
 @each_dtype
@@ -472,6 +473,7 @@ def test_g20_mxfp8_options_reach_the_cast(rows, rounding, usage):
     assert same(plane.scale, casts.store_tiled(scales, across=usage == COLUMNWISE, swizzled=True))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize(("mode", "encode_max"), [("MAE", 256), ("MSE", 256), ("MAE", 448)])
 def test_nvfp4_4over6_options_reach_the_cast(rows, mode, encode_max):
@@ -628,6 +630,7 @@ def test_h26_stochastic_rounding_repeats_under_the_same_generator_state():
     equal(quantizer.wanting(rowwise=False).quantize(x), first.only(COLUMNWISE, why=""))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("value", "low", "high", "share"), [(0.3, 0.0, 0.5, 0.5977), (1.75, 1.5, 2.0, 0.5), (5.0, 4.0, 6.0, 0.5)]
 )

@@ -134,6 +134,7 @@ def test_a_later_gather_refills_the_parameter_without_a_new_version(kind):
 STATELESS = [kind for kind in QUANTIZERS if not QUANTIZERS[kind]().state]
 
 
+@pytest.mark.few
 @pytest.mark.row("H20")
 @pytest.mark.parametrize("kind", STATELESS)
 @pytest.mark.parametrize("ranks", [1, 2])

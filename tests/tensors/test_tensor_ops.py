@@ -53,6 +53,7 @@ PURE = {
 VIEWS = {"t", "permute", "columns", "step", "row", "view", "reshape", "expand", "as_strided", "chunk columns"}
 
 
+@pytest.mark.few
 @every_kind
 @pytest.mark.parametrize("name", PURE)
 def test_operations_compute_on_the_decoded_values_and_return_plain_tensors(kind, name):
@@ -301,6 +302,7 @@ CLONES = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.row("H24")
 @every_kind
 @pytest.mark.parametrize("name", CLONES)
@@ -426,6 +428,7 @@ VIEW_WRITES = {
 }
 
 
+@pytest.mark.few
 @every_kind
 @pytest.mark.parametrize("name", sorted(VIEWS))
 def test_a_view_that_is_a_copy_refuses_every_write(kind, name):

@@ -151,6 +151,7 @@ def experts(router: ops.TokenDispatch, *middle: torch.nn.Module) -> tuple[torch.
     return router, *middle, combine, ops.Linear(64, 256)
 
 
+@pytest.mark.few
 @pytest.mark.row("B25", "B06")
 @pytest.mark.parametrize("kind", [None, *KINDS])
 @pytest.mark.parametrize("options", GROUPED.values(), ids=GROUPED)

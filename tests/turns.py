@@ -27,15 +27,16 @@ def in_turn(*axes: Iterable[Any], of: int) -> list[Any]:
 def leave_to_slow(items: Iterable[pytest.Item]) -> None:
     """Of each test with the marker ``few`` the combinations that hold no new value of any ``parametrize`` get the marker slow.
 
-    With ``few(2)`` those that hold no new pair of values.
+    With ``few(2)`` those that hold no new pair of values. What one ``parametrize`` gives together is one value; with
+    ``few(apart=True)`` each of its names has values of its own.
     """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test in tests.values():
-        size = next(iter(test[0].get_closest_marker("few").args), 1)  # type: ignore[union-attr]
-        chosen = few([_values(item) for item in test], size)
+        how: pytest.Mark = test[0].get_closest_marker("few")  # type: ignore[assignment]
+        chosen = few([_values(item, **how.kwargs) for item in test], *how.args)
         for number, item in enumerate(test):
             if number not in chosen:
                 item.add_marker(pytest.mark.slow)
@@ -58,12 +59,12 @@ def few(combinations: Sequence[set[Any]], size: int = 1) -> set[int]:
     return chosen
 
 
-def _values(item: pytest.Item) -> set[Any]:
-    """What each ``parametrize`` of the test gives it; what one gives together is one value."""
+def _values(item: pytest.Item, *, apart: bool = False) -> set[Any]:
+    """What each ``parametrize`` of the test gives it, with its names."""
     params, found = dict(item.callspec.params), set()  # type: ignore[attr-defined]
-    args = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    args = [] if apart else [mark.args[0] for mark in item.iter_markers("parametrize")]
     together = [[name.strip() for name in each.split(",")] if isinstance(each, str) else each for each in args]
-    for names in (*together, *([name] for name in params.keys() - set(itertools.chain(*together)))):  # those of fixtures
+    for names in (*together, *([name] for name in params.keys() - set(itertools.chain(*together)))):  # all others alone
         given = [(name, params[name]) for name in names]
         found.add(tuple((name, value if _is_hashable(value) else id(value)) for name, value in given))
     return found

@@ -80,6 +80,7 @@ def product(name: str, fmt: str, tensors: dict[str, torch.Tensor]) -> torch.Tens
 # -- formats by product ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2, apart=True)
 @pytest.mark.row("H01", "H13", "H14")
 @pytest.mark.parametrize(("fprop", "dgrad", "wgrad"), list(itertools.product(FORMATS, repeat=3)))
 def test_h01_h13_h14_each_product_has_its_format(fprop, dgrad, wgrad):

@@ -72,6 +72,7 @@ def remade_of(model, recipe):
     return [each for plan in plans for operands in plan.rematerialized.values() for each in operands]
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("B35")
 @pytest.mark.parametrize(("kind", "override"), in_turn(SETTINGS, of=2))
 def test_b35_recompute_changes_no_bit(kind, override):
@@ -223,6 +224,7 @@ def expert_bytes(model, recipe):
         return opfuse.saved(model, randn(int(SPLITS.sum()), WIDTH).requires_grad_(), SPLITS, SPLITS)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("B35")
 @pytest.mark.parametrize(("kind", "override", "single"), in_turn(SETTINGS, (True, False), of=4))
 def test_b35_casts_of_experts_are_made_anew_group_by_group(kind, override, single):
@@ -368,6 +370,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("B35")
 @pytest.mark.parametrize(
     ("behind", "routing", "grouped", "frozen"), in_turn(BEHIND, [permute, of_gate], [False, True], [False, True], of=2)

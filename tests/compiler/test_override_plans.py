@@ -177,6 +177,7 @@ def passes_of(rule: Fusion, result: Result) -> set[str]:
     return {side for side in PASSES[JOINT] for segment in segments for group in getattr(segment, side) if group.rule is rule}
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("B19")
 @pytest.mark.parametrize(("guards", "override", "frozen"), in_turn(GUARDS, OVERRIDES, [False, True], of=2))
 def test_b19_a_rule_of_both_passes_runs_in_both_or_in_none(guards, override, frozen):

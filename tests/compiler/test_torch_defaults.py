@@ -54,6 +54,7 @@ def trained(model: torch.nn.Module, recipe: recipes.Recipe | None) -> dict[str, 
 X = randn(ROWS, WIDTH)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("name", "override"), [CASES[0], *in_turn(CASES[1:], of=2)])
 def test_a_step_does_not_see_them(name: str, override: str | None) -> None:
     made, recipe = model(), recipe_for(name, override)

@@ -89,6 +89,7 @@ def infer(model: torch.nn.Module, x: torch.Tensor, recipe: Recipe | None) -> tor
 ALTERNATING = ("train infer train infer", "infer train infer train")
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("U01", "U13")
 @pytest.mark.parametrize(
     ("name", "override", "stages", "stored", "bias"), in_turn(CASES, ALTERNATING, (True, False), (True, False), of=4)
@@ -114,6 +115,7 @@ def test_u01_u13_training_and_inference_alternate(name, override, stages, stored
             assert parameter.usages == parameter.quantizer.usages == USAGES
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("U01")
 @pytest.mark.parametrize(("name", "override"), in_turn(QUANTIZED, of=2))
 def test_u01_validation_between_steps_changes_no_training(name, override):

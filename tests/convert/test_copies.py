@@ -66,6 +66,7 @@ def anew():
     torch._dynamo.reset()
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.filterwarnings("ignore:.*shallow copy:opfuse.errors.OpfuseWarning")
 @pytest.mark.parametrize(("kind", "copied", "how"), in_turn(KINDS, COPIES, CALLS, of=2))
 def test_a_compiled_copy_has_the_results_of_the_plain_copy(anew, kind, copied, how):

@@ -219,6 +219,7 @@ def test_every_rule_fires_among_the_others():
     assert never == set(), "others take all their ops in RULES: put these further up, before what is more general"
 
 
+@pytest.mark.few(2, apart=True)
 @pytest.mark.row("B21")
 @pytest.mark.parametrize(("rule", "name", "override", "dtype"), in_turn(RULES.rules, CASES, DTYPES, of=2 * len(DTYPES)))
 def test_r4_fused_equals_unfused(rule, name, override, dtype):

@@ -28,6 +28,7 @@ FIRES = {
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
+@pytest.mark.few(2, apart=True)
 @pytest.mark.row("B21")
 @pytest.mark.parametrize(("composed", "name", "override", "dtype"), in_turn(COMPOSED, CASES, DTYPES, of=3 * len(DTYPES)))
 def test_r4_composed_pipelines(composed, name, override, dtype):

@@ -170,6 +170,7 @@ THROUGH_AN_INDEX = {
 the results. Amaxes of tokens, under "current", need no index."""
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("X12")
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize(("recipe", "when"), THROUGH_AN_INDEX)

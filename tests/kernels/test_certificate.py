@@ -366,6 +366,7 @@ PLANTED += [
 ]
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("fault", "family", "row"), PLANTED, ids=[f"{fault.__name__} {row.name}" for fault, _, row in PLANTED])
 def test_each_planted_fault_is_found(fault: Callable[..., None], family: str, row: Backend, library: Callable[..., None]) -> None:
     library(row, fault)

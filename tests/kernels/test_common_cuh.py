@@ -161,6 +161,7 @@ def test_r1_host_decodes_every_code_as_the_oracle_says(host, name):
     check_equal(host.decode(codes, name), integer.decode(codes, name), codes)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("name", "source"), [pair for pair in SOURCED if not pair[0].endswith("floor")])
 def test_r1_host_casts_every_16_bit_input_by_every_scale_rule_as_the_oracle_says(host, name, source):
     x = inputs.ALL[source]()

@@ -134,6 +134,7 @@ def name_in(rows: tuple[Backend, ...], machine: Machine, refused: str) -> str:
     return refused if refused or isinstance(row, str) else row.name
 
 
+@pytest.mark.few(2, apart=True)
 @pytest.mark.row("R10")
 @pytest.mark.parametrize(("recipe", "arch", "name"), CELLS)
 def test_r10_what_each_device_calls(recipe: str, arch: tuple[int, int], name: str, library: Callable[..., None]) -> None:  # noqa: F811

@@ -85,6 +85,7 @@ def by_hand(logits: np.ndarray, target: int, how: CrossEntropy) -> tuple[np.floa
     return loss, shares * (one - tangent * tangent) if how.softcap is not None else shares
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("words", "how"), in_turn([1, 13, 4099, TILE + STRIDE + 21], zip(HOWS), of=2))
 def test_every_operation_and_its_order_are_those_of_the_definition(words, how):
     logits, targets = drawn(words, rows=2)

@@ -104,6 +104,7 @@ def layers_of(op: ops.GroupedLinear) -> list[ops.Linear]:
 # -- values --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("B24", "B25")
 @pytest.mark.parametrize(("name", "override", "splits", "form"), in_turn(CASES, zip(SPLITS), FORMS.values(), of=len(FORMS)))
 def test_b24_b25_every_group_is_a_linear_of_its_own(name, override, splits, form):
@@ -487,6 +488,7 @@ def stored(recipe: recipes.Recipe, **form: object) -> ops.GroupedLinear:
         return grouped(4, **form)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("U04")
 @pytest.mark.parametrize(
     ("name", "override", "stages", "form"),
@@ -757,6 +759,7 @@ def test_arguments_that_do_not_fit_are_refused():
         ops.TokenCombine()(torch.ones(3, 8), torch.tensor([[0], [1]]))
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("name", "override", "form"), in_turn(CASES, FORMS, of=2))
 def test_delayed_weight_gradients_are_those_that_were_put_off(name, override, form):
     recipe, form, inputs = recipe_of(name, override), FORMS[form], [randn(128, K, seed=i) for i in range(2)]
@@ -786,7 +789,7 @@ class Block(ops.FusedOperation):
         return super().fuser_backward(basic_op_ctxs, grad_output, **given)
 
 
-@pytest.mark.few
+@pytest.mark.few(apart=True)
 @every_form
 @pytest.mark.parametrize(("name", "override"), CASES)
 def test_a_fused_op_of_the_user_casts_groups_as_the_pipeline_does(name, override, form):
@@ -859,6 +862,7 @@ def test_the_gate_computes_in_fp32_under_torch_autocast(dtype):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("name", "override"), CASES)
 def test_a_mixture_of_experts_trains_under_every_recipe(name, override):
     model, x = moe(BF16, pad_splits=True), randn(96, K).requires_grad_()

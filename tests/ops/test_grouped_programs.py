@@ -56,6 +56,7 @@ def assert_same(model, other, recipe, splits, call: int, **options: bool) -> Non
     assert all(map(torch.equal, got, wanted)), call
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("B21")
 @pytest.mark.parametrize(("number", "name", "override"), [(i % 3, *case) for i, case in enumerate(CASES)])
 def test_a_training_step_with_sizes_of_the_host_is_a_program(number, name, override):

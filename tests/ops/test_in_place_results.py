@@ -43,6 +43,7 @@ def equal(results, wanted):
     return all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("name", "recipe", "bias", "rank"), in_turn(MODULES, RECIPES, (True, False), RANKS, of=len(RANKS)))
 def test_an_activation_in_place_behind_a_pipeline(name, rank, bias, recipe):
     recipe = RECIPES[recipe]
@@ -64,6 +65,7 @@ def test_modules_of_torch_around_an_op():
     )
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("name", "rows"), in_turn(sorted(SINGLE), ["none", "3", "2 3", "2 1 3", "0 3"], of=2))
 def test_every_output_of_every_op_but_a_copy_may_be_changed_in_place(name, rows):
     case, leading = SINGLE[name], tuple(int(size) for size in rows.split() if size != "none")

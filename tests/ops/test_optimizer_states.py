@@ -166,6 +166,7 @@ def test_kept_casts_see_what_a_step_wrote(compiled: bool) -> None:
             assert torch.equal(fresh(x), after)
 
 
+@pytest.mark.few(apart=True)
 @eager
 @pytest.mark.row("H28")
 @pytest.mark.parametrize(("way", "name", "masters"), in_turn(["torch.save", "DCP"], STATES, MASTERS, of=2))

@@ -57,6 +57,7 @@ def used(state, *, recipe, backward=False, values=None):
         quantizer(torch.as_tensor(values, dtype=torch.float32).reshape(1, -1))
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [-2, 0, 1, 3])
 def test_update_rule_is_bitwise_the_formula(algorithm, margin):

@@ -309,6 +309,7 @@ def nestings():
         yield pytest.param(kind, shape, *place, marks=() if (i + j + k) % (2 * len(SHAPES)) == 0 else pytest.mark.slow)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("H26")
 @pytest.mark.parametrize(("kind", "shape", "place", "between"), [*nestings()])
 def test_checkpoints_find_the_region_and_the_scales_of_the_forward_pass(kind: str, shape: str, place: str, between: str) -> None:

@@ -127,6 +127,7 @@ def microbatches(run: Run, scope: KeptWeights | None) -> None:
         run.call()
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("B21")
 @pytest.mark.parametrize(("name", "override"), [CASES[0], *in_turn(CASES[1:], of=2)])
 def test_microbatches_steps_and_evaluation_have_the_same_bits(name: str, override: str | None, casts: list[str]):

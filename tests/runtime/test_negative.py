@@ -86,6 +86,7 @@ def model_of() -> ops.Sequential:
     return ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput(), ops.RMSNorm(64), ops.GELU(), ops.Linear(64, 64))
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("place", "how", "recipe"), in_turn((0, 1, 2), ("repeated", "interpreted", "compiled"), RECIPES, of=4))
 def test_values_count_and_not_what_lies_in_memory(place, how, recipe):
     """Also where a program was recorded for tensors without the bit, which looks the same."""

@@ -19,6 +19,7 @@ from tests.compiler.harness import CASES, Step, differences, mlp, randn, recipe_
 CODES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("H25")
 @pytest.mark.parametrize(("name", "override"), CASES)
 def test_h25_saved_planes_leave_and_come_back_with_the_same_bits(name, override):

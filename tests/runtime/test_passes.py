@@ -119,6 +119,7 @@ def repeated(model):
     return found
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("kind", "name", "override"), [*in_turn(SCOPES, CASES, of=5), *((role, "", None) for role in ROLES)])
 def test_the_other_pass_is_a_program_with_the_bits_of_the_interpreter(kind, name, override):
     model = first_half()

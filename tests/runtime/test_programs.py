@@ -132,6 +132,7 @@ def compared(model, recipe, **options) -> None:
     assert_same(run(model, recipe, **options), wanted)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("B21")
 @pytest.mark.parametrize(
     ("pipeline", "name", "override", "stage"), in_turn(PIPELINES, CASES, ("training", "inference"), of=len(PIPELINES))

@@ -124,6 +124,7 @@ def compared(model, recipe, *, calls=5, **options) -> None:
     assert programs_of(other) == []
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("pipeline", "name", "override", "train"), in_turn(PIPELINES, CASES, (True, False), of=len(PIPELINES)))
 def test_steps_equal_the_interpreter(pipeline, name, override, train):
     model = model_of(*PIPELINES[pipeline]())
@@ -287,6 +288,7 @@ ODD = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("odd", "recipe", "alone"), in_turn(ODD, ("none", "delayed", "fp8_current"), (True, False), of=4))
 def test_an_op_that_does_as_it_pleases(odd, recipe, alone):
     """Behind a program, and before a cast of the library, which must see what the op made in this call."""
@@ -320,6 +322,7 @@ class Within(Inherited):
         return y.view(-1, 2, SIZE // 2).transpose(0, 1).contiguous().view(y.shape)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("name", "override"), [CASES[0], *in_turn(CASES[1:], of=2)])
 def test_methods_between_casts_of_their_own_segment(name, override):
     compared(model_of(ops.Linear(SIZE, SIZE), Within(SIZE, SIZE), OwnStep()), recipe_for(name, override))

@@ -64,6 +64,7 @@ def by_own_code(quantizer):
     return found
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("pipeline", "name", "override"), in_turn(PIPELINES, CASES[2:], of=6))
 def test_beside_every_recipe(pipeline, name, override):
     model, base, known = made(pipeline), recipe_for(name, override), {}

@@ -104,6 +104,7 @@ def output(model, recipe):
         return model(torch.randn(128, 128, requires_grad=True))
 
 
+@pytest.mark.few(apart=True)
 @every_recipe
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 def test_a_model_loads_its_planes(recipe, assign):

@@ -168,6 +168,7 @@ def test_r10_noncontiguous_and_parameter_inputs(make):
         assert not any(tensor.requires_grad for tensor in storage.tensors())
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("D04")
 @each
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 0)])

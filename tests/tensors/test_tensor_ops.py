@@ -159,6 +159,7 @@ WRITES = {
 }
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.row("U12")
 @pytest.mark.parametrize(("kind", "name"), in_turn(QUANTIZERS, WRITES, of=2))
 def test_u12_writes_reach_every_plane(kind, name):

@@ -249,6 +249,7 @@ def plain_tensors(state):
             yield value
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("kind", "foreach", "name"), in_turn(QUANTIZERS, (False, True), OPTIMIZERS, of=2))
 def test_optimizers_move_the_decoded_values_and_keep_plain_state(kind, foreach, name):
     w, target = parameter(kind), values(seed=5).float()

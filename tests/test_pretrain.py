@@ -138,10 +138,10 @@ def _eager() -> Iterator[None]:
 @pytest.mark.parametrize(
     "others",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"recipe": "fp8_current"}, marks=pytest.mark.slow),
         {"recipe": "delayed"},
-        {"recipe": "fp8_block", "optimizer": "adamw8bit"},
+        pytest.param({"recipe": "fp8_block", "optimizer": "adamw8bit"}, marks=pytest.mark.slow),
         {"recipe": "fp8_current", "optimizer": "adamw8bit", "micro": 4},
     ],
     ids=lambda others: "_".join(map(str, others.values())) or "bf16",

@@ -80,7 +80,7 @@ def test_a_right_rule_passes():
 
 
 @pytest.mark.parametrize(
-    "name", in_turn(["linear_add", "backward_linear_add", "dispatch_cast", "backward_groups", "epilogue"], of=2)
+    "name", in_turn(["linear_add", "backward_linear_add", "dispatch_cast", "backward_groups", "epilogue"], of=3)
 )
 def test_built_in_rules_pass(name):
     """With extra inputs and outputs, hyper-parameters that guards want, casts beside products and in groups, traits."""

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 import opfuse
 from opfuse.recipes import CustomRecipe, Float8CurrentScaling
 from tests.convert.test_fuse import nothing_quantized
+from tests.turns import in_turn
 
 transformers = pytest.importorskip("transformers", reason="of the extra `test`")
 
@@ -102,20 +103,30 @@ def same(some, others):
     return all(map(torch.equal, some, others))
 
 
+def check_converted(architecture, model, words, plain):
+    assert opfuse.fuse_(model).counts == architecture.counts
+    assert same(step(model, words), plain)
+    with opfuse.autocast(recipe=EXACT):
+        assert close(step(model, words), plain) < 2e-5
+
+
+@pytest.mark.parametrize("architecture", [each for i, each in enumerate(ARCHITECTURES) if i % 3], ids=lambda each: each.name)
+def test_a_model_is_converted(architecture):
+    model, words = without_dropout(architecture.make()), torch.randint(3, WORDS, (2, 16))
+    check_converted(architecture, model, words, step(model, words))
+
+
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.name)
+@pytest.mark.parametrize("architecture", in_turn(ARCHITECTURES, of=3))
 def test_a_model_is_converted_and_stays_the_model_it_was(architecture, tmp_path):
+    """Each third; of every other no more than that it is converted."""
     model = without_dropout(architecture.make())
     words = torch.randint(3, WORDS, (2, 16))
     names, plain = [*model.state_dict()], step(model, words)
     signatures = [inspect.signature(module.forward) for module in model.modules()]
 
-    report = opfuse.fuse_(model)
+    check_converted(architecture, model, words, plain)
     assert [inspect.signature(module.forward) for module in model.modules()] == signatures
-    assert report.counts == architecture.counts
-    assert same(step(model, words), plain)
-    with opfuse.autocast(recipe=EXACT):
-        assert close(step(model, words), plain) < 2e-5
 
     opfuse.fuse_(model, FP8, pack=True)
     quantized = step(model, words)

@@ -66,7 +66,7 @@ OTHERS = {
     "Phi3Config": {"pad_token_id": 0},
     "SmolLM3Config": {"pad_token_id": 0},
 }
-QUICK = 3
+QUICK = 2
 
 
 @pytest.mark.row("X16")

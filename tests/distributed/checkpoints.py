@@ -181,7 +181,6 @@ def killed(ranks: int, device: str) -> list[str]:
 
 TASKS: list[Task] = [
     (check_checkpoint, Case("delayed")),
-    (check_checkpoint, Case("current", stored=True)),
     (check_checkpoint, Case("mxfp8", stored=True)),
     (check_broadcast, True),
     (check_broadcast, False),

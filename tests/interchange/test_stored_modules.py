@@ -72,7 +72,7 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
 
 
-@pytest.mark.parametrize("kind", ["mixture", "Mixtral"])
+@pytest.mark.parametrize("kind", in_turn(["mixture", "Mixtral"], of=2))
 def test_a_model_that_is_saved_runs_on_as_it_did(kind, tmp_path):
     """A Trainer saves as it trains: transformers writes the config's dtype and architectures then."""
     model = plain(kind)
@@ -341,7 +341,7 @@ READ_FROM_FILES = {
 }
 
 
-@pytest.mark.parametrize("layout", in_turn(READ_FROM_FILES, of=2))
+@pytest.mark.parametrize("layout", in_turn(READ_FROM_FILES, of=3))
 def test_a_plain_model_takes_the_bytes_of_any_layout(layout, tmp_path):
     """By ``load_state_dict(import_weights(...), assign=True)``; it trains from them, and is exported with them."""
     tensors, _ = opfuse.export_weights(plain("dense"), layout)

@@ -127,6 +127,7 @@ def sums():
         yield pytest.param(cast, biases, arch, marks=() if quick else pytest.mark.slow)
 
 
+@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("cast", "biases", "arch"), [*sums()])
 def test_sums_have_shared_memory_that_every_device_has(cast, biases, arch):
     """However many biases come before a gated unit: in one kernel, in two, or none is launched."""

@@ -46,7 +46,7 @@ def small(config: Config) -> Config:
     return replace(config, train=config.train.model_copy(update={"batch_size": 32}))
 
 
-@pytest.mark.parametrize("path", in_turn(CONFIGS, of=2))
+@pytest.mark.parametrize("path", in_turn(CONFIGS, of=4))
 @pytest.mark.usefixtures("few_samples")
 def test_every_configuration_trains(path: Path) -> None:
     config = small(loaded(path))

@@ -27,6 +27,7 @@ from opfuse.kernels.engine.launch import standing_for
 from opfuse.kernels.engine.registry import kernels, tensors_in
 from opfuse.torch_private.tensors import number_of
 from tests.kernels.catalogue import CASES
+from tests.turns import in_turn
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -390,7 +391,7 @@ def test_a_quantized_head_takes_the_codes_of_one_chunk_beside_its_logits() -> No
 # -- the record -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["eager bf16", "delayed called", "fp8_current called", "fp8_block called"])
+@pytest.mark.parametrize("kind", in_turn(["eager bf16", "delayed called", "fp8_block called", "fp8_current called"], of=2))
 def test_layers_take_what_was_measured(kind: str) -> None:
     """Four layers of Llama 3 8B, as benchmarks/converted.py measured them."""
     pytest.importorskip("transformers", reason="of the extra `test`")

@@ -30,6 +30,7 @@ from opfuse.runtime.plans.misses import on_miss
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.fields import VALUES, mixed, names_of
 from tests.compiler.harness import Step, mlp, randn, recipe_for, run, same, to, train
+from tests.turns import in_turn
 
 BF16 = torch.bfloat16
 MX = recipes.MXFP8BlockScaling
@@ -425,12 +426,13 @@ def test_plans_do_not_keep_a_model_alive():
 
 @THRASHES
 @pytest.mark.row("R13")
-def test_r13_threads_train_on_one_model(monkeypatch):
+@pytest.mark.parametrize("rounds", in_turn([4, 8], of=2))
+def test_r13_threads_train_on_one_model(rounds, monkeypatch):
     """Eight threads run forward and backward at once while plans are made and dropped; each gets the bits of a thread alone."""
     monkeypatch.setattr(fuser_module, "PLANS", 2)
     model, inputs = to(mlp(), BF16), [randn(32, 64, seed=seed) for seed in range(3)]
     names = ("none", "fp8_current", "fp8_block", "mxfp8")
-    work = [(name, i) for name in names for i in range(len(inputs))] * 8
+    work = [(name, i) for name in names for i in range(len(inputs))] * rounds
 
     def step(each: tuple[str, int]) -> tuple[torch.Tensor, ...]:
         name, i = each
@@ -447,7 +449,8 @@ def test_r13_threads_train_on_one_model(monkeypatch):
 
 
 @THRASHES
-def test_r13_threads_share_a_model(monkeypatch):
+@pytest.mark.parametrize("calls", in_turn([100, 200], of=2))
+def test_r13_threads_share_a_model(calls, monkeypatch):
     """Plans are made, found and dropped by several threads at once; every output is the one that a thread alone gets."""
     monkeypatch.setattr(fuser_module, "PLANS", 2)
     model, x = to(mlp(), BF16), randn(32, 64)
@@ -460,7 +463,7 @@ def test_r13_threads_share_a_model(monkeypatch):
 
     want = {name: output(name) for name in names}
     with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda i: (names[i % 4], output(names[i % 4])), range(200)))
+        got = list(pool.map(lambda i: (names[i % 4], output(names[i % 4])), range(calls)))
     assert [name for name, y in got if not same(y, want[name])] == []
     info = model.cache_info()
     assert info.plans <= 2

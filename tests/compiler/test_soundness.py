@@ -28,6 +28,7 @@ from opfuse.tensors import QuantizedTensor
 from tests.compiler.fields import MOOD, changed, random_recipe
 from tests.compiler.harness import Result, Step, differences, outcome, train
 from tests.compiler.pipelines import BLOCKS, Pipeline, pipeline
+from tests.turns import in_turn
 
 DTYPES = (torch.bfloat16, torch.float32)
 LEADING = ((32,), (2, 32), (33,), (128,))
@@ -296,7 +297,7 @@ def sound(seeds: range) -> None:
         assert info.plans == info.misses
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", in_turn(range(4), of=2))
 def test_r9_some_sequences_of_cached_runs_equal_fresh_runs(chunk):
     sound(range(5 * chunk, 5 * (chunk + 1)))
 

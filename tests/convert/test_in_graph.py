@@ -116,7 +116,7 @@ OUTSIDE = {
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("write", OUTSIDE)
+@pytest.mark.parametrize("write", in_turn(OUTSIDE, of=2))
 def test_products_of_a_tensor_that_a_caller_writes_to_are_made_anew(write):
     """The caller calls the projections one by one, outside of the layer's forward."""
     model, other, _ = compiled_and_not(Projections())
@@ -206,7 +206,7 @@ def test_a_layer_that_nobody_writes_to_runs_its_pipelines(trains):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", ["q", "k"])
+@pytest.mark.parametrize("name", in_turn(["q", "k"], of=2))
 def test_a_bias_that_goes_after_compiling_goes(name):
     """The graph is made anew, with the module's own forward in it; the others go on as pipelines."""
     model, x = Projections(), torch.randn(2, 16, 32)

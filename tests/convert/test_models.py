@@ -50,7 +50,7 @@ def seen(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
         yield call, "random state", torch.get_rng_state()
 
 
-@pytest.mark.parametrize("name", in_turn(MODELS, of=48))
+@pytest.mark.parametrize("name", in_turn(MODELS, of=96))
 def test_a_model_is_what_it_was(name: str) -> None:
     """Of gradients under autocast the dtypes alone are compared: a router may send a token elsewhere for a bit."""
     plain, model = [*seen(tiny(name))], tiny(name)

@@ -21,6 +21,7 @@ from opfuse.recipes import CustomRecipe, Float8BlockScaling, MXFP8BlockScaling
 from opfuse.tensors.quantizers import NVFP4Quantizer
 from opfuse.tensors.tensor import QuantizedTensor
 from tests.interchange.training import trained_on
+from tests.turns import in_turn
 
 pytest.importorskip("compressed_tensors")
 with warnings.catch_warnings():
@@ -104,7 +105,7 @@ def dequantized() -> dict[str, Any]:
     return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
-@each_layout
+@pytest.mark.parametrize("layout", in_turn(RECIPES, of=2))
 def test_a_checkpoint_is_trained_in_full_and_read_by_transformers(layout, tmp_path):
     model = loaded(checkpoint(layout, tmp_path / "given"))
     opfuse.fuse_(model, RECIPES[layout])

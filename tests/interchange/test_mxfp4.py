@@ -289,7 +289,7 @@ def test_a_head_that_is_the_embedding_stays_plain():
 # -- training ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), MXFP8BlockScaling()])
+@pytest.mark.parametrize("recipe", [pytest.param(None, marks=pytest.mark.slow), Float8CurrentScaling(), MXFP8BlockScaling()])
 def test_experts_are_trained_from_their_bytes(recipe):
     """A step is that of the values, which each call casts as the recipe casts weights; then they are four bits again."""
     tensors, models = checkpoint(), (gpt_oss(), gpt_oss())

@@ -419,7 +419,9 @@ def test_experts_with_a_clamp_are_refused(tmp_path, without_gpu):
 # -- adapters ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("adapters_first", "dora"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("adapters_first", "dora"), [pytest.param(False, False, marks=pytest.mark.slow), (False, True), (True, False)]
+)
 def test_adapters_train_on_a_stored_base(adapters_first, dora, tmp_path, without_gpu):
     """Gradients pass the stored plane; the base keeps its bytes; joined projections stay joined.
 

@@ -21,6 +21,7 @@ from opfuse.errors import UnsupportedError
 from opfuse.runtime.compile.saved_call import saved_calls
 from tests.ops.test_op_errors import raised
 from tests.runtime.test_compiled import fresh, same  # noqa: F401 - each test begins with nothing compiled
+from tests.turns import in_turn
 
 pytestmark = pytest.mark.cpu
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
@@ -103,7 +104,7 @@ def test_a_second_backward_pass_makes_them_again():
     assert same(steps(eager, eager, DELAYED, passes=2), steps(compiled(model), model, DELAYED, passes=2))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", in_turn([False, True], of=2))
 def test_a_checkpoint_around_the_compiled_code_too(reentrant):
     eager, model = Blocks(), Blocks()
     model.load_state_dict(eager.state_dict())

@@ -247,8 +247,8 @@ def with_buffers(model):
     return model
 
 
-MORE = {"linear, FP8 stored", "linear, MXFP8 stored"}
-"""What a graph does as under NVFP4, whose codes share bytes, and as with weights that live quantized in other ops."""
+MORE = {"linear, FP8 stored", "linear, MXFP8 stored", "grouped"}
+"""What a graph does as under NVFP4, whose codes share bytes, with weights that live quantized in other ops, and with buffers."""
 
 
 @pytest.mark.row("H26")

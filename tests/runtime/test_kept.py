@@ -276,7 +276,7 @@ CHANGES = [_replace, _swap, _write, _write_in_inference_mode, _load, _convert, _
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_of_a_weight_is_seen_by_the_next_call(change: Callable[[nn.Module], None]):
     def script(run: Run, scope: KeptWeights | None) -> None:
-        for _ in range(3):
+        for _ in range(2):
             for train in (True, False, True):
                 run.call(train=train)
             change(run.model[0])

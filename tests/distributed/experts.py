@@ -410,7 +410,6 @@ FEW: list[Task] = [
     (check_experts, Mixture("delayed", UNEVEN[0])),
     (check_experts, Mixture("amaxes over ranks")),
     (check_experts, Mixture("block", UNEVEN[1])),
-    (check_experts, Mixture("block dequantized")),
     (check_experts, Mixture("block high precision", learned=False)),
     (check_experts, Mixture("rows")),
     (check_experts, Mixture("mxfp8", most=2)),

@@ -544,7 +544,7 @@ def alive() -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
-@pytest.mark.parametrize("recipe", ["current", "high precision"])
+@pytest.mark.parametrize("recipe", in_turn(["current", "high precision"], of=2))
 def test_a_call_as_a_whole_keeps_no_more_than_its_steps(recipe):
     """Neither its inputs nor what a backward pass has read."""
     pair, kept = Pair("converted"), []

@@ -626,7 +626,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", in_turn(CHANGES, of=2))
 def test_compiled_code_reads_packed_weights_where_they_lie_now(change, tmp_path, without_gpu):
     """Their whole is made once, and again after a change of its parts."""
     model = loaded("dense", tmp_path)

@@ -112,7 +112,7 @@ def test_a_checkpoint_around_the_compiled_code_too(reentrant):
     assert same(steps(eager, eager, DELAYED), steps(call, model, DELAYED))
 
 
-@pytest.mark.parametrize("kind", ["delayed", "current"])
+@pytest.mark.parametrize("kind", in_turn(["delayed", "current"], of=2))
 def test_calls_that_a_policy_saves_are_not_made_again(kind):
     """The first run then is the only one; it counts its amaxes as any call does."""
     policy = partial(create_selective_checkpoint_contexts, [torch.ops.opfuse.pipeline.default])

@@ -15,6 +15,7 @@ from opfuse import ops, recipes
 from opfuse.recipes import current_recipe
 from opfuse.runtime.replay.replayable import SEEN, Replayable
 from tests.processes import run_ranks
+from tests.turns import in_turn
 
 pytestmark = pytest.mark.cpu
 RECIPES = (
@@ -75,7 +76,7 @@ def in_threads(*functions):
 
 
 @pytest.mark.row("R13")
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stored", in_turn([False, True], of=2))
 def test_r13_threads_train_under_recipes_of_their_own(stored):
     models = [model_of(i, recipe if stored else None) for i, recipe in enumerate(RECIPES)]
     alone = [trained(copy.deepcopy(model), recipe) for model, recipe in zip(models, RECIPES)]

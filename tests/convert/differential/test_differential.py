@@ -41,9 +41,8 @@ def test_25_cases() -> None:
     assert failures(range(STEP)) == ""
 
 
-@pytest.mark.parametrize("start", range(2))
-def test_2_compiled_cases(start: int) -> None:
-    assert failures(range(start, start + 1), compiled=True) == ""
+def test_a_compiled_case() -> None:
+    assert failures(range(1), compiled=True) == ""
 
 
 @pytest.mark.slow
@@ -53,7 +52,7 @@ def test_50000_cases(start: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(2, 202, 10))
+@pytest.mark.parametrize("start", range(1, 201, 10))
 def test_200_compiled_cases(start: int) -> None:
     assert failures(range(start, start + 10), compiled=True) == ""
 

@@ -161,7 +161,6 @@ def names(pairs: Sequence[tuple[str, Backend]]) -> list[str]:
     return [f"{family} {row.since[0]}.{row.since[1]}" for family, row in pairs]
 
 
-@pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("family", "row"), ROWS, ids=names(ROWS))
 def test_a_right_product_passes(family: str, row: Backend, library: Callable[..., None]) -> None:
     library(row)

@@ -20,7 +20,15 @@ if __name__ == "__main__":
     parser.add_argument("--report", type=Path, metavar="JSON", help="write down how many passed, and what failed")
     given = parser.parse_args()
     ranks = given.ranks or (torch.cuda.device_count() if given.device == "cuda" else 2)
-    own = [*shards.TASKS, *checkpoints.TASKS, *parallel.MORE, *collectives.TASKS, *stages.TASKS, *experts.TASKS]
+    own = [
+        *shards.TASKS,
+        *checkpoints.TASKS,
+        *checkpoints.MORE,
+        *parallel.MORE,
+        *collectives.TASKS,
+        *stages.TASKS,
+        *experts.TASKS,
+    ]
     tasks = [*own, *WIRES, *((check_case, case) for case in (*FEW, *table(ranks)))]
     failures = failed(ranks, given.device, tasks)
     failures |= {len(tasks) + 1: told} if (told := checkpoints.killed(ranks, given.device)) else {}

@@ -10,15 +10,12 @@ import torch
 from opfuse.compiler.rules import fusion, is_, is_not, maybe, one_of, run
 from opfuse.core.context import Context, Value
 from opfuse.numerics.pointwise import compute_dtype
-from opfuse.ops.chains import run_chain_backward, run_chain_backward_cast, run_chain_backward_stored
+from opfuse.ops.chains import run_chain_backward, run_chain_backward_stored
 
 
 def backward_activation_bias(dy: torch.Tensor, *, quantize: Context | None, chain: Sequence[Context]) -> Any:
     """Activation derivatives, bias gradients and the cast of the gradient for the products of the linear layer below."""
-    rounding = chain[0].env.rounding
-    if quantize is None:
-        return run_chain_backward(dy, chain, rounding=rounding)
-    return run_chain_backward_cast(dy, chain, quantize.op, rounding=rounding)
+    return run_chain_backward(dy, chain, None if quantize is None else quantize.op, rounding=chain[0].env.rounding)
 
 
 def backward_groups(dy: torch.Tensor, *, quantize: Context, chain: Sequence[Context]) -> Any:
@@ -31,7 +28,8 @@ def backward_groups(dy: torch.Tensor, *, quantize: Context, chain: Sequence[Cont
 
 def backward_elementwise(dy: torch.Tensor, *, chain: Sequence[Context]) -> torch.Tensor:
     """Derivatives of a run of elementwise ops, where no product reads a quantized gradient."""
-    return run_chain_backward(dy, chain, rounding=chain[0].env.rounding)
+    dx: torch.Tensor = run_chain_backward(dy, chain, rounding=chain[0].env.rounding)
+    return dx
 
 
 def backward_linear_add(dy: Value, *, extra: Context, basic_linear: Context) -> torch.Tensor | None:
@@ -55,7 +53,7 @@ def backward_linear_scale(
     if single:
         grad: Value = dy if quantize is None else quantize.op(dy)
     else:
-        grad = run_chain_backward(dy, [scale]) if quantize is None else run_chain_backward_cast(dy, [scale], quantize.op)
+        grad = run_chain_backward(dy, [scale], None if quantize is None else quantize.op)
     factor = scale.spec.scale if single else None
     dx: torch.Tensor | None = basic_linear.op.input_gradient(
         basic_linear, grad, out_dtype=compute_dtype(dy.dtype) if single else None

@@ -9,14 +9,13 @@ import torch
 
 from opfuse.compiler.rules import fusion, maybe, run
 from opfuse.core.context import Context
-from opfuse.ops.chains import run_chain, run_chain_cast
+from opfuse.ops.chains import run_chain
 
 
 def elementwise(x: torch.Tensor, *, chain: Sequence[Context], quantize: Context | None) -> Any:
     """Elementwise ops and the cast of their result, in one kernel; saved state as the unfused ops leave it."""
-    flow: dict[str, Any] = {"dtype": chain[0].dtype_of(x), "rounding": chain[0].env.rounding}
     cast = None if quantize is None else quantize.op.by(*quantize.extras)
-    made = run_chain(x, chain, **flow) if cast is None else run_chain_cast(x, chain, cast, **flow)
+    made = run_chain(x, chain, cast, dtype=chain[0].dtype_of(x), rounding=chain[0].env.rounding)
     chain[0].input_dtype = x.dtype
     return made
 

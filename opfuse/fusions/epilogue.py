@@ -13,22 +13,13 @@ from opfuse.events import ProductChosen, emit, listeners
 from opfuse.fusions.chain import elementwise
 from opfuse.kernels.products.chained import OF_EXPERTS
 from opfuse.numerics.pointwise import compute_dtype
-from opfuse.ops.chains import run_chain, run_chain_cast
+from opfuse.ops.chains import run_chain
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear
 from opfuse.ops.pointwise import write_in_place
 
 UNGATED = "products of experts: the one launch of a product and its chain is made of one group"
 """Why ungated chains behind products of experts are launches of their own, beside :data:`OF_EXPERTS`."""
-
-
-def produce_and_chain(x: Value, producer: Context, chain: Sequence[Context]) -> torch.Tensor:
-    """The producer's result through the chain, in the I/O dtype; saved state as the unfused ops leave it.
-
-    Under ``rounding="single"`` the producer hands its sums over unrounded, and the chain's end is the only rounding.
-    """
-    result = _produce(x, producer, chain)
-    return run_chain(result, chain, **_flow(x, producer)) if chain else result
 
 
 def _produce(x: Value, producer: Context, chain: Sequence[Context]) -> Any:
@@ -43,20 +34,18 @@ def _produce(x: Value, producer: Context, chain: Sequence[Context]) -> Any:
     return result
 
 
-def _flow(x: Value, producer: Context) -> dict[str, Any]:
-    """The dtype of what the producer and the chain make of ``x``, and where they round to it."""
-    return {"dtype": producer.op.compute_dtype(producer.env, x), "rounding": producer.env.rounding}
-
-
 def epilogue(x: Value, *, producer: Context, chain: Sequence[Context], quantize: Context | None) -> Any:
-    """GEMM or norm, any run of elementwise ops, and the cast."""
-    if quantize is None:
-        return produce_and_chain(x, producer, chain)
-    made = quantize.op.by(*quantize.extras)
-    if not chain and "norm" in producer.op.traits:
+    """GEMM or norm, any run of elementwise ops, and the cast; saved state as the unfused ops leave it.
+
+    Under ``rounding="single"`` the producer hands its sums over unrounded, and the chain's end is the only rounding.
+    """
+    made = None if quantize is None else quantize.op.by(*quantize.extras)
+    if made is not None and not chain and "norm" in producer.op.traits:
         return producer.op.produce_cast(producer, x, made)
     result = _produce(x, producer, chain)
-    return run_chain_cast(result, chain, made, **_flow(x, producer)) if chain else made(result)
+    if chain:
+        return run_chain(result, chain, made, dtype=producer.dtype_of(x), rounding=producer.env.rounding)
+    return result if made is None else made(result)
 
 
 def epilogue_groups(x: Value, *, producer: Context | None, chain: Sequence[Context], quantize: Context) -> Any:
@@ -69,12 +58,12 @@ def epilogue_groups(x: Value, *, producer: Context | None, chain: Sequence[Conte
 def linear_add(x: Value, *, basic_linear: Context, bias: Context | None, add: Context) -> torch.Tensor:
     """y = x W^T (+ b), added into the extra tensor in place."""
     chain = [ctx for ctx in (bias, add) if ctx is not None]
-    return write_in_place(add, produce_and_chain(x, basic_linear, chain))
+    return write_in_place(add, epilogue(x, producer=basic_linear, chain=chain, quantize=None))
 
 
 def linear_scale_add(x: Value, *, basic_linear: Context, scale: Context, add: Context) -> torch.Tensor:
     """y = c x W^T, added into the extra tensor in place."""
-    return write_in_place(add, produce_and_chain(x, basic_linear, [scale, add]))
+    return write_in_place(add, epilogue(x, producer=basic_linear, chain=[scale, add], quantize=None))
 
 
 LINEAR_SCALE_ADD = fusion(

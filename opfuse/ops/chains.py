@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
-from typing import cast as cast_to
 
 import torch
 
@@ -22,33 +21,30 @@ Input = torch.Tensor | PendingProduct
 """What a chain runs over: a tensor, or a product that is yet to be made."""
 
 
-def run_chain(x: Input, contexts: Sequence[Context], *, dtype: torch.dtype, rounding: Rounding = "per_op") -> torch.Tensor:
+def run_chain(
+    x: Input, contexts: Sequence[Context], cast: Cast | None = None, *, dtype: torch.dtype, rounding: Rounding = "per_op"
+) -> Any:
     """The result, in ``dtype``, of the elementwise ops of ``contexts`` over ``x``, in ``dtype`` or fp32 sums; each op's state is
-    saved in its context.
+    saved in its context. cast: of the result, which is returned in its place; in one kernel where that can take it over.
 
     A product that is yet to be made is made together with them, in one kernel where that saves time.
     """
-    stages, _ = _forward_stages(x, contexts, dtype)
-    y, saved = _run(x, stages, None, dtype=dtype, rounding=rounding, keep=_saved_stages(contexts))
-    _save_stages(contexts, stages, saved)
-    return cast_to(torch.Tensor, y)
-
-
-def run_chain_cast(
-    x: Input,
-    contexts: Sequence[Context],
-    cast: Cast,
-    *,
-    dtype: torch.dtype,
-    rounding: Rounding = "per_op",
-) -> QuantizedStorage:
-    """:func:`run_chain` and the cast of its result, in one kernel where the cast can be taken over."""
-    stages, shape = _forward_stages(x, contexts, dtype)
-    fused = cast.fused(shape, dtype, x.device)
+    stages: list[Stage] = []
+    shape = x.shape
+    for ctx in contexts:
+        ctx.io_dtype = ctx.input_dtype = dtype
+        ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
+        stages.append(ctx.op.forward_stage(ctx, shape, x.device))
+        shape = ctx.op.math.result_shape(shape)
+    fused = None if cast is None else cast.fused(shape, dtype, x.device)
     encode = None if fused is None else fused.encoding
-    result, saved = _run(x, stages, encode, dtype=dtype, rounding=rounding, keep=_saved_stages(contexts))
-    _save_stages(contexts, stages, saved)
-    return cast(result) if fused is None else fused.storage(result)
+    read = [i for i, ctx in enumerate(contexts) if not ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs)]
+    result, saved = _run(x, stages, encode, dtype=dtype, rounding=rounding, keep=read)
+    for i, (ctx, stage) in enumerate(zip(contexts, stages)):
+        ctx.op.save_stage(ctx, stage, saved.get(i))
+    if fused is not None:
+        return fused.storage(result)
+    return result if cast is None else cast(result)
 
 
 def _run(x: Input, stages: list[Stage], encode: Encoding | None, **options: Any) -> tuple[Any, dict[int, torch.Tensor]]:
@@ -64,48 +60,25 @@ def _run(x: Input, stages: list[Stage], encode: Encoding | None, **options: Any)
     return result, {i: x if tensor is values else tensor for i, tensor in saved.items()}
 
 
-def _forward_stages(x: Input, contexts: Sequence[Context], dtype: torch.dtype) -> tuple[list[Stage], torch.Size]:
-    """The stages of a chain over ``x``, and the shape of its result."""
-    stages: list[Stage] = []
-    shape = x.shape
-    for ctx in contexts:
-        ctx.io_dtype = ctx.input_dtype = dtype
-        ctx.extra_dtypes = [extra.dtype for extra in ctx.extras]
-        stages.append(ctx.op.forward_stage(ctx, shape, x.device))
-        shape = ctx.op.math.result_shape(shape)
-    return stages, shape
+def run_chain_backward(
+    dy: torch.Tensor, contexts: Sequence[Context], cast: Cast | None = None, *, rounding: Rounding = "per_op"
+) -> Any:
+    """dx of a chain run by :func:`run_chain`, from the saved state; gradients of operands are left in the contexts.
 
-
-def _saved_stages(contexts: Sequence[Context]) -> list[int]:
-    """The stages whose inputs the backward pass reads."""
-    return [i for i, ctx in enumerate(contexts) if not ctx.op.reads(ctx).isdisjoint(ctx.op.math.inputs)]
-
-
-def _save_stages(contexts: Sequence[Context], stages: Sequence[Stage], kept: Mapping[int, torch.Tensor]) -> None:
-    for i, (ctx, stage) in enumerate(zip(contexts, stages)):
-        ctx.op.save_stage(ctx, stage, kept.get(i))
-
-
-def run_chain_backward(dy: torch.Tensor, contexts: Sequence[Context], *, rounding: Rounding = "per_op") -> torch.Tensor:
-    """dx of a chain run by :func:`run_chain`, from the saved state; gradients of operands are left in the contexts."""
+    cast: of dx, which is returned in its place; in one kernel where that can take it over.
+    """
+    if cast is not None:
+        return run_chain_backward_stored(dy, contexts, cast, stores=False, rounding=rounding)[0]
     stages, saved, _ = _backward_stages(dy, contexts)
     dx, grads = backward_chain(dy, stages, saved, rounding=rounding, dtype=contexts[0].io_dtype)
     _set_grads(contexts, grads)
     return dx.to(contexts[0].input_dtype)
 
 
-def run_chain_backward_cast(
-    dy: torch.Tensor, contexts: Sequence[Context], cast: Cast, *, rounding: Rounding = "per_op"
-) -> QuantizedStorage:
-    """:func:`run_chain_backward` and the cast of its result, in one kernel where the cast can be taken over."""
-    made, _ = run_chain_backward_stored(dy, contexts, cast, stores=False, rounding=rounding)
-    return made
-
-
 def run_chain_backward_stored(
     dy: torch.Tensor, contexts: Sequence[Context], cast: Cast, *, stores: bool = True, rounding: Rounding = "per_op"
 ) -> tuple[QuantizedStorage, torch.Tensor | None]:
-    """:func:`run_chain_backward_cast`, and dx itself, which the same kernel stores. stores: whether it is wanted; else None."""
+    """The cast of dx, and dx itself, which the same kernel stores. stores: whether it is wanted; else None."""
     stages, saved, shape = _backward_stages(dy, contexts)
     first = contexts[0]
     fused = cast.fused(shape, first.io_dtype, dy.device) if first.io_dtype == first.input_dtype else None

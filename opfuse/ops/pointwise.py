@@ -115,7 +115,7 @@ class PointwiseOperation(BasicOperation, metaclass=PointwiseClass):
     # -- alone -------------------------------------------------------------------------------------------------------------
 
     def op_forward(self, ctx: Context, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        y = run_chain(input_, [ctx], dtype=ctx.dtype_of(input_))
+        y: torch.Tensor = run_chain(input_, [ctx], dtype=ctx.dtype_of(input_))
         ctx.input_dtype = input_.dtype
         return y
 

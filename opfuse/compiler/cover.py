@@ -37,8 +37,8 @@ Binding = tuple[tuple[int, ...], ...]
 class Outcome:
     """What became of one rule at one place.
 
-    status: fused, shadowed (``by`` names the rule that took the nodes), missed (``guard`` wanted something else), or absent.
-    ops: names of the nodes concerned.
+    status: fused, shadowed (``by`` names the rule that took the nodes), missed (a guard ``asks`` for something else), or absent
+    (a place of the pattern does). ops: names of the nodes concerned.
     """
 
     rule: str
@@ -46,9 +46,22 @@ class Outcome:
     status: str
     ops: tuple[str, ...] = ()
     by: str | None = None
-    guard: str | None = None
-    wanted: str | None = None
+    asks: Guard | Term | None = None
     got: str | None = None
+
+    @property
+    def guard(self) -> str | None:
+        """What the guard reads, or which place of the pattern it is."""
+        if isinstance(self.asks, Term):
+            return f"pattern.{self.asks.name}"
+        return None if self.asks is None else self.asks.reads
+
+    @property
+    def wanted(self) -> str | None:
+        """What that wants, in words."""
+        if isinstance(self.asks, Guard):
+            return self.asks.wanted_text
+        return None if self.asks is None else str(self.asks)
 
     @property
     def reason(self) -> str:
@@ -259,7 +272,7 @@ def _judged(rule: Fusion, graph: Graph, env: Env, binding: Binding, ops: tuple[s
 
 
 def _missed(rule: Fusion, ops: tuple[str, ...], guard: Guard, got: Any) -> Outcome:
-    return Outcome(rule.name, rule.direction, MISSED, ops, guard=guard.reads, wanted=guard.wanted_text, got=repr(got))
+    return Outcome(rule.name, rule.direction, MISSED, ops, asks=guard, got=repr(got))
 
 
 def refused_everywhere(rule: Fusion, graph: Graph, env: Env, ops: tuple[str, ...]) -> Outcome | None:
@@ -276,7 +289,7 @@ def _advance(outcome: Outcome, owners: Sequence[str | None]) -> int:
 
     owners: of the nodes that were matched, who had claimed each.
     """
-    if outcome.status == FUSED or (outcome.guard or "").startswith("env."):
+    if outcome.status == FUSED or (isinstance(outcome.asks, Guard) and outcome.asks.reads.startswith("env.")):
         return len(owners)
     if outcome.status == SHADOWED and owners[0] == outcome.by:  # all that it took here in a row
         return next((i for i, owner in enumerate(owners) if owner != outcome.by), len(owners))
@@ -288,9 +301,7 @@ def _absence(rule: Fusion, graph: Graph, nearest: PartialMatch | None) -> Outcom
         return Outcome(rule.name, rule.direction, ABSENT_STATUS)
     ops = tuple([graph.nodes[i].name for i in nearest.at])
     got = nearest.node.kind if nearest.node is not None else "the end of the run"
-    return Outcome(
-        rule.name, rule.direction, ABSENT_STATUS, ops, guard=f"pattern.{nearest.term.name}", wanted=str(nearest.term), got=got
-    )
+    return Outcome(rule.name, rule.direction, ABSENT_STATUS, ops, asks=nearest.term, got=got)
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------------

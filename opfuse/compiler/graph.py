@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from opfuse.core.protocol import Grouping
 from opfuse.core.signature import TensorSig
-from opfuse.errors import Described
 from opfuse.formats import NumberFormat
-from opfuse.tensors.gemm import clash
 from opfuse.tensors.quantizers.base import casts_itself
 from opfuse.tensors.row_collectives import PlaneTransfer
 
@@ -72,11 +70,6 @@ class CastSpec:
         """The kind of its node."""
         return QUANTIZE_GROUPS if self.groups else QUANTIZE
 
-    @property
-    def words(self) -> frozenset[str]:
-        """What patterns may call its node."""
-        return frozenset(CAST_WORDS if self.kind == QUANTIZE and casts_itself(self.quantizer) else (self.kind,))
-
 
 @dataclass(frozen=True)
 class ProductFormats:
@@ -89,11 +82,6 @@ class ProductFormats:
     name: str
     left: NumberFormat | None
     right: NumberFormat | None
-
-    @property
-    def clash(self) -> Described | None:
-        """Why the two formats cannot meet; None: they can."""
-        return None if self.left is None or self.right is None else clash(self.name, self.left, self.right)
 
 
 @dataclass(frozen=True)
@@ -157,7 +145,8 @@ class Node:
     @cached_property
     def words(self) -> frozenset[str]:
         """What patterns may call this node: its kind and its traits."""
-        return self.traits | (self.spec.words if self.is_cast else {self.kind})
+        is_whole = self.is_cast and not self.spec.groups  # an op may be called as a cast is
+        return self.traits | {*(CAST_WORDS if is_whole and casts_itself(self.spec.quantizer) else (self.kind,))}
 
 
 @dataclass(frozen=True)

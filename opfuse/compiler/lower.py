@@ -40,7 +40,7 @@ from opfuse.kernels.products.backends import reads_tiled_scales
 from opfuse.kernels.products.native import machine
 from opfuse.recipes import Recipe
 from opfuse.recipes.policy import OVERRIDES, planes
-from opfuse.tensors.gemm import GEMMS
+from opfuse.tensors.gemm import GEMMS, clash
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.quantizers.base import casts_itself
 from opfuse.tensors.tensor import QuantizedTensor
@@ -196,10 +196,11 @@ def _casts(
         elif (spec := _cast_of_operand(b, index, role, recipe, backward)) is not None:
             casts[role] = spec
     for product in _products_of(index, op, casts, stored, made=("fprop", *backward), quantized=products):
-        if product.clash is not None and not recipe.allow_mixed_emulation:
+        reason = clash(product.name, product.left, product.right)
+        if reason is not None and not recipe.allow_mixed_emulation:
             if product.name in backward:
                 recipe.check_trainable()  # a recipe that never trains says so by the name of its field
-            raise GemmError(f"{op.label} {product.clash}")
+            raise GemmError(f"{op.label} {reason}")
         b.products.append(product)
     if any(spec.groups for spec in casts.values()):
         ragged = op.ragged_products({role: spec.quantizer for role, spec in casts.items()}, b.env, needs)

@@ -29,7 +29,7 @@ from opfuse.kernels.products.native import (
 from opfuse.kernels.products.tiles import rows_of
 from opfuse.numerics.layouts import layout_of
 from opfuse.numerics.row_groups import MOST_GROUPS, TILE
-from opfuse.tensors.gemm import GEMMS
+from opfuse.tensors.gemm import GEMMS, clash
 from opfuse.tensors.ragged import casts_in_groups
 
 SIDES = (FORWARD, BACKWARD)
@@ -74,8 +74,8 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
         return How("high precision", "an operand is in high precision")
     if DEQUANTIZED in (product.left, product.right):
         return How("emulated", "it reads the dequantized values of a quantizer of one's own")
-    if product.clash is not None:
-        return How("emulated", product.clash.problem)
+    if (reason := clash(product.name, product.left, product.right)) is not None:
+        return How("emulated", reason.problem)
     what, features = GEMMS[product.name], (getattr(spec, "in_features", 0), getattr(spec, "out_features", 0))
     widths = {"input": (env.rows_class, features[0]), "weight": features[::-1], "grad_output": (env.rows_class, features[1])}
     left, right = (

@@ -257,13 +257,13 @@ def _planes(name: str, left: Operand, right: Operand) -> tuple[Plane, Plane] | N
     return None if "identity" in (planes[0].format.family, planes[1].format.family) else planes
 
 
-def clash(name: str, left: NumberFormat, right: NumberFormat) -> Described | None:
+def clash(name: str, left: NumberFormat | None, right: NumberFormat | None) -> Described | None:
     """Why operands of these formats cannot meet in the product ``name``; None: they can.
 
-    High precision meets anything. Else both are of one family, rotated alike, FP8 blocks have one length, at most one of them
-    has scales over 128x128 tiles, and those of dgrad and wgrad have no amax for each row, as row-scaled NVFP4 has.
+    High precision, or None, meets anything. Else both are of one family, rotated alike, FP8 blocks have one length, at most one
+    of them has scales over 128x128 tiles, and those of dgrad and wgrad have no amax for each row, as row-scaled NVFP4 has.
     """
-    if "identity" in (left.family, right.family):
+    if left is None or right is None or "identity" in (left.family, right.family):
         return None
     cure = "give both roles formats that meet, or IdentityQuantizer to one"
     if name != "fprop" and (left.per_row or right.per_row):

@@ -23,6 +23,7 @@ from opfuse.core.operation import BasicOperation
 from opfuse.core.protocol import Grouping
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, OpfuseError, describe
+from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import current_amax_group
 from opfuse.recipes.delayed import THIS_RANK
 
@@ -113,7 +114,7 @@ class Plan:
     own_casts: dict[int, dict[str, Cast]] = field(default_factory=dict, compare=False)
     name: str = ""
     ops: tuple[str, ...] = ()
-    rematerialized: Rematerialized = field(default_factory=dict, compare=False)
+    rematerialized: Rematerialized = field(default_factory=Rematerialized, compare=False)
     programs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -135,21 +136,6 @@ class Plan:
                 if cast.role == GRADIENT and cast.is_delayed:
                     return True
         return False
-
-    @cached_property
-    def cast_once(self) -> dict[int, Cast]:
-        """By node, the casts for the forward product alone of operands that the backward pass makes anew."""
-        return {operand.source: operand.forward for operands in self.rematerialized.values() for operand in operands}
-
-    @cached_property
-    def measured_once(self) -> frozenset[int]:
-        """The nodes of these casts whose amax holds in the backward pass, too."""
-        return frozenset([operand.source for operands in self.rematerialized.values() for operand in operands if operand.same])
-
-    @cached_property
-    def remade(self) -> frozenset[int]:
-        """The nodes of ops whose results the backward pass makes anew."""
-        return frozenset([i for operands in self.rematerialized.values() for operand in operands for i in operand.chain])
 
     @property
     def fusions(self) -> tuple[str, ...]:
@@ -185,20 +171,20 @@ def compile_plan(
     casts, own = live_casts(graph, ops, key.env, labels)
     rematerialized = rematerialized_operands(graph, ops, key.env, casts, (*forward, *backward))
     segments = partition(graph, forward, backward, rematerialized)
-    outcomes = _outcomes_without_override(claims, ops, key, rules, exports)
+    outcomes, recipe = tuple(claims.outcomes), key.env.recipe
+    if recipe is not None and recipe.backward_override is not None:
+        outcomes = _outcomes_without_override(claims, ops, key, rules, exports=exports, recipe=recipe)
     return Plan(key, graph, segments, outcomes, opaque, casts, own, name, labels, rematerialized)
 
 
 def _outcomes_without_override(
-    claims: Claims, ops: Sequence[BasicOperation], key: PlanKey, rules: RuleSet, exports: frozenset[str]
+    claims: Claims, ops: Sequence[BasicOperation], key: PlanKey, rules: RuleSet, *, exports: frozenset[str], recipe: Recipe
 ) -> tuple[Outcome, ...]:
     """All outcomes, in which a rule that would run without the backward override says so, and not that ops are missing.
 
     An override leaves casts out, so what a pattern wants may be there without it alone. That is found by lowering the ops again.
     """
-    recipe, outcomes = key.env.recipe, tuple(claims.outcomes)
-    if recipe is None or recipe.backward_override is None:
-        return outcomes
+    outcomes = tuple(claims.outcomes)
     absent = {outcome.rule for outcome in outcomes if outcome.status == ABSENT_STATUS}
     asked = [rule for rule in rules.rules if rule.name in absent and refused_everywhere(rule, claims.graph, key.env, ())]
     if not asked:
@@ -275,7 +261,7 @@ def verify(graph: Graph, groups: Sequence[Group], side: str) -> None:
 
 
 def partition(
-    graph: Graph, forward: Sequence[Group], backward: Sequence[Group], rematerialized: Rematerialized | None = None
+    graph: Graph, forward: Sequence[Group], backward: Sequence[Group], rematerialized: Rematerialized
 ) -> tuple[Segment, ...]:
     """The smallest stretches that no group, no quantized value and no state from which an operand is made anew crosses."""
     reach = list(range(len(graph.nodes)))
@@ -285,7 +271,7 @@ def partition(
         if node.is_cast:
             first, last = _quantized_span(graph, node.index)
             reach[first] = max(reach[first], last)
-    for operands in (rematerialized or {}).values():
+    for operands in rematerialized.values():
         for operand in operands:
             first = min(operand.source, *operand.chain[:1], operand.reader)
             reach[first] = max(reach[first], operand.reader)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from opfuse.compiler.cover import Group
 from opfuse.compiler.graph import GEMM, Graph, Node
@@ -63,8 +64,19 @@ class RematerializedOperand:
     same: bool = False
 
 
-Rematerialized = Mapping[int, tuple[RematerializedOperand, ...]]
-"""Operands that are made anew, by the node of the product that reads them."""
+class Rematerialized(dict[int, tuple[RematerializedOperand, ...]]):
+    """Operands that are made anew, by the node of the product that reads them.
+
+    cast_once: by node, their casts for the forward product alone. measured_once: those of these nodes whose amax holds in the
+    backward pass, too. remade: nodes of ops whose results the backward pass makes anew.
+    """
+
+    def __init__(self, by_reader: Mapping[int, tuple[RematerializedOperand, ...]] = MappingProxyType({})) -> None:
+        super().__init__(by_reader)
+        operands = [operand for each in by_reader.values() for operand in each]
+        self.cast_once = {operand.source: operand.forward for operand in operands}
+        self.measured_once = frozenset([operand.source for operand in operands if operand.same])
+        self.remade = frozenset([i for operand in operands for i in operand.chain])
 
 
 def rematerialized_operands(
@@ -72,7 +84,7 @@ def rematerialized_operands(
 ) -> Rematerialized:
     """What the backward pass makes anew. groups: of both passes."""
     if not env.grad or (env.keep == "all" and not graph.collective_casts):
-        return {}
+        return Rematerialized()
     foreign = {i for group in groups if not _saves_like_its_ops(group) for i in group.nodes}
     by_reader = {}
     for node in graph.nodes:
@@ -82,7 +94,7 @@ def rematerialized_operands(
             by_reader[node.index] = tuple(
                 [operand for operand in candidates if foreign.isdisjoint((operand.source, *operand.chain))]
             )
-    return {reader: operands for reader, operands in by_reader.items() if operands}
+    return Rematerialized({reader: operands for reader, operands in by_reader.items() if operands})
 
 
 def _saves_like_its_ops(group: Group) -> bool:

@@ -110,7 +110,7 @@ class Interpreter:
         context = Context(op, self.plan.key.env, node.needs)
         if node.index in self.plan.rematerialized:
             context.rematerialized = frozenset([operand.role for operand in self._rematerialized(node.index)])
-        context.is_remade = node.index in self.plan.remade
+        context.is_remade = node.index in self.plan.rematerialized.remade
         if node.transfer is not None:  # of what is made anew, a plane travels in the backward pass
             context.transfer = node.transfer if context.is_remade else node.transfer.at_once()
         if not RANK_ALONE.isdisjoint(node.traits):
@@ -156,9 +156,9 @@ class Interpreter:
 
     def _cast_of(self, node: Node) -> Cast:
         """What a quantize node runs: for the forward product alone where the backward pass makes the cast anew."""
-        once = self.plan.cast_once.get(node.index)
+        once = self.plan.rematerialized.cast_once.get(node.index)
         # In parts, a cast is repeated by its identity, which one that is made for a call has not.
-        if once is None or node.index not in self.plan.measured_once or self.in_parts:
+        if once is None or node.index not in self.plan.rematerialized.measured_once or self.in_parts:
             return once or self.plan.casts[node.index]
         shared = SharedAmax()
         sharing = once.sharing(shared)

@@ -116,7 +116,7 @@ def _comes_in(plan: Plan, segment: Segment, node: Node) -> bool:
     No fusion runs it then: those of the library have casts only behind their own ops, and any other is the user's own code.
     """
     reads = node.side or (len(node.inputs) == 1 and node.inputs[0] in segment.inputs)
-    return reads and node.index not in plan.cast_once and not isinstance(plan.casts[node.index], GroupedCast)
+    return reads and node.index not in plan.rematerialized.cast_once and not isinstance(plan.casts[node.index], GroupedCast)
 
 
 def is_library_cast(cast: Cast) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, cast
@@ -13,7 +12,7 @@ from opfuse.domains import BOOLEAN, NON_NEGATIVE, Domain, integers, one_of
 from opfuse.errors import RecipeError, describe
 from opfuse.numerics.delayed import UpdateRule
 from opfuse.numerics.rules import RULES, rules_of
-from opfuse.recipes.recipe import TENSOR_TYPES, Entry, Format, QuantizerRole, Recipe, ScaleHistory, for_tensor_type
+from opfuse.recipes.recipe import TENSOR_TYPES, Format, QuantizerRole, Recipe, ScaleHistory, for_tensor_type
 from opfuse.recipes.settings import setting
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
@@ -58,12 +57,6 @@ def _check_rule(recipe: Float8CurrentScaling | Float8BlockScaling, family: str, 
         raise RecipeError(describe(where, wanted=kinds[not pow2], got=kinds[pow2], cure=cure))
 
 
-def _row(recipe: Recipe, role: QuantizerRole, table: Mapping[str, Entry]) -> Entry:
-    """The entry of a table over TENSOR_TYPES."""
-    where = f"{type(recipe).__name__}.quantizer"
-    return for_tensor_type(table, role, where=where, cure="use one of these, or a CustomRecipe")
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Float8Recipe(Recipe):
     """A recipe whose elements are FP8."""
@@ -72,7 +65,8 @@ class _Float8Recipe(Recipe):
 
     def fp8_dtype(self, role: QuantizerRole) -> torch.dtype:
         """The element's dtype for ``role``; RecipeError for a tensor type this recipe does not know."""
-        return _row(self, role, dict.fromkeys(TENSOR_TYPES, self.fp8_format.element(role).dtype))
+        table = dict.fromkeys(TENSOR_TYPES, self.fp8_format.element(role).dtype)
+        return for_tensor_type(table, role, where=f"{type(self).__name__}.quantizer")
 
 
 MARGIN = integers("an integer from -126 to 126, so that fp32 holds 2^-margin", minimum=-126, maximum=126)
@@ -268,4 +262,5 @@ class NVFP4BlockScaling(Recipe):
             },
             "grad_output": {**rotated, "stochastic_rounding": not self.disable_stochastic_rounding},
         }
-        return NVFP4Quantizer("e2m1", nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode, **_row(self, role, options))
+        chosen = for_tensor_type(options, role, where=f"{type(self).__name__}.quantizer")
+        return NVFP4Quantizer("e2m1", nvfp4_4over6_err_mode=self.nvfp4_4over6_err_mode, **chosen)

@@ -64,7 +64,9 @@ class QuantizerRole:
         return self.tensor_type.startswith("grad")
 
 
-def for_tensor_type(table: Mapping[str, Entry], role: QuantizerRole, *, where: str, cure: str) -> Entry:
+def for_tensor_type(
+    table: Mapping[str, Entry], role: QuantizerRole, *, where: str, cure: str = "use one of these, or a CustomRecipe"
+) -> Entry:
     """The entry for the tensor type of ``role``; RecipeError, which speaks of ``where``, if the table has none."""
     if role.tensor_type not in table:
         got = f"{role}{nearest(role.tensor_type, table)}"

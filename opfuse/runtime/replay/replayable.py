@@ -186,7 +186,11 @@ class Replayable(dict[Any, Any]):
                 release()
             return found.repeat(self.device, given), found.rest
         # A program may want kernels that no call has launched: a capture loads none.
-        if key is None or found is REFUSED or is_capturing() or self._is_new(key):
+        interprets = key is None or found is REFUSED or is_capturing()
+        if not interprets and found is None and INTERPRETED_FIRST:
+            self.add(key, SEEN)
+            interprets = True
+        if interprets:
             given.clear()
             ran = interpret(None)
         else:
@@ -211,13 +215,6 @@ class Replayable(dict[Any, Any]):
             refusal = str(reason)
         _log.info("%s: interpreted at every call, since %s", self.where, refusal)
         return REFUSED
-
-    def _is_new(self, key: Any) -> bool:
-        """Whether this is the first call with a key; notes that it came."""
-        if not INTERPRETED_FIRST or key in self:
-            return False
-        self.add(key, SEEN)
-        return True
 
     def add(self, key: Any, what: Any) -> None:
         """Enter ``what`` for a key, and forget the oldest entry if there are too many."""

@@ -28,8 +28,7 @@ from opfuse.core.watched import (
     CALLS,
     METHODS,
     WITHOUT,
-    ParameterPlaces,
-    ParameterSlots,
+    ParameterSlot,
     WatchedClass,
     adds_code,
     calls,
@@ -316,44 +315,36 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
-    def parameter_slots(self) -> ParameterSlots:
-        """Each parameter's dotted name, and the dictionary that holds it under the last part of that name.
+    def parameter_slots(self) -> tuple[ParameterSlot, ...]:
+        """Each parameter's dotted name, and where it is found.
 
         ``op_backward`` returns gradients in this order. Slots stay valid when a parameter is replaced, moved or cast.
         """
-        slots: ParameterSlots | None = self.__dict__.get("_slots")
+        slots: tuple[ParameterSlot, ...] | None = self.__dict__.get("_slots")
         if slots is None:
-            found = dict.fromkeys(self.borrows, self.owner._parameters)
+            found = {name: ParameterSlot(name, self.owner._parameters, name) for name in self.borrows}
             for prefix, module in self.named_modules():
-                for name in module._parameters:
-                    found[f"{prefix}.{name}".lstrip(".")] = module._parameters
-            slots = tuple(found.items())
+                for key in module._parameters:
+                    name = f"{prefix}.{key}".lstrip(".")
+                    found[name] = ParameterSlot(name, module._parameters, key)
+            slots = tuple(found.values())
             if self._captured:
                 self.__dict__["_slots"] = slots
         return slots
 
-    def parameter_places(self) -> ParameterPlaces:
-        """The dictionaries of the parameters, with the name of each: a form that every call reads fast."""
-        places: ParameterPlaces | None = self.__dict__.get("_places")
-        if places is None:
-            places = tuple([(slot, name.rpartition(".")[2]) for name, slot in self.parameter_slots()])
-            if self._captured:
-                self.__dict__["_places"] = places
-        return places
-
     @property
     def parameter_names(self) -> tuple[str, ...]:
         """Names of the parameters, in order."""
-        return tuple([name for name, _ in self.parameter_slots()])
+        return tuple([slot.name for slot in self.parameter_slots()])
 
     def parameter_values(self) -> tuple[nn.Parameter | None, ...]:
         """The parameters as they are now, in order."""
-        return tuple([slot[name] for slot, name in self.parameter_places()])
+        return tuple([slot.held[slot.key] for slot in self.parameter_slots()])
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter of that name as it is now; PipelineError if there is none."""
-        for known, slot in self.parameter_slots():
-            if known == name and (value := slot[name.rpartition(".")[2]]) is not None:
+        for known, held, key in self.parameter_slots():
+            if known == name and (value := held[key]) is not None:
                 return value
         raise PipelineError(describe(f"{self.label}.{name}", wanted="a parameter", got=None, cure="assign one before the call"))
 

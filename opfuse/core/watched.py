@@ -35,11 +35,17 @@ from torch import nn
 from opfuse.core.tracers import Enrolled, all_enrolled
 from opfuse.errors import OpfuseWarning, describe
 
-ParameterSlots = tuple[tuple[str, dict[str, nn.Parameter | None]], ...]
-"""Each parameter's dotted name, and the dictionary whose entry of the last part of that name holds it."""
+
+class ParameterSlot(NamedTuple):
+    """name: of a parameter, dotted. held, key: the dictionary that holds it, and its name there."""
+
+    name: str
+    held: dict[str, nn.Parameter | None]
+    key: str
+
 
 ParameterPlaces = tuple[tuple[dict[str, nn.Parameter | None], str], ...]
-"""Each parameter's dictionary, and its name there."""
+"""The dictionary that holds each parameter, and its name there: a form that every call reads fast."""
 
 
 class Tree(NamedTuple):
@@ -140,8 +146,7 @@ class WatchedModule(Enrolled):
 
     def changed(self) -> None:
         """Have pipelines look at this op again."""
-        for found in ("_slots", "_places"):
-            self.__dict__.pop(found, None)
+        self.__dict__.pop("_slots", None)
         if self._captured:
             self.__dict__["revision"] = self.revision + 1
             WatchedModule.epoch += 1
@@ -175,7 +180,7 @@ class WatchedModule(Enrolled):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops, and a copy is in no pipeline yet.
-        own = ("ticket", "_fuser", "_slots", "_places", "_captured", "_member", "_shown", "_shown_unused", "revision")
+        own = ("ticket", "_fuser", "_slots", "_captured", "_member", "_shown", "_shown_unused", "revision")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ from opfuse.runtime.plans.trace import PlanRecord, since_start
 from opfuse.runtime.replay.dispatch import repeats_here
 from opfuse.runtime.segment import outlined, run_grouped, run_plan
 from opfuse.sources import caller
-from opfuse.tensors.quantizers.ranks import in_distributed_run
 from opfuse.torch_private.autograd import is_followed, is_saved_by_its_node
 
 ROWS = 128
@@ -191,12 +190,13 @@ class OperationFuser:
                     self._reset_by_recipes.append(op)
                 ops.append(op)
                 names.append(".".join(filter(None, (name, str(i) if len(parts) > 1 else ""))))
-                places.append(op.parameter_places())
+                slots = op.parameter_slots()
+                places.append(tuple([(held, key) for _, held, key in slots]))
                 if op.reads_training:
                     modal.append(op)
                     modal_names.append(names[-1])
-                for own, slot in op.parameter_slots():
-                    parameters.append(".".join(filter(None, (name, prefixes.get(id(slot), ""), own.rpartition(".")[2]))))
+                for _, held, key in slots:
+                    parameters.append(".".join(filter(None, (name, prefixes.get(id(held), ""), key))))
             member.capture(member=bool(self.members))
         self.ops, self._op_names, self._modal = tuple(ops), tuple(names), tuple(modal)
         self.places, self._parameters = tuple(places), record(parameters)
@@ -325,7 +325,8 @@ class OperationFuser:
         return plan
 
     def _compiled(self, key: PlanKey, rules: RuleSet) -> Plan:
-        if key.env.recipe is not None and in_distributed_run() and (key.env.grad or is_trained()) and not is_recomputing():
+        amaxes_meet = key.env.recipe is not None and key.env.amax_group is not None
+        if amaxes_meet and (key.env.grad or is_trained()) and not is_recomputing():
             here = standing_here(behind=key.inputs.x.requires_grad)
             for name, op in zip(self._op_names, self.ops):
                 op.__dict__["standing"] = here.of(name)

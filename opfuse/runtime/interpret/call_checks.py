@@ -15,6 +15,7 @@ from opfuse.core.operation import BasicOperation, FusibleOperation, cure_of_extr
 from opfuse.core.signature import is_foreign
 from opfuse.core.state import StatefulModule
 from opfuse.errors import DtypeError, OpfuseWarning, PipelineError, ShapeError, UnsupportedError, describe, number_of
+from opfuse.tensors.quantizers.base import is_library_code
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.modules import HOOKS
 from opfuse.torch_private.sharding import is_flat_parameter
@@ -112,15 +113,15 @@ def _check_parameters(op: BasicOperation) -> None:
     PipelineError where one is no longer a parameter of its op: weight_norm, pruning, any parametrization. UnsupportedError where
     it is a view into a flat parameter, as ``FullyShardedDataParallel`` makes them, dispatches its own operations or has torch's
     negative bit. DtypeError in a dtype that ops do not compute in, as ``model.to(torch.complex64)`` leaves it. ShapeError for one
-    that was replaced by one of another shape: it would broadcast, or normalise other dimensions.
+    that was replaced by one of another shape: it would broadcast, or normalise other dimensions. An op of a user's own decides
+    for itself which dtypes and shapes it takes.
     """
     owner = op.__dict__["owner"]
     moved: list[str] = []
     flat: list[str] = []
-    for name, slot in op.parameter_slots():
-        own = name.rpartition(".")[2]
-        parameter = slot.get(own)
-        if own not in slot:
+    for name, held, key in op.parameter_slots():
+        parameter = held.get(key)
+        if key not in held:
             moved.append(name)
             if name in vars(owner) and f"{name}_orig" not in owner._parameters:
                 flat.append(name)
@@ -142,17 +143,12 @@ def _check_parameters(op: BasicOperation) -> None:
         if parameter.is_neg():
             cure = f"assign it anew: {name}.data = {name}.data.resolve_neg()"
             raise _negative(f"{op.label} {name}", "a parameter to read", cure)
-        if _is_own(op):
+        if is_library_code(op):
             op.checked_dtype(name, parameter.dtype)
             shape, wanted = tuple(parameter.shape), op.parameter_shape(name)
             if wanted is not None and shape != tuple(wanted):
                 cure = "make an op of that size; an op keeps the sizes that it was made with"
                 raise ShapeError(describe(f"{op.label} {name}", wanted=f"shape {tuple(wanted)}", got=shape, cure=cure))
-
-
-def _is_own(op: BasicOperation) -> bool:
-    """Whether the op is one of opfuse, which knows what it can take; an op of a user's own decides for itself."""
-    return type(op).__module__.startswith("opfuse.")
 
 
 _VALUES = "give it memory, module.to_empty(device=...), and values, reset_parameters() of each op or load_state_dict()"
@@ -164,7 +160,7 @@ def _check_devices(pipeline: PipelineInputs, x: torch.Tensor, extras: Sequence[t
 
     Integers, such as split sizes, may stay on the CPU.
     """
-    own = list(takewhile(_is_own, pipeline.ops))
+    own = list(takewhile(is_library_code, pipeline.ops))
     for i, extra in enumerate(extras if len(own) == len(pipeline.ops) else ()):
         if extra.device != x.device and (extra.is_floating_point() or extra.device.type != "cpu"):
             raise _elsewhere(f"{pipeline.label} extra input {i}", extra, x)

@@ -243,8 +243,7 @@ class Interpreter:
         output = cast(Callable[..., Any], rule.forward)(x if first.takes_quantized else plain(x), **_bind(rule, group, made))
         _check_result(f"{rule.name} forward", output)
         if rule.backward is None:
-            named = [(_argument(term), made[i]) for term, place in zip(rule.pattern, group.binding) for i in place]
-            _check_saved(rule.name, named)
+            _check_saved(rule.name, [(term, made[i]) for term, place in zip(rule.pattern, group.binding) for i in place])
         for i in group.nodes[:-1]:
             self._store(nodes[i], nodes[i].outputs[1:], made[i].extra_outputs, values)
         self._store(last, last.outputs, (output, *made[last.index].extra_outputs), values)
@@ -330,7 +329,7 @@ class Interpreter:
         grads = self.backward(grad_outputs, tensors)
         inputs = [_handed_on(grads.take(value)) for value in self.segment.inputs]
         again = [_handed_on(grads.take(value)) for value in self.segment.again]
-        params = [grads.params.get((i, name)) for i in reversed(self.segment.ops) for name, _ in self.ops[i].parameter_slots()]
+        params = [grads.params.get((i, name)) for i in reversed(self.segment.ops) for name in self.ops[i].parameter_names]
         if watched:
             emit(SegmentRan(ended=True))
         return [*inputs, *params, *again]
@@ -487,23 +486,19 @@ def _check_result(where: str, result: object) -> None:
         raise FusionError(describe(where, wanted="a tensor", got=type(result).__name__, cure=cure))
 
 
-def _argument(term: Term) -> str:
-    """How an implementation writes the context of a node that stands at this place of its pattern."""
-    return f"each of {term.name}" if term.high != 1 else term.name
-
-
-def _check_saved(name: str, contexts: Iterable[tuple[str, Context]]) -> None:
+def _check_saved(name: str, contexts: Iterable[tuple[Term | str, Context]]) -> None:
     """FusionError for a forward-only fusion that did not save what its ops' own backward passes read.
 
-    contexts: how the implementation writes each, and the context. One without a node, as that of an explicit Quantize, has no
-    backward pass.
+    contexts: the place of its pattern, or how the implementation writes the context, and the context. One without a node, as that
+    of an explicit Quantize, has no backward pass.
     """
-    for written, context in contexts:
+    for place, context in contexts:
         saves = context.op.promised if context.requires_grad and isinstance(context.op, BasicOperation) else None
         if saves is None:
             continue
         context.op.remember(context)
         if not context.complete():
+            written = place if isinstance(place, str) else place.name if place.high == 1 else f"each of {place.name}"
             values = ", ".join(f"{each}=..." for each in saves)
             cure = f"call {written}.save({values}), None for what no gradient reads, or give the fusion a backward of its own"
             where = f"{name}: saved state of {context.op.label}"

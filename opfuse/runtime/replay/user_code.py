@@ -126,7 +126,7 @@ def is_library_cast(cast: Cast) -> bool:
 
 _ASKED_BY_CASTS = frozenset(
     ("compute_dtype", "checked_dtype", "in_features", "quantizer_role", "__getattr__", "__getattribute__", "owner")
-    + ("parameter", "parameter_names", "parameter_values", "parameter_slots", "parameter_places", "borrows")
+    + ("parameter", "parameter_names", "parameter_values", "parameter_slots", "borrows")
 )
 
 

@@ -314,8 +314,8 @@ class _Keepable:
         """What they cast, in their order."""
         found: list[torch.Tensor | None] = []
         for op, places in self._places.items():
-            slots = ops[op].parameter_places()
-            found += [slot[name] for slot, name in map(slots.__getitem__, places)]
+            slots = ops[op].parameter_slots()
+            found += [held[key] for _, held, key in map(slots.__getitem__, places)]
         return found
 
 

@@ -107,7 +107,7 @@ class DelayedScaling(_Float8Recipe):
         return None  # over a state, whose scale was there before the batch
 
     def quantizer(self, role: QuantizerRole, *, state: ScaleHistory | None = None) -> Quantizer:
-        """A quantizer over ``state``, which stays as it is: what touches it before a cast makes it this recipe's."""
+        """A quantizer over ``state``, which stays as it is: what counts a cast makes it this recipe's."""
         if state is None:
             cure = "pass the state that the op keeps for this role"
             raise RecipeError(describe(f"DelayedScaling.quantizer({role})", wanted="a DelayedScalingState", got=None, cure=cure))

@@ -11,43 +11,18 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from opfuse.errors import RecipeError, UnsupportedError, describe
-from opfuse.numerics.delayed import UpdateRule
-from opfuse.recipes.autocast import at_outermost_exit, current_amax_group
+from opfuse.recipes.autocast import at_outermost_exit
 from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.delayed import DelayedScalingState, LastUse
 from opfuse.recipes.passes import in_compiled_autograd, is_recomputing
 from opfuse.recipes.pending import Pending, UsesByState
 from opfuse.tensors.quantizers import Float8Quantizer
 from opfuse.torch_private.autograd import after_backward, backward_pass
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-
-def touch_forward(
-    state: DelayedScalingState,
-    recipe: DelayedScaling,
-    *,
-    rule: UpdateRule | None = None,
-    name: str = "",
-) -> None:
-    """Before a cast in a call that records gradients: have ``state`` serve ``recipe``, and be updated when the outermost region
-    ends.
-
-    The caller knows whether gradients are recorded; inside an autograd.Function torch says no. rule: by default that of
-    activations and weights. name: of the cast, equal on the ranks that share its amax. Does nothing in a recomputation;
-    RecipeError outside any region.
-    """
-    if is_recomputing():
-        return
-    rule = rule or recipe.forward_rule
-    state.adopt(recipe, rule, where=name)
-    count_forward({state: LastUse.under(recipe, rule, current_amax_group(), name)})
 
 
 def count_forward(uses: UsesByState) -> None:
@@ -57,26 +32,6 @@ def count_forward(uses: UsesByState) -> None:
 
 _BACKWARD_PASSES: dict[int, weakref.ref[Pending]] = {}
 """Pending updates by backward pass. The engine's callback alone keeps them alive: a pass that fails takes its own along."""
-
-
-def touch_backward(
-    state: DelayedScalingState,
-    recipe: DelayedScaling,
-    *,
-    rule: UpdateRule | None = None,
-    group: ProcessGroup | None = None,
-    name: str = "",
-) -> None:
-    """Before a cast of a gradient: have ``state`` serve ``recipe``, and be updated once after the running backward pass.
-
-    Must be called from inside the pass, where ``autocast`` is over: ``group`` is the ``current_amax_group()`` of the forward.
-    rule: by default that of gradients. name: of the cast, equal on the ranks that share its amax. The engine runs the update
-    after the last node of the pass. RecipeError outside a backward pass.
-    """
-    rule = rule or recipe.backward_rule
-    if backward_pass() >= 0:
-        state.adopt(recipe, rule, where=name)
-    count_backward({state: LastUse.under(recipe, rule, group, name)})
 
 
 def count_backward(uses: UsesByState) -> None:
@@ -103,16 +58,15 @@ def quantizer_of_call(
 ) -> Float8Quantizer:
     """A quantizer over ``state`` by which the running call casts a tensor on ``device``, with the format and planes of ``like``.
 
-    counts: whether the amax counts. If it does, ``state`` is due for an update, which follows the running backward pass
-    (``backward``) or the outermost region; a recomputation counts nothing. Errors: of :func:`touch_backward` and
-    :func:`touch_forward`.
+    counts: whether the amax counts. If it does, ``state`` serves ``recipe`` from now on, and is due for an update, which follows
+    the running backward pass (``backward``) or the outermost region; a recomputation counts nothing. Errors: of
+    :func:`count_backward` and :func:`count_forward`.
     """
     state.to(device)
-    if counts and backward and not is_recomputing():
-        touch_backward(state, recipe, rule=use.rule, group=use.group, name=use.name)
-    elif counts and not backward and not is_recomputing():
+    if counts and not is_recomputing():
         state.adopt(recipe, use.rule, where=use.name)
-        count_forward({state: use})
+        count = count_backward if backward else count_forward
+        count({state: use})
     return state.quantizer(like.fp8_dtype, rowwise=like.rowwise, columnwise=like.columnwise, counts=counts, rule=use.rule)
 
 
@@ -142,7 +96,7 @@ def _pending() -> Pending:
     task = backward_pass()
     if task < 0:
         cure = "call it from the backward of an autograd.Function"
-        raise RecipeError(describe("touch_backward", wanted="a running backward pass", got=None, cure=cure))
+        raise RecipeError(describe("delayed scaling of a gradient", wanted="a running backward pass", got=None, cure=cure))
     with _LOCK:
         known = _BACKWARD_PASSES.get(task)
         pending = None if known is None else known()

@@ -23,10 +23,12 @@ from opfuse.recipes import (
     autocast,
     counting,
 )
-from opfuse.recipes.counting import touch_backward, touch_forward
+from opfuse.recipes.autocast import current_amax_group
+from opfuse.recipes.counting import quantizer_of_call
 from opfuse.recipes.delayed import LastUse
 from opfuse.recipes.passes import Pass, running
 from opfuse.recipes.pending import _update
+from opfuse.tensors.quantizers import Float8Quantizer
 from tests.processes import printed
 
 FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -48,12 +50,18 @@ def oracle(history, scale, fp8_max, margin, algorithm):
     return shifted, np.float32(FLOAT_MAX) if np.isinf(quotient) else np.float32(quotient), left_out
 
 
+def counted(state, *, recipe, backward=False):
+    """What an op casts with that counts a use of the state."""
+    role, rule = (GRAD, recipe.backward_rule) if backward else (INPUT, recipe.forward_rule)
+    use = LastUse.under(recipe, rule, current_amax_group(), "")
+    like = Float8Quantizer(state.scale, state.amax, recipe.fp8_dtype(role))
+    return quantizer_of_call(state, like, recipe, use, device=state.scale.device, counts=True, backward=backward)
+
+
 def used(state, *, recipe, backward=False, values=None):
-    """One cast of ``values`` with the state, touched as an op would."""
-    (touch_backward if backward else touch_forward)(state, recipe)
+    """One cast of ``values`` with the state, counted as an op would."""
+    quantizer = counted(state, recipe=recipe, backward=backward)
     if values is not None:
-        role, rule = (GRAD, recipe.backward_rule) if backward else (INPUT, recipe.forward_rule)
-        quantizer = state.quantizer(recipe.fp8_dtype(role), rule=rule)
         quantizer(torch.as_tensor(values, dtype=torch.float32).reshape(1, -1))
 
 
@@ -111,10 +119,10 @@ def test_three_steps_use_the_scale_of_the_step_before():
     assert state.scale.item() == 448.0
 
 
-def test_only_touched_states_are_updated_once_at_the_outermost_exit():
+def test_only_used_states_are_updated_once_at_the_outermost_exit():
     recipe = DelayedScaling(amax_history_len=4)
-    first, second, untouched = (DelayedScalingState(4) for _ in range(3))
-    untouched.amax.fill_(7.0)
+    first, second, unused = (DelayedScalingState(4) for _ in range(3))
+    unused.amax.fill_(7.0)
     with autocast(recipe=recipe):
         with autocast(recipe=recipe):
             used(first, recipe=recipe, values=[2.0])
@@ -125,7 +133,7 @@ def test_only_touched_states_are_updated_once_at_the_outermost_exit():
     assert first.scale.item() == 56.0
     assert first.amax_history.tolist() == [0.0, 0.0, 0.0, 8.0]
     assert second.scale.item() == 224.0
-    assert (untouched.scale.item(), untouched.amax.item()) == (1.0, 7.0)
+    assert (unused.scale.item(), unused.amax.item()) == (1.0, 7.0)
     with autocast(recipe=recipe):
         pass
     assert first.amax_history.tolist() == [0.0, 0.0, 0.0, 8.0]
@@ -153,7 +161,7 @@ def test_failed_region_moves_no_scale_and_leaves_no_amax():
         fail()
     assert state.scale.item() == 1.0
     with autocast(recipe=recipe):
-        touch_forward(state, recipe)
+        counted(state, recipe=recipe)
     assert state.scale.item() == 1.0
     with autocast(recipe=recipe):
         used(state, recipe=recipe, values=[4.0])
@@ -196,12 +204,12 @@ def test_a_second_backward_pass_uses_the_updated_gradient_scale():
     assert (second - exact).norm() < 0.1 * exact.norm()
 
 
-def test_touches_outside_their_pass_are_refused():
+def test_counts_outside_their_pass_are_refused():
     state, recipe = DelayedScalingState(4), DelayedScaling()
     with pytest.raises(RecipeError, match="autocast"):
-        touch_forward(state, recipe)
+        counted(state, recipe=recipe)
     with pytest.raises(RecipeError, match="backward"):
-        touch_backward(state, recipe)
+        counted(state, recipe=recipe, backward=True)
     with pytest.raises(RecipeError, match="DelayedScalingState"):
         recipe.quantizer(INPUT)
 
@@ -383,8 +391,7 @@ def test_recomputation_uses_the_first_scale_and_records_nothing():
     x = torch.linspace(-3, 3, 32).reshape(1, 32)
 
     def cast(values):
-        touch_forward(state, recipe)
-        return state.quantizer(torch.float8_e4m3fn, rule=recipe.forward_rule)(values)
+        return counted(state, recipe=recipe)(values)
 
     with autocast(recipe=recipe):
         with running(Pass.FIRST):
@@ -439,20 +446,25 @@ def test_gradients_of_autocast_leave_the_tape_alone():
 RANK_PROGRAM = """
 import sys, torch, torch.distributed as dist
 from opfuse.recipes import *
-from opfuse.recipes.counting import touch_backward, touch_forward
+from opfuse.recipes.autocast import current_amax_group
+from opfuse.recipes.counting import count_backward, count_forward
+from opfuse.recipes.delayed import LastUse
 rank = int(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 shared, local = DelayedScaling(amax_history_len=2), DelayedScaling(amax_history_len=2, reduce_amax=False)
 states = [DelayedScalingState(2) for _ in range(4)]
+def use(state, recipe, rule):
+    state.adopt(recipe, rule)
+    return {state: LastUse.under(recipe, rule, current_amax_group(), "")}
 alone = [dist.new_group([0]), dist.new_group([1])][rank]
 with autocast(recipe=shared):
     for state, recipe, amax in zip(states, (shared, shared, local), (1.0 + rank, 8.0 - rank, 1.0 + rank)):
         state.amax.fill_(amax)
-        touch_forward(state, recipe)
+        count_forward(use(state, recipe, recipe.forward_rule))
     with autocast(recipe=shared, amax_reduction_group=alone):
         states[3].amax.fill_(1.0 + rank)
-        touch_forward(states[3], shared)
+        count_forward(use(states[3], shared, shared.forward_rule))
 class Cast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -460,7 +472,7 @@ class Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         gradient.amax.fill_(1.0 + rank)
-        touch_backward(gradient, shared)
+        count_backward(use(gradient, shared, shared.backward_rule))
         return dy
 gradient = DelayedScalingState(2)
 Cast.apply(torch.ones(1, requires_grad=True)).backward()

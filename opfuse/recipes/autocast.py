@@ -168,9 +168,10 @@ def current_amax_group() -> ProcessGroup | None:
     return None if region is None else region.group
 
 
-def default_group() -> ProcessGroup | None:
-    """torch's default group, of all processes; None before there is one."""
-    return dist.group.WORLD if HAS_RANKS else None
+def amax_group_here() -> ProcessGroup | None:
+    """The group whose ranks share amaxes: that of the region, or torch's default group; None before there is one."""
+    region = _REGION.get()
+    return (None if region is None else region.group) or (dist.group.WORLD if HAS_RANKS else None)
 
 
 def region_source() -> str | None:

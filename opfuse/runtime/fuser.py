@@ -39,7 +39,7 @@ from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
 from opfuse.keys import Cache, Digest, digest, record, token
 from opfuse.recipes import Recipe, current_recipe
-from opfuse.recipes.autocast import current_amax_group, default_group, mark_region_used, region_source
+from opfuse.recipes.autocast import amax_group_here, mark_region_used, region_source
 from opfuse.recipes.passes import Pass, current_pass, is_recomputing, is_trained
 from opfuse.recipes.standing import standing_here
 from opfuse.runtime.compile.backward_tape import BackwardTape
@@ -250,7 +250,7 @@ class OperationFuser:
             self._refresh()
         device, arch, has_autocast = _device(x.device)
         # A group that is made after a first call makes another plan: rows travel, and amaxes are shared.
-        group = current_amax_group() or default_group()
+        group = amax_group_here()
         grad = torch.is_grad_enabled()
         if input_saved is None:
             input_saved = grad and x.grad_fn is not None and is_saved_by_its_node(x)
@@ -430,7 +430,7 @@ class OperationFuser:
         if rules.functions or self._modal:
             return None
         mark_region_used()
-        group = current_amax_group() or default_group()
+        group = amax_group_here()
         return self.structure, current_recipe(), None if group is None else token(group), rules.level, rules.digest, run
 
     def run_inside(self, call: CallInside) -> tuple[torch.Tensor, ...]:

@@ -136,7 +136,7 @@ def test_r9_the_default_group_is_in_the_key_from_when_it_is_made(monkeypatch):
     """A plan that was made before it knows one rank: its rows would not travel, and its amaxes be those of one."""
     fuser = pipeline()
     plain = key_of(fuser)
-    monkeypatch.setattr(fuser_module, "default_group", lambda: GROUP)
+    monkeypatch.setattr(fuser_module, "amax_group_here", lambda: GROUP)
     assert plain.env.amax_group is None
     assert key_of(fuser).env.amax_group is not None
 

@@ -109,7 +109,7 @@ class GraphInputs:
         """What a graph of this call would fix."""
         buffers = [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
         main = [getattr(p, "main_grad", None) for p in parameters]
-        read = tensors_around(self._step)
+        around = read_around(self._step)
         states = [each.state.values() for each in self.optimizers]
         return Fixed(
             parameters=(
@@ -120,8 +120,8 @@ class GraphInputs:
             settings=[[memory_of(leaf) for leaf in tree_leaves(settings)] for settings in self._settings()],
             states=[memory_of(leaf) for state in chain(*states) for value in state.values() for leaf in _leaves(value)],
             scales=Objects(state.tensors_id for state in self.scaled),
-            read=(Objects(read), [*map(memory_of, read)]),
-            values=self.values(),
+            read=(Objects(around.tensors), [*map(memory_of, around.tensors)]),
+            values=around.values,
             ops=WatchedModule.epoch,
             rules=active_rules().digest,
             torch=_settings_of_torch(),
@@ -129,7 +129,7 @@ class GraphInputs:
 
     def values(self) -> Objects:
         """What the step reads around it, but tensors."""
-        return Objects(None if isinstance(value, torch.Tensor) else value for value in read_around(self._step))
+        return read_around(self._step).values
 
     def versions(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, int]:
         """How often each parameter and buffer was written."""
@@ -162,23 +162,26 @@ def delayed_states() -> Iterator[DelayedScalingState]:
     yield from dict.fromkeys(state for states in held if isinstance(states, DelayedScalingStates) for state in states)
 
 
-def tensors_around(step: Any) -> list[torch.Tensor]:
-    """Tensors that a function finds in its closure, among the globals that it reads, or in the object that it is a method of."""
-    own = [*vars(step.__self__).values()] if isinstance(step, MethodType) and hasattr(step.__self__, "__dict__") else []
-    function = step.__func__ if isinstance(step, MethodType) else step
-    if not isinstance(function, FunctionType) and hasattr(function, "__dict__"):
-        own += vars(function).values()
-    return [value for value in chain(own, _variables(function)) if isinstance(value, torch.Tensor)]
+class ReadByStep(NamedTuple):
+    """What stands around a function: in its closure, among the globals that it reads, in the object that it is a method of.
+
+    tensors: of the object all. values: of the object what the function reads, and None in place of tensors.
+    """
+
+    tensors: list[torch.Tensor]
+    values: Objects
 
 
-def read_around(step: Any) -> list[Any]:
-    """What a function finds in its closure and among the globals that it reads, and attributes of its object that it reads."""
+def read_around(step: Any) -> ReadByStep:
+    """What ``step`` finds around it; of an object that can be called, its method does."""
     method = step if isinstance(step, (FunctionType, MethodType)) else MethodType(type(step).__call__, step)
-    if not isinstance(method, MethodType):
-        return _variables(method)
-    function, held = method.__func__, getattr(method.__self__, "__dict__", {})
+    function: Any = method.__func__ if isinstance(method, MethodType) else method
+    held: dict[str, Any] = getattr(method.__self__, "__dict__", {}) if isinstance(method, MethodType) else {}
+    variables = _variables(function)
     names = _names(function.__code__)[1] if isinstance(function, FunctionType) else ()
-    return [*_variables(function), *(held[name] for name in names if name in held)]
+    tensors = [value for value in chain(held.values(), variables) if isinstance(value, torch.Tensor)]
+    read = chain(variables, (held[name] for name in names if name in held))
+    return ReadByStep(tensors, Objects(None if isinstance(value, torch.Tensor) else value for value in read))
 
 
 def _variables(function: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from opfuse.runtime.graph_inputs import (
     delayed_states,
     memory_of,
     numbers_drawn,
-    tensors_around,
+    read_around,
 )
 from opfuse.tensors.quantizers import MXFP8Quantizer
 
@@ -176,11 +176,11 @@ def test_tensors_that_a_step_finds_around_it():
 
         __call__ = step
 
-    assert [each is held or each is TENSOR for each in tensors_around(step)] == [True, True]
+    assert [each is held or each is TENSOR for each in read_around(step).tensors] == [True, True]
     for each in (Holds().step, Holds()):
-        (found,) = tensors_around(each)
+        (found,) = read_around(each).tensors
         assert found is held
-    assert tensors_around(print) == []
+    assert read_around(print).tensors == []
 
 
 TENSOR = torch.ones(2)
@@ -276,12 +276,12 @@ def test_methods_of_objects_without_a_dictionary_and_cells_that_are_empty():
         def step(self):
             return held * TENSOR
 
-    assert [each is held or each is TENSOR for each in tensors_around(Slots().step)] == [True, True]
+    assert [each is held or each is TENSOR for each in read_around(Slots().step).tensors] == [True, True]
 
     def step():
         return later * held
 
-    (found,) = tensors_around(step)
+    (found,) = read_around(step).tensors
     assert found is held
     later = 1
 
@@ -297,7 +297,7 @@ def test_what_has_the_name_of_an_attribute_is_not_read():
         output.loss.backward()
         return [part.loss * TENSOR for part in output.parts]
 
-    assert [each is TENSOR for each in tensors_around(step)] == [True]
+    assert [each is TENSOR for each in read_around(step).tensors] == [True]
 
 
 def test_variables_that_a_step_reads_are_compared(monkeypatch):

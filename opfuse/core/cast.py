@@ -144,9 +144,8 @@ class Cast:
 
     def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
         """ShapeError or DtypeError unless ``quantizer`` takes such a tensor; the error says where the dtype comes from."""
-        features = getattr(self.op, "in_features", None)
-        if self.role == "input" and features is not None:
-            check_features(self.where, shape, features)
+        if self.role == "input":
+            check_features(self.op, shape)
         taken = quantizer.input_dtypes
         if taken and dtype not in taken and self.op.compute_dtype(self.env, _example(taken[0])) == dtype:
             source = "of torch.autocast" if self.env.autocast else "of the op's parameters"
@@ -283,12 +282,13 @@ _COLUMNS = "pad the last dimension, torch.nn.functional.pad(x, (0, {spare}))"
 _OVERRIDE = ", or compute gradients in high precision, recipe.replace(backward_override='dequantized')"
 
 
-def check_features(where: str, shape: Sequence[int], features: int) -> None:
-    """ShapeError unless ``shape`` is (..., features): said before any format has its say."""
-    if tuple(shape[-1:]) != (features,):
+def check_features(op: Any, shape: Sequence[int]) -> None:
+    """ShapeError unless ``shape`` is (..., in_features), of an op that has these: said before any format has its say."""
+    features = getattr(op, "in_features", None)
+    if features is not None and tuple(shape[-1:]) != (features,):
         other = f", or build the op with in_features={shape[-1]}" if shape and shape[-1] else ""
         cure = f"pass {number_of(features, 'feature')}, or have the op before it make so many{other}"
-        raise ShapeError(describe(where, wanted=f"shape (..., {features})", got=tuple(shape), cure=cure))
+        raise ShapeError(describe(f"{op.label} input", wanted=f"shape (..., {features})", got=tuple(shape), cure=cure))
 
 
 def cure_of(op: Any, tensor_type: str, layout: Layout, *, overridable: bool) -> str:

@@ -270,7 +270,7 @@ class LinearCrossEntropy(BasicOperation):
         return Casts(**found)
 
     def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:
-        check_features(f"{self.label} input", x.shape, self.spec.in_features)
+        check_features(self, x.shape)
         where, cure = f"{self.label} targets", "pass the number of a word for each row of x, as labels.long()"
         if targets.dtype != torch.int64:
             raise DtypeError(describe(where, wanted="int64", got=targets.dtype, cure=cure))

@@ -261,7 +261,7 @@ class GroupedLinear(BasicOperation):
         return y
 
     def _check_call(self, x: Value, splits: torch.Tensor, scales: torch.Tensor | None) -> None:
-        check_features(f"{self.label} input", x.shape, self.in_features)
+        check_features(self, x.shape)
         check_splits(splits, self.num_groups, where=self.label)
         if scales is None:
             return

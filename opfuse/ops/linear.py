@@ -108,7 +108,7 @@ class BasicLinear(BasicOperation):
         """The product of both operands' casts, yet to be made; what the backward pass reads is saved in ``ctx``."""
         weight = self.parameter("weight")
         dtype, ctx.input_dtype = ctx.dtype_of(x), x.dtype
-        self._check_input(x)
+        check_features(self, x.shape)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(dtype))
         check_forward(ctx, x, "input")
         w = ctx.operands["weight"] if "weight" in ctx.operands else ctx.cast("weight", weight)
@@ -160,9 +160,6 @@ class BasicLinear(BasicOperation):
     def _gradient(self, ctx: Context, dy: Value) -> Value:
         dy = ctx.cast("grad_output", dy)
         return dy if isinstance(dy, QuantizedStorage) else dy.to(ctx.compute_dtype)
-
-    def _check_input(self, x: Value) -> None:
-        check_features(f"{self.label} input", x.shape, self.spec.in_features)
 
 
 class Linear(FusibleOperation):

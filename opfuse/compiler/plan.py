@@ -133,7 +133,7 @@ class Plan:
         by_place: list[Mapping[Any, Cast]] = [self.casts, *self.own_casts.values()]
         for casts in by_place:
             for cast in casts.values():
-                if cast.role == GRADIENT and cast.is_delayed:
+                if cast.role == GRADIENT and cast.live_states:
                     return True
         return False
 

@@ -82,13 +82,8 @@ class Cast:
     whole: Quantizer | None = None
 
     @property
-    def is_delayed(self) -> bool:
-        """Whether its scales come from a state."""
-        return bool(self.live_states)
-
-    @property
     def live_states(self) -> tuple[DelayedScalingState, ...]:
-        """The states that its scales come from; none under other recipes."""
+        """The states that its scales come from, if scaling is delayed; else none."""
         return () if self.state is None else (self.state,)
 
     def __call__(self, x: Value) -> QuantizedStorage:

@@ -24,9 +24,8 @@ from opfuse.errors import ShapeError, SpecError, describe
 from opfuse.formats import IDENTITY, NumberFormat
 from opfuse.ops.grouped_bias import add_biases, bias_gradients, biases_of, scale_gradient
 from opfuse.ops.grouped_delay import PutOff, owed
-from opfuse.ops.grouped_main_grad import add_gradients
 from opfuse.ops.linear import check_forward, in_dtype, multiplied, saved_operand
-from opfuse.ops.main_grad import is_asked_for
+from opfuse.ops.main_grad import add_gradients_of_groups, is_asked_for
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
 from opfuse.recipes.policy import OVERRIDES, cast_quantizer
@@ -246,7 +245,7 @@ class GroupedLinear(BasicOperation):
         ctx.input_dtype, ctx.compute_dtype = x.dtype, ctx.dtype_of(x)
         self._check_call(x, splits, scales)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(ctx.compute_dtype), splits)
-        check_forward(ctx, x, "input")
+        check_forward(ctx, x)
         held = {name: self._operand(ctx, name) for name in self.weight_names}
         weights = self._operands(ctx, held.values(), x)
         options = {"dtype": ctx.compute_dtype, "out_dtype": out_dtype, **ctx.env.product("fprop")}
@@ -351,7 +350,7 @@ class GroupedLinear(BasicOperation):
             if groups.sizes is None and not (isinstance(dy, QuantizedStorage) and groups_in(dy)):
                 sizes = read_sizes(ctx.saved.splits, matrix_shape(x.shape)[0], where=self.label)
                 groups = Groups(sizes, groups.splits)
-            return add_gradients(weights, self.weight_names, dy, x, groups, where=self.label, **options)
+            return add_gradients_of_groups(weights, self.weight_names, dy, x, groups, where=self.label, **options)
         product = partial(self._products, weights, dy, x, groups, **options)
         if not self.delay_wgrad_compute:
             return product()

@@ -110,7 +110,7 @@ class BasicLinear(BasicOperation):
         dtype, ctx.input_dtype = ctx.dtype_of(x), x.dtype
         check_features(self, x.shape)
         x = ctx.cast("input", x if isinstance(x, QuantizedStorage) else x.to(dtype))
-        check_forward(ctx, x, "input")
+        check_forward(ctx, x)
         w = ctx.operands["weight"] if "weight" in ctx.operands else ctx.cast("weight", weight)
         ctx.compute_dtype = dtype
         ctx.save(
@@ -287,15 +287,15 @@ def saved_operand(ctx: Context, operand: Any, role: str) -> Any:
         raise _missing(ctx, role, "data for both the forward and the backward products", error, cure) from error
 
 
-def check_forward(ctx: Context, operand: Value, role: str) -> None:
-    """MissingPlaneError unless the forward product can read the operand."""
-    if not isinstance(operand, QuantizedStorage):
+def check_forward(ctx: Context, x: Value) -> None:
+    """MissingPlaneError unless the forward product can read the input."""
+    if not isinstance(x, QuantizedStorage):
         return
     try:
-        operand.plane(ROWWISE)
+        x.plane(ROWWISE)
     except MissingPlaneError as error:
-        cure = f"quantize it with rowwise=True, or pass {role}.dequantize()"
-        raise _missing(ctx, role, "rowwise data, which the forward product reads", error, cure) from error
+        cure = "quantize it with rowwise=True, or pass input.dequantize()"
+        raise _missing(ctx, "input", "rowwise data, which the forward product reads", error, cure) from error
 
 
 def _missing(ctx: Context, role: str, wanted: str, error: MissingPlaneError, cure: str) -> MissingPlaneError:

@@ -1,17 +1,22 @@
 """Weight gradients that are added to a buffer of the parameter, as Megatron-LM keeps them.
 
 ``weight.main_grad`` is the caller's: fp32, in the shape and on the device of the weight. Attributes have the names of te.ops.
+Gradients of groups are added by the product itself where it can.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from opfuse.errors import DtypeError, PipelineError, ShapeError, describe
+from opfuse.numerics.pointwise import compute_dtype
+from opfuse.tensors.gemm import Operand
+from opfuse.tensors.gemm_grouped import Groups, add_wgrads, add_wgrads_of_runs, grouped_wgrad
 from opfuse.torch_private.autograd import current_node, will_run
 
 
@@ -82,3 +87,39 @@ def grad_for_autograd(weight: nn.Parameter) -> torch.Tensor | None:
         return None
     weight.grad_added_to_main_grad = True
     return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def add_gradients_of_groups(
+    weights: Mapping[str, nn.Parameter],
+    names: tuple[str, ...],
+    dy: Operand,
+    x: Operand,
+    groups: Groups,
+    *,
+    where: str,
+    dtype: torch.dtype,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Add dW of groups to the buffers of ``weights``; returns what autograd gets in place of gradients, by name.
+
+    names: those of all groups' weights, or of the one parameter (G, N, K) that holds them. groups: without sizes only if ``dy``
+    and ``x`` were cast by sizes that stay on the device.
+    """
+    buffers = {name: main_grad_of(weight, where=f"{where} {name}").detach() for name, weight in weights.items()}
+    whole = next((buffer for buffer in buffers.values() if buffer.ndim == 3), None)
+    owners = dict(enumerate(names if whole is None else names * len(whole)))
+    into = {i: buffers[name] if whole is None else whole[i] for i, name in owners.items() if name in buffers}
+    new = {i for i in into if overwrites(weights[owners[i]])}
+    kept = {i: into[i] for i in into if i not in new}
+    fast = options.get("fast", False)
+    if groups.sizes is None:
+        add_wgrads_of_runs(dy, x, kept, {i: into[i] for i in new}, fast=fast)
+    else:
+        done = add_wgrads(dy, x, groups.sizes, kept, whole=whole, fast=fast)
+        rest = [i for i in into if i not in done]
+        grads = grouped_wgrad(dy, x, groups, wanted=rest, dtype=dtype, out_dtype=compute_dtype(dtype), **options) if rest else []
+        for i in rest:
+            grad = cast(torch.Tensor, grads[i])
+            into[i].copy_(grad) if i in new else into[i].add_(grad)
+    found = {name: grad_for_autograd(weight) for name, weight in weights.items()}
+    return {name: grad for name, grad in found.items() if grad is not None}

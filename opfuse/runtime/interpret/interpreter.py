@@ -175,7 +175,7 @@ class Interpreter:
         if not self.precomputed or not operands:
             return operands
         compared = hooked() == COMPARED
-        there = {node for node in self.precomputed if not compared or self.plan.casts[node].is_delayed}  # by another call's scale
+        there = {node for node in self.precomputed if not compared or self.plan.casts[node].live_states}  # by an earlier scale
         return [operand for operand in operands if operand.source not in there]
 
     def _save_for_casts(self, values: Mapping[int, Value]) -> None:
@@ -184,7 +184,7 @@ class Interpreter:
         """
         for operand in [operand for reader in self.segment.nodes for operand in self._rematerialized(reader)]:
             needed: dict[str, Value | None] = {"x": values[0]} if operand.given else {}
-            if operand.anew is not None and operand.anew.is_delayed:
+            if operand.anew is not None and operand.anew.live_states:
                 needed["scale"] = operand.anew.scale_of_call()
             elif operand.source in self._amaxes and (operand.chain or hooked() != COMPARED):
                 # Of two runs of a checkpoint, which must save alike, one may find that a parameter is cast already.
@@ -200,7 +200,7 @@ class Interpreter:
             if context is None or operand.role not in context.rematerialized:
                 continue
             anew = operand.anew
-            if anew is not None and anew.is_delayed:
+            if anew is not None and anew.live_states:
                 anew = anew.under(contexts[operand.source].saved.scale)
             elif anew is not None and (amaxes := _amaxes_of(contexts.get(operand.source))):
                 anew = anew.sharing(SharedAmax.of(amaxes)) or anew

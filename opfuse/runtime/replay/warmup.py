@@ -91,7 +91,7 @@ def rehearsed(interpreter: Interpreter, tensors: Sequence[torch.Tensor]) -> list
                 _run(twin, tensors)
         except Exception as reason:  # whatever it is, the call itself tells of it, or meets nothing of the kind
             _log.debug("%s, nodes %s: rehearsed in part, since %s", plan.name, segment.nodes, reason)
-        if any(cast.is_delayed for cast in plan.casts.values()):  # by who owns the region, when its passes are over
+        if any(cast.live_states for cast in plan.casts.values()):  # by who owns the region, when its passes are over
             needed.append(updating())
         return with_joined(needed)
 

@@ -32,7 +32,7 @@ from opfuse.recipes.autocast import current_amax_group
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.expert_rows import why_values
 from opfuse.tensors.quantizers import Quantizer
-from opfuse.tensors.quantizers.base import draws, is_library_quantizer
+from opfuse.tensors.quantizers.base import is_repeatable
 from opfuse.tensors.row_collectives import PlaneTransfer
 
 CARRIERS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
@@ -137,7 +137,7 @@ def _refusals(spec: CastSpec, beside: Beside) -> Iterator[str]:
     if any(formats[usage].element is None for usage in usages):
         yield "a product of the backward pass reads the values themselves"
         return
-    if not is_library_quantizer(quantizer) or draws(quantizer):
+    if not is_repeatable(quantizer):
         yield "the cast draws random numbers, or is not the library's"
     if _together(spec, beside) is None:
         yield "rows share a scale that the ranks do not find together"

@@ -33,7 +33,7 @@ from opfuse.core.signature import Env
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Usage
 from opfuse.recipes.policy import OVERRIDES
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
-from opfuse.tensors.quantizers.base import draws, is_library_code, is_library_quantizer
+from opfuse.tensors.quantizers.base import is_library_code, is_repeatable
 
 _CHEAP = frozenset(("norm", "routes"))
 """Traits of ops whose results are made anew by default."""
@@ -132,7 +132,7 @@ def _of_reader(
         cast, saved = casts[source.index], OVERRIDES[env.backward_override].saved
         if readers.isdisjoint(reader.needs) or source.outputs[0] in graph.outputs:
             continue
-        if not is_library_quantizer(cast.quantizer) or draws(cast.quantizer):
+        if not is_repeatable(cast.quantizer):
             continue
         given = env.input_saved and source.inputs == (0,) and not source.spec.groups and saved != "original"
         followed = _CHEAP if env.keep is None else _FOLLOWED

@@ -24,7 +24,7 @@ from opfuse.numerics.layouts import layout_of, load_scale, store_scale
 from opfuse.numerics.row_groups import MOST_GROUPS, RowGroups
 from opfuse.tensors.groups import GroupedPlane, Sizes, offsets
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, Quantizer
-from opfuse.tensors.quantizers.base import draws, is_library_quantizer
+from opfuse.tensors.quantizers.base import is_repeatable
 from opfuse.tensors.quantizers.ranks import reduce_amax
 from opfuse.tensors.ragged import RaggedPlane, copied_to
 from opfuse.tensors.row_collectives import exchanged
@@ -123,7 +123,7 @@ def why_values(quantizer: Quantizer, experts: int) -> str:
     fmt, columns = quantizer.formats
     if fmt.element is None or columns.as_stored != fmt.as_stored:
         return "products of the backward pass read another format, or the values themselves"
-    if draws(quantizer) or not is_library_quantizer(quantizer):
+    if not is_repeatable(quantizer):
         return "the cast draws random numbers, reduces amaxes, or is not the library's"
     if quantizer.wanting(columnwise=False).row_local:
         return ""

@@ -30,7 +30,7 @@ from opfuse.runtime.replay.recorder import PLAIN
 from opfuse.runtime.replay.user_code import is_library_op
 from opfuse.runtime.weights.cached_cast import CachedCast, CachedLayout, Unchanged, interned, settle
 from opfuse.runtime.weights.packed import unpack
-from opfuse.tensors.quantizers.base import draws, is_library_quantizer
+from opfuse.tensors.quantizers.base import is_repeatable
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.torch_private.devices import raw_stream
 from opfuse.torch_private.dispatch import active_modes
@@ -380,5 +380,5 @@ def _keepable(plan: Plan, segment: Segment, ops: Sequence[BasicOperation]) -> It
         node = plan.graph.nodes[group.nodes[0]]
         if len(group.nodes) == 1 and group.rule is None and group.opaque is None and node.is_cast and node.side:
             cast, op = plan.casts[node.index], ops[node.op]
-            if is_library_op(op) and is_library_quantizer(cast.quantizer) and not draws(cast.quantizer):
+            if is_library_op(op) and is_repeatable(cast.quantizer):
                 yield node, op.parameter_names.index(cast.role)

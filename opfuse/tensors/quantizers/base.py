@@ -480,6 +480,14 @@ def is_library_quantizer(quantizer: Any) -> bool:
     return True
 
 
+def is_repeatable(quantizer: Any) -> bool:
+    """Whether all code is the library's (:func:`is_library_quantizer`), and casts the same to the same: it draws no numbers."""
+    for part in parts_of(quantizer):
+        if getattr(part, "stochastic_rounding", False):
+            return False
+    return is_library_quantizer(quantizer)
+
+
 def casts_itself(quantizer: Any) -> bool:
     """Whether the library's own code casts, which a kernel may then do; for a quantizer made of others, of all of them."""
     for part in parts_of(quantizer):
@@ -492,8 +500,3 @@ def casts_itself(quantizer: Any) -> bool:
 def reduces(quantizer: Any) -> bool:
     """Whether a cast takes the largest amax of several ranks."""
     return any(getattr(part, "with_amax_reduction", False) for part in parts_of(quantizer))
-
-
-def draws(quantizer: Any) -> bool:
-    """Whether a cast draws random numbers, so that no two are equal."""
-    return any(getattr(part, "stochastic_rounding", False) for part in parts_of(quantizer))

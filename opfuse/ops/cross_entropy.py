@@ -28,7 +28,7 @@ from opfuse.recipes.policy import cast_quantizer
 from opfuse.tensors.gemm import Operand, add_product, gemm
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.quantizers import Quantizer
-from opfuse.tensors.quantizers.base import draws, is_library_quantizer
+from opfuse.tensors.quantizers.base import is_repeatable
 from opfuse.tensors.storage import QuantizedStorage
 
 Smoothing = Annotated[float, numbers("a number from 0 to 1", minimum=0, maximum=1)]
@@ -262,7 +262,7 @@ class LinearCrossEntropy(BasicOperation):
         found = {}
         for role in Casts._fields:
             quantizer = self.stored_quantizer(role, recipe)
-            if not is_library_quantizer(quantizer) or draws(quantizer):
+            if not is_repeatable(quantizer):
                 wanted = "a quantizer of opfuse's own that draws no random numbers and reduces no amax over ranks"
                 cure = "set disable_stochastic_rounding=True, choose another recipe, or quantized=False"
                 raise QuantizerError(describe(f"{self.label} {role}", wanted=wanted, got=repr(quantizer), cure=cure))

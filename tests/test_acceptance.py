@@ -48,8 +48,9 @@ def test_the_option_runs_the_tests_of_a_row(pytester: pytest.Pytester) -> None:
         pytester.runpytest_inprocess("-p", "no:cacheprovider", *options).assert_outcomes(passed=passed, deselected=4 - passed)
 
 
-def test_the_option_makes_tensors_on_a_device(pytester: pytest.Pytester) -> None:
+def test_the_option_makes_tensors_on_a_device(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the option in a process of its own, since the default device is one of the process."""
+    monkeypatch.setenv("PYTHONPATH", str(acceptance.TESTS.parent))
     pytester.makeconftest((acceptance.TESTS / "conftest.py").read_text(encoding="utf-8"))
     body = "import pytest, torch\nMADE = torch.ones(2)\n"
     body += "def test_made():\n    assert MADE.device == torch.nn.Linear(2, 2).weight.device == torch.get_default_device()\n"

@@ -225,7 +225,7 @@ class LinearCrossEntropy(BasicOperation):
         scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, HeadGradients]:
         """The losses of all rows, and the gradients that are ``wanted`` of their sum, each times its scale."""
-        rows, dtype, wide, casts = self.rows, x.dtype, _sums(x.dtype), self._casts(ctx)
+        rows, dtype, wide, casts = self.rows, x.dtype, _sums(x.dtype), self._casts(ctx, wanted)
         losses, dx = [x.new_empty(0, dtype=wide)], [x.new_empty(0, self.spec.in_features)]
         dw = torch.zeros_like(head.weight, dtype=wide) if "weight" in wanted else None
         db = torch.zeros_like(head.bias, dtype=wide) if "bias" in wanted and head.bias is not None else None
@@ -253,12 +253,12 @@ class LinearCrossEntropy(BasicOperation):
             del dy  # and with it that of a plain one, before the next logits are made
         return torch.cat(losses), HeadGradients(torch.cat(dx) if "input" in wanted else None, dw, db)
 
-    def _casts(self, ctx: Context) -> Casts:
-        """How the active recipe casts the operands of this call's products."""
+    def _casts(self, ctx: Context, needs: Collection[str]) -> Casts:
+        """How the active recipe casts the operands of the logits, and of the gradients in ``needs``."""
         recipe = ctx.env.recipe if self.spec.quantized else None
         if recipe is None:
             return Casts()
-        backward = tuple(name for name, of in (("dgrad", "input"), ("wgrad", "weight")) if of in ctx.needs)
+        backward = tuple(name for name, of in (("dgrad", "input"), ("wgrad", "weight")) if of in needs)
         found = {}
         for role in Casts._fields:
             quantizer = self.stored_quantizer(role, recipe)

@@ -78,7 +78,8 @@ def fuse_(
 
     loss: "fused" has a causal language model of transformers compute its loss by :class:`~opfuse.ops.LinearCrossEntropy`, without
     the logits of all tokens in memory: a call with labels returns the loss, and None for logits. Other calls stay as they are.
-    ConversionError for a model whose loss may be another one.
+    A policy that converts the output head has the products of the loss quantized. ConversionError for a model whose loss may be
+    another one.
 
     A model that is fused already is converted again. ConversionError if nothing could be converted, if a pattern matches nothing,
     if experts are over ranks, and for another keyword.

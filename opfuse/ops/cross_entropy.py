@@ -50,8 +50,12 @@ class Head(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """The quantizers of a head's operands, with the planes that its products read; None: an operand in high precision."""
+    """The quantizers of a head's operands, with the planes that its products read; None: an operand in high precision.
 
+    label: of the head, for errors.
+    """
+
+    label: str = ""
     input: Quantizer | None = None
     weight: Quantizer | None = None
     grad_output: Quantizer | None = None
@@ -59,7 +63,10 @@ class Casts(NamedTuple):
     def of(self, role: str, x: torch.Tensor) -> Operand:
         """An operand as products read it."""
         quantizer: Quantizer | None = getattr(self, role)
-        return x if quantizer is None else quantizer.quantize(x.contiguous())
+        if quantizer is None:
+            return x
+        quantizer.check(x.shape, x.dtype, where=f"{self.label} {role}")
+        return quantizer.quantize(x.contiguous())
 
     def gradient_in(self, dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
         """The dtype of the logits' gradient: that of the logits if it is cast, since it then fills their memory without gaps."""
@@ -259,8 +266,8 @@ class LinearCrossEntropy(BasicOperation):
         if recipe is None:
             return Casts()
         backward = tuple(name for name, of in (("dgrad", "input"), ("wgrad", "weight")) if of in needs)
-        found = {}
-        for role in Casts._fields:
+        found: dict[str, Any] = {"label": self.label}
+        for role in Casts._fields[1:]:
             quantizer = self.stored_quantizer(role, recipe)
             if not is_repeatable(quantizer):
                 wanted = "a quantizer of opfuse's own that draws no random numbers and reduces no amax over ranks"

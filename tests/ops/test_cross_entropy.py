@@ -486,6 +486,12 @@ def test_quantizers_that_chunks_cannot_be_cast_by_are_refused(recipe):
         op(x, targets)
 
 
+def test_sizes_that_a_format_does_not_take_name_the_operand():
+    op, x = ops.LinearCrossEntropy(128, 1000, quantized=True), torch.randn(32, 128).requires_grad_()
+    with opfuse.autocast(recipe=CAST["mxfp8"]), pytest.raises(ShapeError, match=r"LinearCrossEntropy.* weight: wants .* by 32"):
+        op(x, torch.zeros(32, dtype=torch.int64))
+
+
 @pytest.mark.cpu
 def test_quantized_it_is_one_op_of_a_graph_of_torch_compile():
     op, x, targets = quantized()

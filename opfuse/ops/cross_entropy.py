@@ -268,7 +268,7 @@ class LinearCrossEntropy(BasicOperation):
         backward = tuple(name for name, of in (("dgrad", "input"), ("wgrad", "weight")) if of in needs)
         found: dict[str, Any] = {"label": self.label}
         for role in Casts._fields[1:]:
-            quantizer = self.stored_quantizer(role, recipe)
+            quantizer = self.stored_quantizer(role, recipe)  # whose scale is the tensor's own, also under delayed scaling
             if not is_repeatable(quantizer):
                 wanted = "a quantizer of opfuse's own that draws no random numbers and reduces no amax over ranks"
                 cure = "set disable_stochastic_rounding=True, choose another recipe, or quantized=False"

@@ -38,7 +38,7 @@ OPFUSE_FN void take(const Encode& p, const Tile& tile, const Thread& at, int i, 
     held.v[i % LOOKED_AT] = v;
     held.codes[i % 4] = encode_eight<OUT>(v, [&](int) { return running.scale; });
     if constexpr (RECORD) running.best = larger_magnitude(running.best, v);
-    if (RECORD && i % LOOKED_AT == LOOKED_AT - 1 && holds_nonfinite(running.best))
+    if (RECORD && i % LOOKED_AT == LOOKED_AT - 1 && __any_sync(~0u, holds_nonfinite(running.best)))
 #pragma unroll
         for (int k = 0; k < LOOKED_AT; ++k) {
             uint2& codes = held.codes[i % 4 / LOOKED_AT * LOOKED_AT + k];

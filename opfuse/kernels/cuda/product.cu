@@ -17,11 +17,11 @@ struct Rounded {
     static constexpr u32 BATCH = FAST ? 1 : ROOMS / (PIECES / 2);
     u32 used;
 
-    DEVICE_FN void store(const Product& p, const Group& g, const Tile& tile, u32 base, const Consumer& own, float (&sums)[2][64], float scale) {
+    DEVICE_FN void store(const Product& p, const Group& g, const Tile& tile, u32 base, const Consumer& own, float (&sums)[OWN_PARTS][64], float scale) {
         if (ACCUMULATE && !has_steps(tile)) return;
         u32 parts = parts_of(g, tile, own), rooms;
 #pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
+        for (u32 i = 0; i < OWN_PARTS; ++i) {
             if (i == parts) break;
 #pragma unroll
             for (u32 c = 0; c < PIECES; ++c) {

@@ -27,7 +27,8 @@
 // FAST           a tile is 128 x 128, and the consumers take turns by tiles: one multiplies while the other stores
 // otherwise      a tile is 256 x 128, and each consumer has half of its lines; the second follows the first, so that one multiplies while
 //                the other adds. Under OF_LINES many groups may have few lines: consumers take 64 lines in turn, and leave out those behind
-//                the last line
+//                the last line. SHORT: a tile has 128 lines, so that more stages are on their way: of groups with few lines, what takes
+//                time is to read the right
 // End            what is done with the sums of a tile: a consumer calls `store` for its 128 lines and columns, and `finish` at last. It
 //                stores through ROOMS rooms in shared memory. TURNED: each consumer has 128 x 128 bytes more, in place of a stage under
 //                FAST, otherwise of two rooms
@@ -63,16 +64,21 @@ constexpr int CONSUMER = 128, PRODUCT_THREADS = 3 * CONSUMER;
 #ifndef RUNS
 #define RUNS 0
 #endif
+#ifndef SHORT
+#define SHORT 0
+#endif
+static_assert(!SHORT || (RUNS == OF_LINES && !FAST), "tiles that consumers share");
 
 #if HOPPER
 
 constexpr u32 BOX = 128;                              // lines, columns, and bytes along a sum
-constexpr u32 TALL = FAST ? 1 : 2;                    // how many boxes of the left a tile has
-constexpr u32 PART = 64;                              // lines that are multiplied at once; a consumer has two parts of a tile
+constexpr u32 TALL = FAST || SHORT ? 1 : 2;           // how many boxes of the left a tile has
+constexpr u32 PART = 64;                              // lines that are multiplied at once
+constexpr u32 OWN_PARTS = SHORT ? 1 : 2;              // of a tile, that a consumer has
 constexpr bool IN_TURN = !FAST && RUNS == OF_LINES;   // a consumer's next part lies behind one of the other's
 constexpr u32 NEXT_PART = IN_TURN ? 2 * PART : PART;
-constexpr u32 STAGES = FAST ? 6 - TURNED : 3;
-constexpr u32 ROOMS = FAST || TURNED ? 2 : 4;         // for results, of a consumer
+constexpr u32 STAGES = FAST ? 6 - TURNED : SHORT ? 5 : 3;
+constexpr u32 ROOMS = FAST || SHORT || TURNED ? 2 : 4;        // for results, of a consumer
 constexpr u32 BOX_BYTES = BOX * BOX, STAGE_BYTES = (TALL + 1) * BOX_BYTES;
 constexpr u32 STORED_LINES = PART, STORED_PITCH = 128, STORED_BYTES = STORED_LINES * STORED_PITCH;  // one room for results
 constexpr u32 LEFT_SCALE_BYTES = (TALL * BOX + 4) * sizeof(float);  // from a multiple of four lines on
@@ -104,14 +110,14 @@ DEVICE_FN u32 block_at(const Tile& tile, u32 step) { return RUNS == OF_SUMS ? ti
 DEVICE_FN bool has_steps(const Tile& tile) { return RUNS != OF_SUMS || tile.steps > 0; }
 
 DEVICE_FN u32 tiles_of(const Product& p) {
-    if constexpr (RUNS == OF_LINES) return (FAST ? p.table->x : p.table->y) * ceil_div(p.columns, BOX);
+    if constexpr (RUNS == OF_LINES) return (TALL == 1 ? p.table->x : p.table->y) * ceil_div(p.columns, BOX);
     return p.tiles;
 }
 
 // Tile t. `group` is set to its group, and held that of an earlier tile.
 DEVICE_FN Tile tile_at(const Product& p, u32 t, u32& group) {
     if constexpr (RUNS == OF_LINES) {
-        u32 across = ceil_div(p.columns, BOX), down = FAST ? p.table->x : p.table->y;
+        u32 across = ceil_div(p.columns, BOX), down = TALL == 1 ? p.table->x : p.table->y;
         u32 band = t / (BAND * across), rest = t - band * BAND * across, height = smaller(BAND, down - band * BAND);
         Entry of = p.table[p.at + band * BAND + rest % height];
         group = of.x;
@@ -195,6 +201,7 @@ DEVICE_FN u32 line_of_part(const Consumer& own, u32 i) { return (FAST ? 0 : own.
 // How many of its parts a consumer multiplies.
 DEVICE_FN u32 parts_of(const Group& g, const Tile& tile, const Consumer& own) {
     u32 lines = lines_of(g, tile) - tile.line;
+    if constexpr (SHORT) return lines > line_of_part(own, 0);
     return IN_TURN ? (lines > line_of_part(own, 0)) + (lines > line_of_part(own, 1)) : 2;
 }
 
@@ -302,7 +309,7 @@ DEVICE_FN void multiply_in_turns(const Product& p, u32 base, const Consumer& own
 
 // Multiplies the first PARTS parts of a consumer in a tile. Sums of 128 elements are added in fp32. `follows`: consumer 0 has begun a tile.
 template <u32 PARTS>
-DEVICE_FN void multiply_parts(const Group& g, const Tile& tile, const Consumer& own, Ring& ring, float (&sums)[2][64], bool& follows) {
+DEVICE_FN void multiply_parts(const Group& g, const Tile& tile, const Consumer& own, Ring& ring, float (&sums)[OWN_PARTS][64], bool& follows) {
     u32 own_scales = (tile.line % 4 + line_of_part(own, 0) + own.warp * 16 + own.lane / 4) * sizeof(float);  // from the first scale of a stage
     if constexpr (SCALING == TILES) asm volatile("" : "+r"(own_scales));  // else the compiler computes it anew in each step
     const float* of_tiles = g.right_scale + static_cast<u64>(tile.column / BOX) * g.right_pitch + block_at(tile, 0);
@@ -342,13 +349,13 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
     Ring ring(base, 0);
     u32 group = 0, tiles = tiles_of(p);
     bool follows = false;
-    float sums[2][64];
+    float sums[OWN_PARTS][64];
     for (u32 t = blockIdx.x; t < tiles; t += gridDim.x) {
         Tile tile = tile_at(p, t, group);
         const Group& g = p.groups[group];
         float scale = SCALING == TENSORS ? g.left_scale[0] * g.right_scale[0] : 1.0f;
 #pragma unroll
-        for (u32 i = 0; i < 2; ++i)
+        for (u32 i = 0; i < OWN_PARTS; ++i)
 #pragma unroll
             for (u32 j = 0; j < 64; ++j) sums[i][j] = 0.0f;
         if (own.number == 1 && has_steps(tile)) {
@@ -361,7 +368,7 @@ DEVICE_FN void multiply_together(const Product& p, u32 base, const Consumer& own
         else if (parts == 1)
             multiply_parts<1>(g, tile, own, ring, sums, follows);
         else
-            multiply_parts<2>(g, tile, own, ring, sums, follows);
+            multiply_parts<OWN_PARTS>(g, tile, own, ring, sums, follows);
         u32 line = tile.line + line_of_part(own, 0) + own.warp * 16 + own.lane / 4;
         if constexpr (SCALING == ROWS) scale_rows(p, g, tile, line, tile.column + own.lane % 4 * 2, sums);
         end.store(p, g, tile, base, own, sums, scale);

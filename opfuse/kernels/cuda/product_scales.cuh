@@ -2,23 +2,23 @@
 #pragma once
 #include "product.cuh"
 
-// Line e of a thread's four lines, two of each part, from `line` on; the last line, if there is no such line.
+// Line e of a thread's lines, two of each part, from `line` on; the last line, if there is no such line.
 DEVICE_FN u32 line_of(const Group& g, const Tile& tile, u32 line, u32 e) {
     return smaller(line + e % 2 * 8 + e / 2 * NEXT_PART, lines_of(g, tile) - 1);
 }
 
 // ROWS: sums times the scale of their column, rounded, then times that of their line. Scales are read as if their memory could change;
 // otherwise the compiler reads them sooner, before this consumer has let the other one multiply.
-DEVICE_FN void scale_rows(const Product& p, const Group& g, const Tile& tile, u32 line, u32 column, float (&sums)[2][64]) {
-    float rows[4];
+DEVICE_FN void scale_rows(const Product& p, const Group& g, const Tile& tile, u32 line, u32 column, float (&sums)[OWN_PARTS][64]) {
+    float rows[2 * OWN_PARTS];
 #pragma unroll
-    for (u32 e = 0; e < 4; ++e) rows[e] = g.left_scale[line_of(g, tile, line, e)];
+    for (u32 e = 0; e < 2 * OWN_PARTS; ++e) rows[e] = g.left_scale[line_of(g, tile, line, e)];
 #pragma unroll
     for (u32 j = 0; j < 16; ++j) {
         const float* scales = g.right_scale + smaller(column + j * 8, p.columns - 2);
         float columns[2] = {scales[0], scales[1]};
 #pragma unroll
-        for (u32 e = 0; e < 8; ++e) {
+        for (u32 e = 0; e < 4 * OWN_PARTS; ++e) {
             float& sum = sums[e / 4][j * 4 + e % 4];
             sum = sum * columns[e % 2] * rows[e / 2];
         }

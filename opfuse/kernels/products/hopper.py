@@ -95,7 +95,10 @@ class GroupProduct(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a launch is compiled for, but for the number of groups. turned: it makes a transpose, too."""
+    """What a launch is compiled for, but for the number of groups.
+
+    turned: it makes a transpose, too. short: tiles have half of their lines, for runs of lines that are few.
+    """
 
     scaling: int
     fast: bool
@@ -103,6 +106,7 @@ class Form(NamedTuple):
     right: str
     out_dtype: torch.dtype
     turned: bool = False
+    short: bool = False
 
     @property
     def shared(self) -> int:
@@ -113,7 +117,8 @@ class Form(NamedTuple):
         transpose.
         """
         lines, columns = self.tile
-        stages, rooms = 6 - self.turned if self.fast else 3, 2 if self.fast or self.turned else 4
+        stages = 6 - self.turned if self.fast else 5 if self.short else 3
+        rooms = 2 if self.fast or self.short or self.turned else 4
         results = 2 * rooms * 64 * 128 + self.turned * 2 * 128 * 128
         scales = {TILES: (lines + 4) * 4, LINES: (lines + 4 + columns) * 4}.get(self.scaling, 0)
         return stages * ((lines + columns) * 128 + scales + 16) + results
@@ -121,7 +126,7 @@ class Form(NamedTuple):
     @property
     def tile(self) -> tuple[int, int]:
         """Lines and columns of the results that a block makes at once."""
-        return (128, 128) if self.fast else (256, 128)
+        return (128 if self.fast or self.short else 256, 128)
 
     @property
     def defines(self) -> dict[str, str | int]:
@@ -133,6 +138,7 @@ class Form(NamedTuple):
             "RIGHT": self.right,
             "RESULT": C_TYPES[self.out_dtype],
             "SHARED": self.shared,
+            **({"SHORT": 1} if self.short else {}),
         }
 
     def grid(self, tiles: int, device: int) -> Grid:

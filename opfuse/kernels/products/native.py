@@ -296,7 +296,11 @@ def _scaled_mm(
     library = library or _library(left.layout.format.family, machine_of(left.data.get_device()))
     operand = cast(AsOperand, library.operand)
     a, b, fast = operand(left, False), operand(right, True), fast and library.fast
-    if out is None or tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16):
+    if out is not None and (tuple(out.shape) != (len(a.codes), len(b.codes)) or not on_bytes(out, 16)):
+        out = None
+    if a.codes.is_meta:  # torch's function of sizes refuses sums of fewer elements than a block, which the library takes
+        return a.codes.new_empty(len(a.codes), len(b.codes), dtype=out_dtype) if out is None else out
+    if out is None:
         return F.scaled_mm(
             a.codes,
             b.codes.t(),

@@ -20,6 +20,9 @@ from opfuse.numerics.row_groups import RowGroups, most_tiles
 _OF_LINES, _OF_SUMS = 1, 2
 _NUMBER = torch.float32.itemsize
 
+SHORT = 128
+"""With at most so many rows in a group, on average, tiles are short."""
+
 
 @kernel("product.cu", reference=definition.product_of_rows, tolerance=BITWISE)
 def product_of_rows(
@@ -33,6 +36,7 @@ def product_of_rows(
 ) -> torch.Tensor:
     """For planes that hopper.py takes. The device finds out how many tiles there are."""
     columns, form = rights[0].layout.lines[0], form_of(left, rights[0], out_dtype, fast=fast)
+    form = form._replace(short=not form.fast and groups.rows <= SHORT * groups.number)
     result = torch.empty(groups.rows, columns, dtype=out_dtype, device=left.data.device)
     height = form.tile[0]
     tiles = most_tiles(groups.rows, groups.number, height) * ceil_div(columns, form.tile[1])

@@ -10,6 +10,7 @@ pass above what was allocated before, beside the peak of torch's own modules in 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -222,6 +223,7 @@ def peak_bytes(model: nn.Module, x: torch.Tensor, recipe: Recipe | None) -> int:
     """The most that is allocated in a forward and backward pass, above what is allocated before; gradients are there already."""
     dy = torch.randn_like(x)
     for _ in range(2):  # the first pass makes plans, kernels and gradients
+        gc.collect()  # a graph whose hooks gave tensors back as they were holds itself
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

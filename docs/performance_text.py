@@ -113,10 +113,11 @@ Without that multiplication the same kernel reached 1185 to 1269 TFLOP/s on an H
 - one barrier arrival for each warp in place of one for each thread: nothing;
 - what [scales-before-products](decisions/scales-before-products.md) tells of both products.
 
-DeepGEMM 2.6.1 is ahead. Of single products 1x128 by 128x128 the own kernel has 0.94 to 0.96 times its speed in turns, 0.94 to
-0.97 alone; of 128 experts with 64 and 128 rows 0.88 and 0.90. Where others miss their limit, it is by little more than two
-records of one kernel differ: fast sums per tensor alone, and per row, for which cuBLASLt makes single products, so that a call
-does not pay. Why they stay behind is not known. What was tried:
+DeepGEMM 2.6.1 is ahead. Of single products 1x128 by 128x128 the own kernel has 0.94 to 0.96 times its speed, in turns and
+alone; of 128 experts with 16, 64 and 128 rows 0.91, 0.91 and 0.92, with 192 rows 1.24, since DeepGEMM's tiles hold 128 rows of
+one expert whole. Products of a weight's gradient, added to fp32, have 0.96 to 1.04 times its speed. Where others miss their
+limit, it is by little more than two records of one kernel differ: fast sums per tensor alone, and per row, for which cuBLASLt
+makes single products, so that a call does not pay. Why they stay behind is not known. What was tried:
 
 - [pairs of blocks](decisions/pairs-of-blocks.md), each of which loads half of an operand for both;
 - reading the scales of rows before a consumer's turn in place of after it: nothing."""
@@ -311,13 +312,14 @@ MEMORY = """\
 *saved* is what autograd keeps for the backward pass, in parentheses what the formats require; *peak* is that of one forward
 and backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In
 the peak of one pipeline, what its largest layer holds for a while counts as much as what is saved; over several layers, what
-they save decides. The peaks are those of a second step, which records what later steps repeat. By default casts of weights are
-made anew in the backward pass, and since 2026-11-29 casts of a norm's results, too. With `keep="all"`, which saves both, four
-layers saved 90 to 91 % in place of 74 (before norms were among them), and peaks were 101 and 94 % in place of 87 and 80.
-Converted and compiled, four layers of Llama took on an H200 in turns, with 8192 tokens, in current scaling 62.3 ms by default,
-63.0 under `keep="recompute"` and 65.3 under `"quantized"` (bf16 86.7); they saved 3656, 3208 and 2312 MiB of bf16's 4360, with
-peaks of 4392, 4056 and 3384 MiB (bf16 4760). The projection behind attention saves attention's result, which attention saves
-anyway, in place of its cast; before, they saved 3784 MiB.
+they save decides. The peaks are those of a second step, which records what later steps repeat. B under `fp8_current` has none
+in this record: memory of an earlier pass was freed within that step, and hid as much (the script collects garbage before
+now). By default casts of weights are made anew in the backward pass, and since 2026-11-29 casts of a norm's results, too.
+With `keep="all"`, which saves both, four layers saved 90 to 91 % in place of 74 (before norms were among them), and peaks
+were 101 and 94 % in place of 87 and 80. Converted and compiled, four layers of Llama took on an H200 in turns, with 8192
+tokens, in current scaling 62.3 ms by default, 63.0 under `keep="recompute"` and 65.3 under `"quantized"` (bf16 86.7); they
+saved 3656, 3208 and 2312 MiB of bf16's 4360, with peaks of 4392, 4056 and 3384 MiB (bf16 4760). The projection behind
+attention saves attention's result, which attention saves anyway, in place of its cast; before, they saved 3784 MiB.
 
 """
 

@@ -169,6 +169,18 @@ def test_saved_is_what_saved_says() -> None:
         assert told.totals.own <= found.saved <= told.totals.own + 512 * len(told.values)
 
 
+def test_layers_narrower_than_a_block_have_an_estimate() -> None:
+    """torch's function of sizes refuses products of sums shorter than a block of 128, which the library takes."""
+    with torch.device("meta"):
+        block = ops.Sequential(ops.Linear(64, 256), ops.GELU(), ops.Linear(256, 64)).to(BF16)
+        x = torch.zeros(ROWS, 64, dtype=BF16).requires_grad_()
+    recipe = recipes.Float8BlockScaling()
+    found = opfuse.memory(block, x, recipe=recipe, optimizer="none")
+    with opfuse.autocast(recipe=recipe):
+        told = opfuse.saved(block, x)
+    assert told.totals.own <= found.saved <= told.totals.own + 512 * len(told.values)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "bytes_each"),
     [("none", 0), ("sgd", 0), ("sgd_momentum", 2), ("adamw", 4), ("adamw_masters", 12), ("adamw8bit", 2)],

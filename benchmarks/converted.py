@@ -105,11 +105,12 @@ def llama(stack: Stack, device: str, *, attention: str = SDPA) -> nn.Module:
     return model
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(model: nn.Module, mode: str | None = None) -> nn.Module:
+    """Layer by layer, in one of torch.compile's modes."""
     for name in ("layers", "norm"):
         part = model.get_submodule(name)
         for each in part if isinstance(part, nn.ModuleList) else [part]:
-            each.compile()
+            each.compile(mode=mode)
     return model
 
 

@@ -39,6 +39,7 @@ from benchmarks import (
     record,
     rollout,
     sanitizer,
+    small,
     steps,
     timing,
     training,
@@ -273,7 +274,7 @@ def test_a_gather_is_covered_where_other_kernels_run() -> None:
 @pytest.fixture
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(torch, "compile", lambda model, mode=None: model)
     native = [("none", None, None), *(each for each in models.settings() if each[0] in calls.MOST_WALL)]
     monkeypatch.setattr(calls, "settings", lambda: native)
 
@@ -352,6 +353,26 @@ def test_whole_steps_are_compared_with_the_first_in_bf16_of_their_size(monkeypat
     page = performance.problems({"results": [{**each, "script": "steps"} for each in found]}, "steps")
     assert "| bf16 + adamw + compiled loss |" in page
     assert "64 (65) % of torch.compile" in page
+
+
+@pytest.mark.usefixtures("_no_device")
+@pytest.mark.filterwarnings("ignore")
+def test_small_layers_stand_beside_bf16_run_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="of the extra `test`")
+    stack, ways = converted.Stack(1, models.Sizes(16, 64, 64), 2, 1), []
+    monkeypatch.setattr(small, "compiled", lambda model, mode=None: ways.append(mode))
+    found = [*small.records(1, stack=stack, device="cpu")]
+    runs = [(each["name"].split(", ")[2], each["unit"]) for each in found if each["limit"] is not None]
+    hows = (small.CALLED, small.COMPILED)
+    assert runs == [(f"{kind} {how}", f"x bf16 {how}") for how in hows for kind in small.KINDS]
+    assert ways == [None] * 3
+    small.passes_of("fp8_block", small.REDUCED, stack, "cpu")
+    assert ways[3:] == [small.REDUCED]
+    took = {("bf16", "both"): [3.0], ("fp8_block", "both"): [4.0]}
+    last = [*small.compared(small.AS_GRAPH, stack, took)][-1]
+    assert (last["value"], last["limit"], last["met"]) == (0.75, 0.95, False)
+    page = performance.problems({"results": [{**each, "script": "small"} for each in found]}, "small")
+    assert "| fp8_block compiled |" in page
 
 
 @pytest.mark.usefixtures("_no_device")

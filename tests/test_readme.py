@@ -183,6 +183,7 @@ def test_commands_of_the_readme_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_master_weights_converge_where_an_optimizer_of_stored_weights_stalls(names: dict[str, Any]) -> None:
     """Every weight is to move by 0.01, in steps of about 1e-4 that MXFP8 has no room for."""
     layer, plain = names["layer"], copy.deepcopy(names["layer"])

@@ -6,17 +6,18 @@ express the result; then, as for any operator without a handler, the operation r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
-from opfuse.errors import QuantizedTensorError, describe
+from opfuse.errors import OpfuseWarning, QuantizedTensorError, describe, notice
 from opfuse.tensors import exchange
 from opfuse.tensors.copied_view import copied_views, written
 from opfuse.tensors.groups import groups_of, sizes_of
 from opfuse.tensors.partial_writes import RowSpan
-from opfuse.tensors.planes import decoded, map_tensors, with_shape
+from opfuse.tensors.planes import decoded, formats_of, map_tensors, with_shape
 from opfuse.tensors.quantized import Quantized
 from opfuse.tensors.rows import cat_rows, slice_rows, zero_rows
 from opfuse.tensors.shards import amaxes
@@ -27,6 +28,24 @@ aten = torch.ops.aten
 
 DECODED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SLICE = "rows cut from a larger tensor"
+_STEPS = frozenset(
+    {
+        aten.addcdiv_.default,
+        aten._foreach_addcdiv_.Scalar,
+        aten._foreach_addcdiv_.ScalarList,
+        aten._foreach_addcdiv_.Tensor,
+        aten._fused_adam_.default,
+        aten._fused_adam_.tensor_lr,
+        aten._fused_adamw_.default,
+        aten._fused_adamw_.tensor_lr,
+    }
+)
+"""What only optimizers do to weights: the last operation of a step of Adam and its relatives."""
+_STEPPED = notice(
+    "a step on weights stored in low precision",
+    got="each update is rounded to their format at once, so small ones are lost",
+    cure="optimizer = opfuse.with_masters(optimizer), which keeps what is lost; or filter this OpfuseWarning",
+)
 
 
 def run(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -71,6 +90,8 @@ def compute(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[s
             raise QuantizedTensorError(describe(where, wanted="an unchanged shape", got=tuple(shape), cure=cure))
     for tensor in targets:
         tensor.quantize_(plain[id(tensor)])
+    if func in _STEPS and any(fmt.family != "identity" for tensor in targets for fmt in formats_of(tensor.record).values()):
+        warnings.warn(_STEPPED, OpfuseWarning, stacklevel=2)
     wrappers = {id(plain[id(tensor)]): tensor for tensor in targets}
     result = tree_map(lambda x: wrappers.get(id(x), x), result)
     return copied_views(result) if func.is_view else result

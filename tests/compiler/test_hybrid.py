@@ -284,6 +284,7 @@ def test_h34_what_inference_cast_is_not_what_training_reads(fprop, dgrad, wgrad)
     assert model.cache_info().plans == 3
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 @pytest.mark.row("H31")
 @pytest.mark.parametrize(("name", "stored"), in_turn(PLAIN, (False, True), of=2))
 def test_h31_training_follows_the_plain_recipe(name, stored):

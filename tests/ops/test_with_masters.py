@@ -272,6 +272,7 @@ def test_state_by_names_of_torch_distributed_checkpoint():
     assert_same(masters_of(other), masters_of(optimizer))
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_a_state_dict_without_masters_starts_them_from_the_parameters_and_says_so():
     made = model(dtype=torch.bfloat16)
     plain = ADAMW(made.parameters(), lr=1e-3)

@@ -159,6 +159,7 @@ WRITES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 @pytest.mark.few(apart=True)
 @pytest.mark.row("U12")
 @pytest.mark.parametrize(("kind", "name"), in_turn(QUANTIZERS, WRITES, of=2))

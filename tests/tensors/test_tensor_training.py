@@ -249,6 +249,7 @@ def plain_tensors(state):
             yield value
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 @pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("kind", "foreach", "name"), in_turn(QUANTIZERS, (False, True), OPTIMIZERS, of=2))
 def test_optimizers_move_the_decoded_values_and_keep_plain_state(kind, foreach, name):
@@ -278,6 +279,7 @@ def test_sgd_step_is_the_cast_of_the_plain_step(foreach):
     assert same_bytes(planes(w), planes(QUANTIZERS["mxfp8"]()(plain.detach())))
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_fused_adam_writes_back():
     w = parameter("mxfp8", dtype=torch.float32)
     w.grad = torch.ones(SHAPE)
@@ -295,6 +297,7 @@ def test_optimizer_on_a_parameter_without_quantizer_raises_instead_of_doing_noth
             torch.optim.SGD([w], lr=1.0, foreach=foreach).step()
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_optimizer_state_dict_round_trip(tmp_path):
     w = parameter("mxfp8")
     optimizer = torch.optim.Adam([w])

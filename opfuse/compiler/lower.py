@@ -383,8 +383,8 @@ def _stored_formats(op: BasicOperation, role: str, recipe: Recipe, products: Seq
             f"{op.label} {role} under {type(recipe).__name__}",
             wanted=f"a parameter stored as the recipe casts it, {_listed(wanted)}",
             got=f"one stored as {_listed(found)}",
-            cure="compute under the recipe it was made with, or set the recipe's on_recipe_change to 'dequantize' (cast its "
-            "values for each call) or to 'keep' (multiply it as it is)",
+            cure="compute under the recipe that it was cast by, or recipe.replace(on_recipe_change='dequantize'), which casts "
+            "its values for each call, or on_recipe_change='keep', which multiplies it as it is",
         )
     )
 

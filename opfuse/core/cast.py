@@ -137,7 +137,11 @@ class Cast:
         quantizer = self.quantizer.sharing(amax)
         return None if quantizer is None else replace(self, quantizer=quantizer)
 
-    def _check(self, quantizer: Quantizer, shape: torch.Size, dtype: torch.dtype) -> None:
+    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """ShapeError or DtypeError unless the cast takes a tensor of ``shape`` and ``dtype``."""
+        self._check(self.whole or self.quantizer, shape, dtype)
+
+    def _check(self, quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> None:
         """ShapeError or DtypeError unless ``quantizer`` takes such a tensor; the error says where the dtype comes from."""
         if self.role == "input":
             check_features(self.op, shape)
@@ -255,7 +259,7 @@ class _LiveTogether:
 
 # -- sizes that no cast takes ----------------------------------------------------------------------------------------------------
 
-_IN, _OUT, _ROWS = "in_features", "out_features", ""
+_IN, _OUT, _WORDS, _ROWS = "in_features", "out_features", "vocabulary", ""
 
 _SIZES = {
     ("input", ROWWISE): _IN,
@@ -270,6 +274,7 @@ _SIZES = {
 _CURES = {
     _IN: "build the op with in_features={whole} and pad its input, torch.nn.functional.pad(x, (0, {spare}))",
     _OUT: "build the op with out_features={whole} and cut its result, y[..., :{size}]",
+    _WORDS: "build the op with vocabulary={whole}, of which no target names the last {spare}, or with quantized=False",
     _ROWS: "pad the rows, torch.nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, {spare})), and cut the result, "
     "y[:{size}]",
 }
@@ -294,6 +299,7 @@ def cure_of(op: Any, tensor_type: str, layout: Layout, *, overridable: bool) -> 
     size = layout.lines[1]
     whole = round_up(size, layout.format.multiple)
     what = _SIZES.get((tensor_type, layout.usage), _IN)
+    what = _WORDS if what == _OUT and hasattr(op.spec, _WORDS) else what
     text = _CURES[what] if not what or hasattr(op.spec, what) else _COLUMNS
     spared = overridable and (layout.usage == COLUMNWISE or tensor_type == "grad_output")
     return text.format(whole=whole, spare=whole - size, size=size) + (_OVERRIDE if spared else "")

@@ -11,21 +11,24 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from opfuse.core.cast import check_features
+from opfuse.core.cast import Cast, check_features
 from opfuse.core.context import Context, Value, values_of
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.core.spec import NonNegative, Positive, Size, hyper_parameters, new_parameter
 from opfuse.domains import numbers
-from opfuse.errors import DtypeError, QuantizerError, ShapeError, describe
+from opfuse.errors import DtypeError, GemmError, QuantizerError, ShapeError, describe
+from opfuse.formats import COLUMNWISE, USAGES, NumberFormat
 from opfuse.kernels.cross_entropy import row_losses
 from opfuse.kernels.engine.launch import as_on_gpu
 from opfuse.numerics import pointwise
 from opfuse.numerics.cross_entropy import CrossEntropy, counted
+from opfuse.recipes import Recipe
 from opfuse.recipes.policy import cast_quantizer
-from opfuse.tensors.gemm import Operand, add_product, gemm
+from opfuse.tensors.gemm import GEMMS, Operand, add_product, clash, gemm
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.quantizers.base import is_repeatable
@@ -50,12 +53,8 @@ class Head(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """The quantizers of a head's operands, with the planes that its products read; None: an operand in high precision.
+    """The quantizers of a head's operands, with the planes that its products read; None: an operand in high precision."""
 
-    label: of the head, for errors.
-    """
-
-    label: str = ""
     input: Quantizer | None = None
     weight: Quantizer | None = None
     grad_output: Quantizer | None = None
@@ -63,10 +62,18 @@ class Casts(NamedTuple):
     def of(self, role: str, x: torch.Tensor) -> Operand:
         """An operand as products read it."""
         quantizer: Quantizer | None = getattr(self, role)
-        if quantizer is None:
-            return x
-        quantizer.check(x.shape, x.dtype, where=f"{self.label} {role}")
-        return quantizer.quantize(x.contiguous())
+        return x if quantizer is None else quantizer.quantize(x.contiguous())
+
+    @property
+    def block(self) -> int:
+        """What the number of rows has to be a multiple of: planes that the product of dW reads run along rows."""
+        along = [each for each in (self.input, self.grad_output) if each is not None and each.columnwise]
+        return math.lcm(*(each.formats[USAGES.index(COLUMNWISE)].multiple for each in along))
+
+    def format(self, role: str, plane: str) -> NumberFormat | None:
+        """Of a plane of an operand; None in high precision."""
+        quantizer: Quantizer | None = getattr(self, role)
+        return None if quantizer is None else quantizer.formats[USAGES.index(plane)]
 
     def gradient_in(self, dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
         """The dtype of the logits' gradient: that of the logits if it is cast, since it then fills their memory without gaps."""
@@ -107,8 +114,9 @@ class LinearCrossEntropy(BasicOperation):
 
     quantized: the products multiply what the active recipe casts weight, rows and the logits' gradient to, as those of a
     :class:`~opfuse.ops.Linear` do. Not by default, since errors of a head are errors of the loss. Each chunk of rows is cast by
-    itself, when its tensor is there, so delayed scaling takes the scale of the tensor itself, and no recipe may draw random
-    numbers. QuantizerError for one that does, and for quantizers of other libraries or of one's own.
+    itself, when its tensor is there, so delayed scaling takes the scale of the tensor itself, and no cast may draw random
+    numbers. QuantizerError for one that does, and for quantizers of other libraries or of one's own. Where a format wants whole
+    blocks of rows, rows of zeros that are ignored fill the last one.
 
     ``torch.nn.functional.linear_cross_entropy`` of torch 2.13 is not used: releases before have none, in chunks it takes neither
     label smoothing nor a z-loss nor a softcap, and in a graph of torch.compile it runs outside of it.
@@ -187,6 +195,8 @@ class LinearCrossEntropy(BasicOperation):
         bias = self.parameter("bias") if self.spec.use_bias else None
         x, head, aims = self._operands(input_, self.parameter("weight"), bias, targets, dtype)
         again = self.spec.reduction == "none"
+        if again:
+            self._casts(ctx, head, ctx.needs)  # what the backward pass cannot cast is refused before it
         losses, made = self._chunks(ctx, x, head, aims, wanted=frozenset() if again else ctx.needs)
         count = counted(aims, self.loss).to(losses.dtype) if self.spec.reduction == "mean" else None
         kept, values = self.reads_saved(ctx), {"x": input_, "weight": self.parameter("weight"), "bias": bias, "targets": targets}
@@ -232,19 +242,24 @@ class LinearCrossEntropy(BasicOperation):
         scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, HeadGradients]:
         """The losses of all rows, and the gradients that are ``wanted`` of their sum, each times its scale."""
-        rows, dtype, wide, casts = self.rows, x.dtype, _sums(x.dtype), self._casts(ctx, wanted)
+        rows, dtype, wide, casts = self.rows, x.dtype, _sums(x.dtype), self._casts(ctx, head, wanted)
         losses, dx = [x.new_empty(0, dtype=wide)], [x.new_empty(0, self.spec.in_features)]
         dw = torch.zeros_like(head.weight, dtype=wide) if "weight" in wanted else None
         db = torch.zeros_like(head.bias, dtype=wide) if "bias" in wanted and head.bias is not None else None
         weight, made_in = casts.of("weight", head.weight), casts.gradient_in(dtype, wide)
         for start in range(0, len(x), rows):
-            piece, aims = casts.of("input", x[start : start + rows]), targets[start : start + rows]
+            each, aims = x[start : start + rows], targets[start : start + rows]
+            factors = None if scales is None else scales[start : start + rows]
+            count = len(each)
+            if spare := -count % casts.block:
+                each, aims = F.pad(each, (0, 0, 0, spare)), F.pad(aims, (0, spare), value=self.spec.ignore_index)
+                factors = None if factors is None else F.pad(factors, (0, spare))
+            piece = casts.of("input", each)
             logits = gemm("fprop", piece, weight, dtype=dtype, out_dtype=wide, **ctx.env.product("fprop"))
             if head.bias is not None:
                 logits.add_(head.bias)
-            factors = None if scales is None else scales[start : start + rows]
             found = row_losses(logits, aims, self.loss, gradient=made_in if wanted else None, scales=factors)
-            losses.append(found.losses)
+            losses.append(found.losses[:count])
             plain = found.gradient
             del logits, found
             if plain is None:
@@ -254,27 +269,51 @@ class LinearCrossEntropy(BasicOperation):
             dy = casts.of("grad_output", plain)
             del plain  # of a gradient that is cast, the memory of the logits
             if "input" in wanted:
-                dx.append(gemm("dgrad", dy, weight, dtype=dtype, **ctx.env.product("dgrad")))
+                dx.append(gemm("dgrad", dy, weight, dtype=dtype, **ctx.env.product("dgrad"))[:count])
             if dw is not None:
                 _add_product(dw, dy, piece, dtype=dtype, **ctx.env.product("wgrad"))
             del dy  # and with it that of a plain one, before the next logits are made
         return torch.cat(losses), HeadGradients(torch.cat(dx) if "input" in wanted else None, dw, db)
 
-    def _casts(self, ctx: Context, needs: Collection[str]) -> Casts:
-        """How the active recipe casts the operands of the logits, and of the gradients in ``needs``."""
+    def _casts(self, ctx: Context, head: Head, needs: Collection[str]) -> Casts:
+        """How the active recipe casts the operands of the logits, and of the gradients in ``needs``; an error if it cannot."""
         recipe = ctx.env.recipe if self.spec.quantized else None
         if recipe is None:
             return Casts()
+        casts, dtype = self.casts(recipe, needs), head.weight.dtype
+        words, features = head.weight.shape
+        shapes = {"input": (casts.block, features), "weight": (words, features), "grad_output": (casts.block, words)}
+        dtypes = {"grad_output": casts.gradient_in(dtype, _sums(dtype))}
+        for role, quantizer in casts._asdict().items():
+            if quantizer is not None:
+                cast = Cast(role, quantizer, self, ctx.env, f"{self.label} {role}")
+                cast.check(shapes[role], dtypes.get(role, dtype))
+        return casts
+
+    def casts(self, recipe: Recipe, needs: Collection[str]) -> Casts:
+        """How ``recipe`` casts the operands of the logits, and of the gradients in ``needs``, ``"input"`` and ``"weight"``.
+
+        QuantizerError, RecipeError or GemmError if chunks cannot be cast so, or their casts not be multiplied.
+        """
         backward = tuple(name for name, of in (("dgrad", "input"), ("wgrad", "weight")) if of in needs)
-        found: dict[str, Any] = {"label": self.label}
-        for role in Casts._fields[1:]:
-            quantizer = self.stored_quantizer(role, recipe)  # whose scale is the tensor's own, also under delayed scaling
-            if not is_repeatable(quantizer):
+        found: dict[str, Quantizer | None] = {}
+        for role in Casts._fields:
+            whole = self.stored_quantizer(role, recipe)  # whose scale is the tensor's own, also under delayed scaling
+            if role == "input":
+                recipe.check_row_local(f"{self.label} {role} under {type(recipe).__name__}", whole)
+            found[role] = quantizer = cast_quantizer(whole, role, recipe.backward_override, backward)
+            if quantizer is not None and not is_repeatable(quantizer):
                 wanted = "a quantizer of opfuse's own that draws no random numbers and reduces no amax over ranks"
-                cure = "set disable_stochastic_rounding=True, choose another recipe, or quantized=False"
+                cure = "set disable_stochastic_rounding=True, choose another recipe, or leave the head in high precision "
+                cure += "(quantized=False, a policy of fuse_ without it)"
                 raise QuantizerError(describe(f"{self.label} {role}", wanted=wanted, got=repr(quantizer), cure=cure))
-            found[role] = cast_quantizer(quantizer, role, recipe.backward_override, backward)
-        return Casts(**found)
+        made = Casts(**found)
+        for name in ("fprop", *backward):
+            what = GEMMS[name]
+            reason = clash(name, made.format(what.left, what.left_plane), made.format(what.right, what.right_plane))
+            if reason is not None and not recipe.allow_mixed_emulation:
+                raise GemmError(f"{self.label} {reason}")
+        return made
 
     def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:
         check_features(self, x.shape)

@@ -237,7 +237,7 @@ class Recipe(ABC):
             cure += (
                 "NVFP4BlockScaling with row_scaled_activation=True and disable_rht=True, the preset fp8_row_scaled), or those "
             )
-            cure += "of earlier steps (DelayedScaling)"
+            cure += "of earlier steps (DelayedScaling; not for a quantized LinearCrossEntropy, which keeps no scales)"
             raise RecipeError(describe(where, wanted=wanted, got=got, cure=cure))
 
     def current(self) -> Recipe:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import opfuse
 from opfuse import ops, recipes
 from opfuse.config import loads
-from opfuse.errors import DtypeError, QuantizerError, ShapeError, UnsupportedError
+from opfuse.errors import DtypeError, GemmError, QuantizerError, RecipeError, ShapeError, UnsupportedError
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.numerics import cross_entropy as definition
 from opfuse.numerics.cross_entropy import room_in
@@ -486,10 +486,89 @@ def test_quantizers_that_chunks_cannot_be_cast_by_are_refused(recipe):
         op(x, targets)
 
 
-def test_sizes_that_a_format_does_not_take_name_the_operand():
-    op, x = ops.LinearCrossEntropy(128, 1000, quantized=True), torch.randn(32, 128).requires_grad_()
-    with opfuse.autocast(recipe=CAST["mxfp8"]), pytest.raises(ShapeError, match=r"LinearCrossEntropy.* weight: wants .* by 32"):
-        op(x, torch.zeros(32, dtype=torch.int64))
+@pytest.mark.row("R05")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "fp8_block"])
+def test_rows_that_fill_no_block_are_those_of_a_batch_with_ignored_rows(kind, reduction):
+    """The last chunk has 11 rows of 32, or of 16."""
+    op, x, targets = quantized(75, dtype=torch.bfloat16, reduction=reduction, bias=True)
+    found = []
+    for spare in (0, 21):
+        more = F.pad(x.detach(), (0, 0, 0, spare)).requires_grad_()
+        with opfuse.autocast(recipe=CAST[kind]):
+            loss = op(more, F.pad(targets, (0, spare), value=op.ignore_index))
+        incoming = F.pad(torch.linspace(-1, 2, 75), (0, spare), value=5.0) if reduction == "none" else torch.tensor(3.0)
+        dx, *rest = torch.autograd.grad(loss, (more, op.weight, op.bias), incoming)
+        found.append([loss.detach()[:75] if reduction == "none" else loss.detach(), dx[:75], *rest])
+    assert all(map(torch.equal, *found))
+    assert found[0][0].isfinite().all()
+
+
+def test_a_chunk_that_fills_no_block_is_a_batch_of_its_own():
+    op, x, targets = quantized(100, reduction="sum")
+    other = ops.LinearCrossEntropy(128, 256, chunk=50, quantized=True, reduction="sum")
+    other.weight = op.weight
+    found = []
+    for call, size in ((other, 100), (op, 50)):
+        with opfuse.autocast(recipe=CAST["mxfp8"]):
+            losses = [call(each, aims) for each, aims in zip(x.split(size), targets.split(size))]
+        found.append([sum(losses), *torch.autograd.grad(sum(losses), (x, op.weight))])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_the_backward_pass_cannot_cast_is_refused_before_it(reduction):
+    op = ops.LinearCrossEntropy(128, 1000, quantized=True, reduction=reduction)
+    x, targets = torch.randn(32, 128).requires_grad_(), torch.zeros(32, dtype=torch.int64)
+    wanted = r"LinearCrossEntropy.* weight: wants .* by 32 .*Cure: build the op with vocabulary=1024, .* the last 24"
+    with opfuse.autocast(recipe=CAST["mxfp8"]), pytest.raises(ShapeError, match=wanted):
+        op(x, targets)
+    with torch.no_grad(), opfuse.autocast(recipe=CAST["mxfp8"]):
+        assert op(x, targets).isfinite().all()
+
+    def factory(role):
+        of_gradients = role.tensor_type == "grad_output"
+        return quantizers.MXFP8Quantizer() if of_gradients else quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+
+    op, x, targets = quantized(reduction=reduction)
+    recipe = recipes.CustomRecipe(qfactory=factory)
+    with opfuse.autocast(recipe=recipe), pytest.raises(GemmError, match=r"LinearCrossEntropy.* dgrad of grad_output and weight"):
+        op(x, targets)
+    with opfuse.autocast(recipe=recipe.replace(allow_mixed_emulation=True)):
+        op(x, targets).sum().backward()
+
+
+def test_a_dtype_that_no_cast_takes_is_that_of_the_parameters():
+    op, x, targets = quantized(dtype=torch.float64)
+    with opfuse.autocast(recipe=CAST["mxfp8"]), pytest.raises(DtypeError, match=r"Cure: call model\.to\(torch\.float32\)"):
+        op(x.float(), targets)
+
+
+@pytest.mark.row("X07")
+def test_x07_the_quantized_loss_of_a_row_depends_on_no_other_row_under_a_batch_invariant_recipe():
+    op, x, targets = quantized(75, reduction="none")
+    with opfuse.autocast(recipe=recipes.MXFP8BlockScaling(batch_invariant=True)):
+        whole = op(x, targets)
+        assert torch.equal(op(x[70:], targets[70:]), whole[70:])
+    with (
+        opfuse.autocast(recipe=recipes.DelayedScaling(batch_invariant=True)),
+        pytest.raises(RecipeError, match=r"LinearCrossEntropy.* input under DelayedScaling: wants inputs cast row by row"),
+    ):
+        op(x, targets)
+
+
+def test_a_recipe_that_draws_for_gradients_alone_serves_where_it_casts_none():
+    draws, plain = recipes.NVFP4BlockScaling(), CAST["nvfp4"]
+    op, x, targets = quantized(dtype=torch.bfloat16)
+    found = []
+    for recipe in (draws, plain):
+        with opfuse.autocast(recipe=recipe), torch.no_grad():
+            found.append([op(x, targets)])
+        with opfuse.autocast(recipe=recipe.replace(backward_override="dequantized")):
+            loss = op(x, targets)
+        found[-1] += [loss, *torch.autograd.grad(loss, (x, op.weight))]
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.cpu

@@ -18,7 +18,7 @@ from opfuse.convert.converted import Converted, converted
 from opfuse.convert.evaluation import evaluation_regions
 from opfuse.convert.experts import Routed, build_experts, experts_of
 from opfuse.convert.given import FORWARD, OWN, GivenForward, given_forward
-from opfuse.convert.head_loss import LossKind, ModelLoss, head_of_loss, model_loss
+from opfuse.convert.head_loss import LossKind, ModelLoss, head_of_loss, model_loss, unfit_in_chunks
 from opfuse.convert.leaves import NORM_DTYPES, asked_once, obstacle, weight_of, why_refused
 from opfuse.convert.pipeline import unfit
 from opfuse.convert.policy import ADAPTERS, Choice, Filter, Policies, Policy
@@ -404,6 +404,8 @@ class _Walk:
         elif choice.recipe is not None and (why := unfit(choice.recipe, *sizes)) is not None:
             cure = f"give it other sizes, or another recipe, as in policy={{{path!r}: recipes.Float8CurrentScaling()}}"
             entry("refused", wanted=why[0], got=why[1], cure=cure)
+        elif module is self.head and choice.recipe is not None and (no := unfit_in_chunks(choice.recipe, *sizes)) is not None:
+            entry("refused", wanted=no.wanted, got=no.got, cure=no.cure)
         elif module is self.head:
             self.head_choice = choice
             entry("kept", got="its products are those of the fused loss; calls without labels run its own forward", cure=NONE)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -25,9 +25,9 @@ from opfuse.convert.policy import Choice
 from opfuse.convert.weights import borrowing, replica
 from opfuse.core.spec import spec_of
 from opfuse.core.tracers import outside
-from opfuse.errors import ConversionError, describe, with_article
+from opfuse.errors import ConversionError, Described, QuantizerError, describe, with_article
 from opfuse.ops.cross_entropy import LinearCrossEntropy
-from opfuse.recipes import autocast
+from opfuse.recipes import Recipe, autocast
 from opfuse.recipes.autocast import in_region
 from opfuse.torch_private.modules import HOOKS, has_global_hooks, has_hooks
 
@@ -228,6 +228,15 @@ def head_of_loss(model: nn.Module) -> nn.Module | None:
     """The output head of the causal language model in ``model``, if there is one."""
     part = next((part for part in model.modules() if _has_loss(part)), None)
     return None if part is None else part.get_output_embeddings()  # type: ignore[operator]
+
+
+def unfit_in_chunks(recipe: Recipe, features: int, words: int) -> Described | None:
+    """Why a fused loss cannot multiply what ``recipe`` casts, chunk by chunk; None: it can."""
+    try:
+        LinearCrossEntropy(features, words, quantized=True, device="meta").casts(recipe, ("input", "weight"))
+    except QuantizerError as error:
+        return cast(Described, error.args[0])
+    return None
 
 
 def model_loss(model: nn.Module, converted: Mapping[nn.Module, Any], choice: Choice | None) -> ModelLoss:

@@ -129,6 +129,32 @@ def test_a_head_that_the_policy_converts_multiplies_quantized_in_its_loss(tied):
     assert torch.equal(model(input_ids=given["input_ids"]).logits, plain)
 
 
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_any_number_of_tokens_trains_with_a_quantized_head(kind):
+    """17 of them, which fill no block. What they give is what they give with words behind them that nobody predicts."""
+    recipe = {"mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)}[kind]
+    model = llama(tied=False).bfloat16()
+    told = opfuse.fuse_(model, recipe, policy={"lm_head": "default"}, loss="fused")
+    assert told[""].recipe == type(recipe).__name__
+    ids = torch.randint(3, WORDS, (1, 17), generator=torch.Generator().manual_seed(1))
+    loss = model(input_ids=ids, labels=ids).loss
+    (gradient,) = torch.autograd.grad(loss, model.lm_head.weight)
+    more = nn.functional.pad(ids, (0, 15))
+    behind = model(input_ids=more, labels=more.masked_fill(torch.arange(32) >= 17, -100)).loss
+    assert loss.isfinite()
+    assert torch.allclose(loss, behind, rtol=1e-2)
+    (wanted,) = torch.autograd.grad(behind, model.lm_head.weight)
+    assert (gradient - wanted).norm() < 0.2 * wanted.norm()
+
+
+def test_a_recipe_that_cannot_cast_chunks_leaves_the_head_in_high_precision_and_says_so():
+    model = llama(tied=False).bfloat16()
+    told = opfuse.fuse_(model, recipes.NVFP4BlockScaling(), policy={"lm_head": "default"}, loss="fused")
+    assert (told["lm_head"].status, told[""].recipe) == ("refused", "")
+    assert "draws no random numbers" in told["lm_head"].why
+    model(**batch()).loss.backward()
+
+
 def test_outputs_without_logits():
     model = llama()
     plain = copy.deepcopy(model)

@@ -377,9 +377,26 @@ def test_no_recipe_casts_the_head(recipe):
 
 # -- quantized products --------------------------------------------------------------------------------------------------------
 
+
+def mxfp8_backward(role):
+    """Scales of tensors in the forward product, MXFP8 in the others."""
+    mxfp8 = quantizers.MXFP8Quantizer()
+    if role.tensor_type == "grad_output":
+        return mxfp8
+    return quantizers.HybridQuantizer(quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn), mxfp8)
+
+
+def mxfp8_weight(role):
+    """Formats that meet in the product of dW alone."""
+    current = quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+    return quantizers.MXFP8Quantizer() if role.tensor_type == "weight" else current
+
+
 CAST = {
     **{kind: recipe_for(kind) for kind in ("delayed", "fp8_current", "fp8_block", "mxfp8")},
     "fp8_row_scaled": recipes.CustomRecipe(qfactory=zoo.fp8_row_scaled),
+    "mxfp8_backward": recipes.CustomRecipe(qfactory=mxfp8_backward),
+    "mxfp8_weight": recipes.CustomRecipe(qfactory=mxfp8_weight, allow_mixed_emulation=True),
     "nvfp4": recipe_for("nvfp4", disable_stochastic_rounding=True),
 }
 OVERRIDDEN = {
@@ -401,7 +418,7 @@ def quantized(rows=160, *, dtype=torch.float32, **options):
 
 
 def by_definition(op, x, targets, recipe):
-    """The sum of the losses, dx and dW: products in fp64 of what each chunk's operands are cast to."""
+    """The sum of the losses, dx, dW and db: products in fp64 of what each chunk's operands are cast to."""
     casts = {role: op.stored_quantizer(role, recipe) for role in ("input", "weight", "grad_output")}
     override, fp32, weight, found = recipe.backward_override, torch.float32, casts["weight"].quantize(op.weight), []
 
@@ -412,14 +429,15 @@ def by_definition(op, x, targets, recipe):
 
     for piece, aims in zip(x.split(op.rows), targets.split(op.rows)):
         rows = casts["input"].quantize(piece)
-        logits = gemm("fprop", rows, weight, dtype=fp32)
+        logits = gemm("fprop", rows, weight, dtype=fp32, mixed=True) + op.bias
         wide = not override and fp32 in casts["grad_output"].input_dtypes
         losses, dy = definition.row_losses(logits, aims, op.loss, gradient=fp32 if wide else x.dtype)
         cast = casts["grad_output"].quantize(dy)
         left, right = (dy if override else cast.dequantize(fp32, plane) for plane in (ROWWISE, COLUMNWISE))
-        found.append((losses.sum(), left.double() @ read(weight, op.weight), right.double().t() @ read(rows, piece)))
-    losses, dx, dw = zip(*found)
-    return sum(losses), torch.cat(dx), sum(dw)
+        dx, dw = left.double() @ read(weight, op.weight), right.double().t() @ read(rows, piece)
+        found.append((losses.sum(), dx, dw, dy.double().sum(0)))
+    losses, dx, dw, db = zip(*found)
+    return sum(losses), torch.cat(dx), sum(dw), sum(db)
 
 
 @torch.no_grad()
@@ -428,17 +446,34 @@ def by_definition(op, x, targets, recipe):
 def test_quantized_products_are_those_of_the_casts(kind):
     recipe = {**CAST, **OVERRIDDEN}[kind]
     dtype = torch.bfloat16 if "nvfp4" in kind or kind == "fp8_block" else torch.float32
-    op, x, targets = quantized(reduction="sum", dtype=dtype)
+    op, x, targets = quantized(reduction="sum", dtype=dtype, bias=True)
     wanted = by_definition(op, x, targets, recipe)
     first = None
-    for _ in range(3):  # interpreted, recorded, repeated
+    for _ in range(4):  # interpreted, recorded, repeated twice
         with opfuse.autocast(recipe=recipe), torch.enable_grad():
             loss = op(x, targets)
-        got = loss, *torch.autograd.grad(loss, (x, op.weight))
+        got = loss, *torch.autograd.grad(loss, (x, op.weight, op.bias))
         for one, other in zip(got, wanted, strict=True):
             assert (one - other).norm() <= (1e-5 if dtype == torch.float32 else 2**-8) * other.norm()
         first = first or got
         assert all(map(torch.equal, got, first))
+
+
+@torch.no_grad()
+@pytest.mark.row("R05")
+@pytest.mark.parametrize("kind", ["fp8_current", "mxfp8", "fp8_block, dequantized", "mxfp8, high_precision"])
+def test_quantized_products_in_bf16_have_gradients_of_parameters_in_fp32_under_autocast(kind):
+    """Of chunks that are summed in fp32: nothing is rounded to bf16 in between."""
+    recipe = {**CAST, **OVERRIDDEN}[kind]
+    op, x, targets = quantized(reduction="sum", dtype=torch.bfloat16, bias=True)
+    wanted = by_definition(op, x, targets, recipe)
+    op.float()
+    for _ in range(3):
+        with opfuse.autocast(recipe=recipe), torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+            loss = op(x, targets)
+        got = loss, *torch.autograd.grad(loss, (x, op.weight, op.bias))
+        for one, other, most in zip(got, wanted, (1e-5, 2**-8, 1e-5, 1e-5), strict=True):
+            assert (one - other).norm() <= most * other.norm()
 
 
 def test_quantized_losses_of_rows_have_the_gradients_of_their_sum():
@@ -491,7 +526,7 @@ def test_quantizers_that_chunks_cannot_be_cast_by_are_refused(recipe):
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "fp8_block"])
 def test_rows_that_fill_no_block_are_those_of_a_batch_with_ignored_rows(kind, reduction):
     """The last chunk has 11 rows of 32, or of 16."""
-    op, x, targets = quantized(75, dtype=torch.bfloat16, reduction=reduction, bias=True)
+    op, x, targets = quantized(75, dtype=torch.bfloat16, reduction=reduction, bias=True, ignore_index=7)
     found = []
     for spare in (0, 21):
         more = F.pad(x.detach(), (0, 0, 0, spare)).requires_grad_()

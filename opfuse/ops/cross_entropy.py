@@ -280,14 +280,11 @@ class LinearCrossEntropy(BasicOperation):
         recipe = ctx.env.recipe if self.spec.quantized else None
         if recipe is None:
             return Casts()
-        casts, dtype = self.casts(recipe, needs), head.weight.dtype
-        words, features = head.weight.shape
+        casts, dtype, (words, features) = self.casts(recipe, needs), head.weight.dtype, head.weight.shape
         shapes = {"input": (casts.block, features), "weight": (words, features), "grad_output": (casts.block, words)}
-        dtypes = {"grad_output": casts.gradient_in(dtype, _sums(dtype))}
         for role, quantizer in casts._asdict().items():
             if quantizer is not None:
-                cast = Cast(role, quantizer, self, ctx.env, f"{self.label} {role}")
-                cast.check(shapes[role], dtypes.get(role, dtype))
+                Cast(role, quantizer, self, ctx.env, f"{self.label} {role}").check(shapes[role], dtype)
         return casts
 
     def casts(self, recipe: Recipe, needs: Collection[str]) -> Casts:

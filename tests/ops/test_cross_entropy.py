@@ -510,15 +510,21 @@ class Own(quantizers.Float8CurrentScalingQuantizer):
     """A quantizer of one's own."""
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [recipes.NVFP4BlockScaling(), recipes.CustomRecipe(qfactory=lambda role: Own(torch.float8_e4m3fn))],
-    ids=["it draws", "of one's own"],
-)
-def test_quantizers_that_chunks_cannot_be_cast_by_are_refused(recipe):
+def own_quantizer(role):
+    """A factory whose quantizer of one role is one's own."""
+    library = quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+    return recipes.CustomRecipe(qfactory=lambda asked: Own(torch.float8_e4m3fn) if asked.tensor_type == role else library)
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+def test_quantizers_that_chunks_cannot_be_cast_by_are_refused(role):
     op, x, targets = quantized(dtype=torch.bfloat16)
-    with opfuse.autocast(recipe=recipe), pytest.raises(QuantizerError, match=r"draws no random numbers.*Cure: set disable_sto"):
+    refused = rf"{role}: wants .* draws no random numbers.*Cure: set disable_sto"
+    with opfuse.autocast(recipe=own_quantizer(role)), pytest.raises(QuantizerError, match=refused):
         op(x, targets)
+    if role == "grad_output":
+        with opfuse.autocast(recipe=recipes.NVFP4BlockScaling()), pytest.raises(QuantizerError, match=refused):
+            op(x, targets)
 
 
 @pytest.mark.row("R05")

@@ -129,6 +129,18 @@ def test_a_head_that_the_policy_converts_multiplies_quantized_in_its_loss(tied):
     assert torch.equal(model(input_ids=given["input_ids"]).logits, plain)
 
 
+def test_a_head_without_a_policy_multiplies_in_high_precision_inside_a_region():
+    model, given = llama(), batch()
+    opfuse.fuse_(model, recipes.Float8CurrentScaling(), loss="fused")
+    shifted = nn.functional.pad(given["labels"], (0, 1), value=-100)[..., 1:].reshape(-1)
+    with opfuse.autocast(recipe=recipes.Float8BlockScaling()):
+        loss = model(**given).loss
+        hidden = model.model(input_ids=given["input_ids"]).last_hidden_state.flatten(0, 1)
+    op = opfuse.ops.LinearCrossEntropy(model.config.hidden_size, WORDS)
+    op.weight = model.lm_head.weight
+    assert torch.equal(loss, op(hidden, shifted))
+
+
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
 def test_any_number_of_tokens_trains_with_a_quantized_head(kind):
     """17 of them, which fill no block. What they give is what they give with words behind them that nobody predicts."""

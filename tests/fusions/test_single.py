@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import opfuse
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.fusions import RULES
@@ -214,3 +215,26 @@ def test_r4_single_needs_a_rule(name):
     assert torch.equal(unfused.tensors[main], per_op.tensors[main])
     assert torch.equal(level1.tensors[main], per_op.tensors[main])
     assert {(o.status, o.guard, o.got) for o in level1.outcomes(case.rule)} == {("missed", "env.rounding", "'single'")}
+
+
+def test_a_chain_whose_cast_is_made_apart_rounds_once_as_well():
+    """Backward, above experts: where the host knows the sizes, a cast of groups is no part of the chain's kernel."""
+    found = []
+    for grouped in (False, True):
+        options = {"bias": False, "dtype": torch.bfloat16}
+        layers = [
+            ops.GroupedLinear(1, *sizes, **options) if grouped else ops.Linear(*sizes, **options)
+            for sizes in ((128, 256), (256, 128))
+        ]
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in [each for layer in layers for each in layer.parameters()]:
+                parameter.copy_(torch.randn(parameter.numel(), generator=draw).mul_(0.2).view_as(parameter))
+        model = ops.Sequential(layers[0], ops.GELU(), ops.ConstantScale(0.7), layers[1])
+        x, dy = (torch.randn(128, 128, generator=draw).bfloat16() for _ in range(2))
+        x.requires_grad_()
+        with opfuse.autocast(recipe=recipe_for("fp8_block", rounding="single")):
+            y = model(x, *[torch.tensor([128])] * (2 * grouped))
+        found.append(torch.autograd.grad(y, [x, *model.parameters()], dy))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -510,21 +510,29 @@ class Own(quantizers.Float8CurrentScalingQuantizer):
     """A quantizer of one's own."""
 
 
-def own_quantizer(role):
-    """A factory whose quantizer of one role is one's own."""
-    library = quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
-    return recipes.CustomRecipe(qfactory=lambda asked: Own(torch.float8_e4m3fn) if asked.tensor_type == role else library)
+UNFIT = {
+    "of one's own": Own(torch.float8_e4m3fn),
+    "it draws": quantizers.NVFP4Quantizer(stochastic_rounding=True),
+    "a part draws": quantizers.HybridQuantizer(quantizers.NVFP4Quantizer(), quantizers.NVFP4Quantizer(stochastic_rounding=True)),
+    "it reduces amaxes": quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True),
+}
 
 
+@pytest.mark.parametrize("kind", UNFIT)
 @pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
-def test_quantizers_that_chunks_cannot_be_cast_by_are_refused(role):
+def test_quantizers_that_chunks_cannot_be_cast_by_are_refused(role, kind):
+    library = quantizers.Float8CurrentScalingQuantizer(torch.float8_e4m3fn)
+    recipe = recipes.CustomRecipe(qfactory=lambda asked: UNFIT[kind] if asked.tensor_type == role else library)
     op, x, targets = quantized(dtype=torch.bfloat16)
     refused = rf"{role}: wants .* draws no random numbers.*Cure: set disable_sto"
-    with opfuse.autocast(recipe=own_quantizer(role)), pytest.raises(QuantizerError, match=refused):
+    with opfuse.autocast(recipe=recipe), pytest.raises(QuantizerError, match=refused):
         op(x, targets)
-    if role == "grad_output":
-        with opfuse.autocast(recipe=recipes.NVFP4BlockScaling()), pytest.raises(QuantizerError, match=refused):
-            op(x, targets)
+
+
+def test_a_recipe_that_draws_for_gradients_is_refused_where_they_are_cast():
+    op, x, targets = quantized(dtype=torch.bfloat16)
+    with opfuse.autocast(recipe=recipes.NVFP4BlockScaling()), pytest.raises(QuantizerError, match="grad_output: wants"):
+        op(x, targets)
 
 
 @pytest.mark.row("R05")

@@ -24,6 +24,7 @@ from opfuse.kernels.casts.groups import row_groups
 from opfuse.kernels.products import grouped
 from opfuse.kernels.products.backends import MX_GROUPS
 from opfuse.kernels.products.native import Machine
+from opfuse.kernels.products.runs import product_of_rows
 from opfuse.numerics.row_groups import TALL, TILE, RowGroups, most_tiles, padded
 from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.runtime.replay.replayable import Recorded
@@ -47,6 +48,7 @@ from opfuse.tensors.ragged import (
     groups_in,
 )
 from tests.compiler.harness import gradient, randn, same
+from tests.kernels.cases.groups import CASES as PRODUCTS
 from tests.program.fake import fake_device, launches_seen
 from tests.program.test_program import refusal_of
 
@@ -100,6 +102,38 @@ def test_tiles_have_rows_of_one_group_and_all_rows_once(sizes):
     for first, end, tile in groups.ranges():
         assert same(spread[tile * TILE :][: end - first], x[first:end])
     assert int(spread.count_nonzero()) == int(x.count_nonzero())
+
+
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a block can have on compute capability 9.0."""
+
+
+@pytest.mark.row("R10")
+def test_r10_launches_of_short_tiles_read_the_table_of_their_height_and_have_blocks_for_all_tiles():
+    """Where few rows are expected in a group, one may have many all the same."""
+    heights = set()
+    for case in PRODUCTS[product_of_rows].values():
+        queued = []
+        arguments = case(torch.device("cpu"))
+        product_of_rows.run(
+            lambda variant, entry, grid, layout, *fields, device, queued=queued: queued.append((variant.defines, grid, fields)),
+            *arguments.args,
+            **arguments.kwargs,
+        )
+        [(defines, grid, fields)] = queued
+        _, rights, groups = arguments.args
+        short, fast = "SHORT=1" in defines, "FAST=1" in defines
+        height = TILE if short or fast else TALL
+        heights.add((height, fast))
+        count, tiles, columns, at, *_ = fields[-15:]  # of Product in product.cuh
+        assert short is (not fast and groups.rows <= 128 * groups.number)
+        assert (count, columns, at) == (groups.number, rights[0].layout.lines[0], groups.at(height))
+        down = int(groups.table[int(height == TALL)])
+        assert down == sum(-(-(end - first) // height) for first, end, _ in groups.ranges())
+        assert down * -(-columns // 128) <= tiles
+        assert 1 <= grid.blocks <= tiles
+        assert grid.shared <= MOST_SHARED
+    assert heights == {(TILE, True), (TILE, False), (TALL, False)}
 
 
 @pytest.mark.parametrize(

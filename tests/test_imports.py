@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import networkx as nx
 import pytest
 
 import opfuse
+from tests.processes import ran
 
 PACKAGE = Path(opfuse.__file__).parent
 PACKAGES = (
@@ -128,7 +127,7 @@ print(sorted(sys.modules.keys() & others))
 
 
 def test_training_loads_nothing_that_only_studies_tests_or_compiles_it():
-    done = subprocess.run([sys.executable, "-c", HOT], capture_output=True, text=True, check=True)
+    done = ran(HOT)
     assert done.stdout == "[]\n"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -14,6 +12,7 @@ from torch import nn
 
 import opfuse
 from opfuse import ops, recipes
+from tests.processes import ran
 
 FP8 = recipes.Float8CurrentScaling()
 
@@ -160,7 +159,7 @@ def test_a_misspelt_name_is_told_the_right_one(wrong: str) -> None:
 def test_a_traceback_tells_the_right_name_once() -> None:
     """And not again in words of Python."""
     code = "import opfuse; opfuse.fuze_"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    told = ran(code, check=False).stderr
     assert told.endswith("AttributeError: module 'opfuse' has no attribute 'fuze_'; did you mean 'fuse_'?\n")
 
 

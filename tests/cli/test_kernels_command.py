@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,13 @@ from opfuse.kernels.engine.bindings import SOURCES
 from opfuse.kernels.engine.compiling import Variant, assemble
 from opfuse.kernels.engine.cubins import ENVIRONMENT, FACTS, CubinCache, location
 from tests.kernels.catalogue import CASES
+from tests.processes import ran
 
 
 def test_every_kernel_is_listed_with_its_definition(tmp_path: Path) -> None:
     """In a process that has imported the command alone, as a shell has."""
-    command = [sys.executable, "-m", "opfuse", "kernels", "--json"]
-    environment = {**os.environ, ENVIRONMENT: str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    program = 'import runpy; runpy.run_module("opfuse", run_name="__main__")'
+    done = ran(program, "kernels", "--json", env={**os.environ, ENVIRONMENT: str(tmp_path)})
     rows = {row["kernel"]: row for row in json.loads(done.stdout)["kernels"]}
     assert [*rows] == [kernel.name for kernel in CASES]
     assert all((SOURCES / row["source"]).is_file() for row in rows.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from opfuse.cli import main, run
 from opfuse.cli.results import show
 from opfuse.errors import OutputError
 from opfuse.train import files
+from tests.processes import ran
 
 TINY = """
 version: 1
@@ -184,8 +184,7 @@ os.setuid(54321)
 sys.exit(main(["doctor"]))
 """
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd="/", check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(script, env=environment, cwd=Path("/"))
     assert "kernel cache  ~/.cache/opfuse/kernels-v2: left alone, a home directory that is not known" in done.stdout
 
 

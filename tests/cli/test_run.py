@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from opfuse.cli import main
 from opfuse.cli.progress import bars, lines
 from opfuse.train import TrainStep, usable
+from tests.processes import ran
 
 pytestmark = pytest.mark.usefixtures("few_samples", "undrawn")
 
@@ -43,9 +43,8 @@ def tiny(tmp_path: Path) -> Path:
 
 def test_the_command_prints_one_json_object(tiny: Path, tmp_path: Path) -> None:
     """As ``python -m opfuse``, with few samples. How well the quickstart trains is tested where configurations are compared."""
-    command = [sys.executable, "-c", PROGRAM, "run", str(tiny), "--json", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = ran(PROGRAM, "run", tiny, "--json", "--device", "cpu", cwd=tmp_path, env=environment)
     found = json.loads(done.stdout)
     losses = {"loss_first", "loss_last", "validation_loss"}
     assert losses | {f"baseline_{name}" for name in losses} <= set(found)

@@ -6,15 +6,14 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from opfuse.config import loads
 from opfuse.errors import ConfigError
+from tests.processes import ran
 
 MODULE = '''
 import torch
@@ -156,10 +155,7 @@ def test_own_ops_and_functions_come_from_entry_points(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(config.replace(RULE, OWN))
     for name, rule in WRONG.items():
         (tmp_path / f"wrong_{name}.yaml").write_text(CONFIG.replace(RULE, rule))
-    asked = [sys.executable, "-c", PROGRAM.replace("NAMES", repr(list(WRONG)))]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(asked, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(PROGRAM.replace("NAMES", repr(list(WRONG))), cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ops"][0] == "Gain(size=64, first=2.0)"
     assert found["ops"][2] == "Mish()"
@@ -196,33 +192,12 @@ SHIFT = CONFIG.replace("{op: gain, size: 64, first: 2.0}", "{op: shift, size: 64
 SHIFT = SHIFT.replace(RULE, "")
 
 
+Done = subprocess.CompletedProcess[str]
 CHECKED = """
-import os, runpy, sys
-import torch  # for all of them: it takes most of the time
-for folder in sys.argv[1:]:
-    if process := os.fork():
-        os.waitpid(process, 0)
-        continue
-    os.chdir(folder)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-    sys.path.insert(0, folder)
-    sys.argv = ["opfuse", "check", "mine.yaml"]
-    try:
-        runpy.run_module("opfuse", run_name="__main__")
-    except SystemExit as end:
-        with open("code", "w") as file:
-            file.write(str(end.code or 0))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+import runpy, sys
+sys.argv = ["opfuse", "check", "mine.yaml"]
+runpy.run_module("opfuse", run_name="__main__")
 """
-
-
-class Done(NamedTuple):
-    code: str
-    out: str
-    err: str
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +216,11 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         (folders[name] / "my_ops-0.1.dist-info" / "entry_points.txt").write_text(f"[opfuse.ops]\n{lines}")
         (folders[name] / "mine.yaml").write_text(SHIFT)
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
-    asked = [sys.executable, "-c", CHECKED, *map(str, folders.values())]
-    subprocess.run(asked, env={**os.environ, "PYTHONPATH": path}, check=True)
-    return {name: Done(*((folder / file).read_text() for file in ("code", "out", "err"))) for name, folder in folders.items()}
+    found = {}
+    for name, folder in folders.items():
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), path))}
+        found[name] = ran(CHECKED, cwd=folder, env=environment, check=False)
+    return found
 
 
 def modules() -> dict[str, str]:
@@ -266,7 +243,7 @@ def module_of_the_page() -> str:
 
 def test_the_package_of_the_page_gives_files_an_op(checked: dict[str, Done]) -> None:
     done = checked["page"]
-    assert (done.code, done.err) == ("0", ""), done.out
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
 WITHOUT = {
@@ -292,13 +269,13 @@ WITHOUT = {
 @pytest.mark.parametrize("fault", WITHOUT)
 def test_an_op_that_no_file_can_use_is_told_with_what_to_do(fault: str, checked: dict[str, Done]) -> None:
     done, (_, _, told) = checked[fault], WITHOUT[fault]
-    assert done.code == "1"
-    assert re.search(told, done.out + done.err, re.DOTALL), done.out + done.err
-    assert "Traceback" not in done.err
+    assert done.returncode == 1
+    assert re.search(told, done.stdout + done.stderr, re.DOTALL), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_decorator_on_the_class_says_where_it_belongs(checked: dict[str, Done]) -> None:
-    told = checked["decorator"].err
+    told = checked["decorator"].stderr
     assert "got SpecError: hyper_parameters: wants the constructor of an op, got <class 'my_ops.Shift'>" in told
     assert re.findall("Cure: .*", told) == ["Cure: write @hyper_parameters on the line above def __init__."]
 

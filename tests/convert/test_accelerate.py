@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -21,6 +19,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs  # noqa: E402
 
 from opfuse.convert.accelerate import Accelerator, OpfuseRecipeKwargs  # noqa: E402
+from tests.processes import ran  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -191,5 +190,5 @@ def test_an_optimizer_over_parameters_that_are_no_more_is_refused():
 
 def test_without_accelerate_the_error_says_what_to_install():
     script = "import sys; sys.modules['accelerate'] = None; import opfuse.convert.accelerate"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = ran(script, check=False)
     assert "UnsupportedError: opfuse.convert.accelerate: wants the package accelerate, got none. Cure: pip install" in done.stderr

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import re
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -18,6 +17,7 @@ import opfuse
 from opfuse.errors import KernelError, OpfuseWarning, UnsupportedError
 from opfuse.kernels.engine import bindings, compiling, cubins, launch, nvrtc
 from opfuse.kernels.engine.compiling import Variant
+from tests.processes import ran
 
 SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
 
@@ -259,8 +259,8 @@ print(stream.ptr, bindings.stream_at(7) is stream, hasattr(bindings.driver(), "l
 def test_compiling_imports_no_cupy_and_no_file_is_written(tmp_path):
     """CuPy makes an empty directory for kernels that it would compile."""
     environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", FIRST_USES], env=environment, capture_output=True, check=True, cwd=tmp_path)
-    assert done.stdout.decode() == "b'\\x7fELF' False\n7 True True\n"
+    done = ran(FIRST_USES, env=environment, cwd=tmp_path)
+    assert done.stdout == "b'\\x7fELF' False\n7 True True\n"
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
@@ -269,7 +269,7 @@ def test_where_cupy_has_no_home_the_error_names_its_variable(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path / "file"), "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("CUPY_CACHE_DIR", None)
     script = "from opfuse.kernels.engine import bindings; bindings.driver()"
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    done = ran(script, env=environment, check=False)
     assert "UnsupportedError: CUDA kernels: wants a home for CuPy, got [Errno 20]" in done.stderr
     assert "Cure: name a directory that can be written in CUPY_CACHE_DIR" in done.stderr
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ran
 
 pytestmark = pytest.mark.cpu
 
@@ -32,5 +32,5 @@ except AssertionError as error:
 
 
 def test_a_program_with_other_bits_is_found():
-    found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, cwd=ROOT, check=True)
+    found = ran(LOOK, cwd=ROOT)
     assert found.stdout == "tensor 1 has other bits\n"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +38,7 @@ from opfuse.tensors.quantizers import (
 from opfuse.tensors.quantizers.composite import QuantizerRequest
 from tests.compiler.harness import Step, differences, randn, run, same, to
 from tests.compiler.pipelines import COMPOSED
+from tests.processes import ran
 
 BF16 = torch.bfloat16
 Operand = Callable[[torch.Tensor], object]
@@ -270,7 +270,7 @@ def test_h28_a_factory_at_module_scope_is_found_in_another_process(tmp_path):
         "r = pickle.load(open(sys.argv[1], 'rb')); assert r.qfactory is zoo.mxfp8_fwd_nvfp4_bwd and r.rounding == 'single'\n"
         "assert r == CustomRecipe(qfactory='mxfp8_fwd_nvfp4_bwd', rounding='single')"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "recipe.pkl")], check=True, cwd=zoo.__file__.split("/opfuse/")[0])
+    ran(code, tmp_path / "recipe.pkl", cwd=Path(zoo.__file__.split("/opfuse/")[0]))
     here = pickle.loads(pickle.dumps(CustomRecipe(qfactory=inputs_delayed)))
     assert here == CustomRecipe(qfactory=inputs_delayed)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -25,6 +23,7 @@ from opfuse.kernels.engine.registry import Kernel
 from opfuse.numerics import scalars
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from tests.compiler.harness import delayed_state, gradient, randn, recipe_for, to
+from tests.processes import ran
 
 pytestmark = pytest.mark.cpu
 BF16 = torch.bfloat16
@@ -278,7 +277,7 @@ threading.Timer(0.05, may_end.set).start()
 
 
 def test_a_child_waits_for_no_thread_of_its_parent_and_an_interpreter_ends(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FORK, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = ran(FORK, tmp_path)
     assert done.stdout == "7 1\n"
 
 

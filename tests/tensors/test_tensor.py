@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from opfuse.tensors.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from tests.processes import ran
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 
 KINDS = list(QUANTIZERS)
@@ -275,9 +274,7 @@ def test_torch_load_weights_only_in_a_fresh_process(tmp_path):
     decoded = {name: {usage: t.dequantize(usage=usage).detach() for usage in t.usages} for name, t in tensors.items()}
     torch.save(tensors, tmp_path / "quantized.pt")
     torch.save(decoded, tmp_path / "values.pt")
-    command = [sys.executable, "-c", LOAD, tmp_path / "quantized.pt", tmp_path / "values.pt"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(LOAD, tmp_path / "quantized.pt", tmp_path / "values.pt")
     assert done.stdout.strip() == str(len(tensors))
 
 

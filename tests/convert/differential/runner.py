@@ -209,12 +209,12 @@ WRITTEN = "wants saved tensors as the forward pass left them"
 saves when it runs again, and torch compares no versions of it. It goes on with gradients of what was written (docs/fuse.md)."""
 
 
-def differences(case: Case) -> list[str]:
-    """What differs between ``case`` plain and converted, each with its name first.
+def differences(case: Case, runs: tuple[Run, Run] | None = None) -> list[str]:
+    """What differs between ``case`` plain and converted, each with its name first. runs: those of both, made before.
 
     Of a call that one of them refuses, only what was there before; that counts for the case with other checkpoints, too.
     """
-    plain, other = Run(case).execute(), Run(case, converts=True).execute()
+    plain, other = runs or (Run(case).execute(), Run(case, converts=True).execute())
     found = compared(case, plain, other)
     refused = {*plain.refused, *other.refused}
     if written := {*other.written} - refused:  # right where torch refuses the same call without a checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import networkx as nx
@@ -35,9 +35,9 @@ def rank(name: str) -> int | None:
     return LEAVES.get(name, PACKAGES.index(name) if name in PACKAGES else None)
 
 
-def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, int, ast.AST]]:
+def imports(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> Iterator[tuple[str, int, ast.AST]]:
     """Modules that are imported, absolute, with line and node; ``from opfuse import x`` counts as ``opfuse.x``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -53,6 +53,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All of a file, found once: the checks go through each file several times."""
+    return [*ast.walk(parsed(path))]
+
+
 def findings(path: Path) -> list[str]:
     """Imports of ``path`` that go against the order, anywhere in the file."""
     own = name_of(path)
@@ -60,7 +66,7 @@ def findings(path: Path) -> list[str]:
         return []
     package = own if path.stem == "__init__" else own[:-1]
     found = []
-    for module, line, _ in imports(parsed(path), package):
+    for module, line, _ in imports(nodes(path), package):
         parts = module.split(".")
         if parts[0] != "opfuse" or len(parts) == 1:
             continue
@@ -87,18 +93,18 @@ def test_no_import_hides_in_a_function():
         f"{path.relative_to(PACKAGE)}:{line} imports {module}"
         for path in MODULES
         if name_of(path)[:1] != ("cli",)
-        for function in ast.walk(parsed(path))
+        for function in nodes(path)
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for module, line, _ in imports(function, name_of(path))
+        for module, line, _ in imports(ast.walk(function), name_of(path))
         if module.split(".")[0] == "opfuse"
     ]
     assert hidden == []
 
 
-def words(tree: ast.Module) -> Iterator[str]:
+def words(path: Path) -> Iterator[str]:
     """Names of the classes of a file, and of its type aliases."""
-    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    for node in tree.body:
+    yield from (node.name for node in nodes(path) if isinstance(node, ast.ClassDef))
+    for node in parsed(path).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         yield from (each.id for each in targets if isinstance(each, ast.Name) and re.match("_?[A-Z][a-z]", each.id))
 
@@ -107,7 +113,7 @@ def test_a_word_has_one_meaning():
     """No two classes or type aliases of the package share a name, private ones included."""
     places: dict[str, list[str]] = {}
     for path in MODULES:
-        for word in words(parsed(path)):
+        for word in words(path):
             places.setdefault(word.lstrip("_"), []).append(f"{path.relative_to(PACKAGE)}: {word}")
     assert {word: found for word, found in places.items() if len(found) > 1} == {}
 
@@ -137,7 +143,7 @@ def module_graph(package: Path) -> nx.DiGraph:
              for path in sorted(package.rglob("*.py"))}  # fmt: skip
     graph = nx.DiGraph()
     for name, path in names.items():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 read = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):

@@ -301,6 +301,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 @pytest.mark.few(apart=True)
 @pytest.mark.parametrize(("name", "optimizer"), in_turn(NAMES, OPTIMIZERS, of=2))
 def test_quantized_parameters_train(name, optimizer):

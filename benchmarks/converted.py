@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -199,16 +199,22 @@ def milliseconds(call: Call) -> float:
     return wall_time(call, calls=3) / 1e3
 
 
+def speeds(name: str, times: Sequence[float], beside: Mapping[str, tuple[Sequence[float], float | None]]) -> Iterator[Record]:
+    """The median of what a call took, in ms, and of how many times as fast as others it was in the same round.
+
+    beside: what others took, and how many times as fast it is to be at least, by the unit of that figure.
+    """
+    yield {"name": name, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
+    for unit, (others, least) in beside.items():
+        ratio = statistics.median(its / mine for mine, its in zip(times, others))
+        yield {"name": name, "value": ratio, "unit": unit, "limit": least, "met": least and ratio >= least}
+
+
 def compared(label: str, took: Mapping[tuple[str, str], list[float]], *, whole: bool) -> Iterator[Record]:
-    """Medians, and medians of how many times as fast as :data:`COMPILED` in the same round. whole: with those of itself."""
+    """Each beside :data:`COMPILED`. whole: with figures of itself."""
     for (name, what), times in took.items():
-        if name == COMPILED and not whole:
-            continue
-        full = f"{label}, {name}, {what}"
-        yield {"name": full, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
-        ratio = statistics.median(its / mine for mine, its in zip(times, took[COMPILED, what]))
-        limit = LEAST.get(name)
-        yield {"name": full, "value": ratio, "unit": f"x {COMPILED}", "limit": limit, "met": limit and ratio >= limit}
+        if name != COMPILED or whole:
+            yield from speeds(f"{label}, {name}, {what}", times, {f"x {COMPILED}": (took[COMPILED, what], LEAST.get(name))})
 
 
 def label_of(stack: Stack) -> str:

@@ -9,7 +9,6 @@ so the whole step of compiled layers, in bf16 too, is also repeated as one CUDA 
 from __future__ import annotations
 
 import importlib.util
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +30,7 @@ from benchmarks.converted import (
     llama,
     milliseconds,
     show,
+    speeds,
     unmasked,
 )
 from opfuse import recipes
@@ -108,20 +108,13 @@ def records(rounds: int = 5, *, stack: Stack = LLAMA, tokens: Sequence[int] = TO
 
 
 def compared(tokens: int, stack: Stack, took: Mapping[tuple[str, str], list[float]]) -> Iterator[Record]:
-    """Medians, and medians of how many times as fast as bf16 and as torchao in the same round."""
+    """Each beside bf16 and torchao, and graphs beside that of bf16."""
     label = f"libraries, Llama of {stack.layers} layers {tokens}x{stack.sizes.hidden}"
     for (name, what), times in took.items():
-        full = f"{label}, {name}, {what}"
-        yield {"name": full, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
-        for other in (COMPILED, TORCHAO, f"{COMPILED} {AS_GRAPH}"):
-            beside = took.get((other, what))
-            if beside is None or name == other or (other.endswith(AS_GRAPH) and not name.endswith(AS_GRAPH)):
-                continue
-            ratio = statistics.median(its / mine for mine, its in zip(times, beside))
-            least = LEAST.get(name, {}).get(tokens) if other == COMPILED else None
-            if other == TORCHAO and name in LEAST and tokens >= LEADS:
-                least = 1.0
-            yield {"name": full, "value": ratio, "unit": f"x {other}", "limit": least, "met": least and ratio >= least}
+        least = {COMPILED: LEAST.get(name, {}).get(tokens), TORCHAO: 1.0 if name in LEAST and tokens >= LEADS else None}
+        others = [COMPILED, TORCHAO, *([f"{COMPILED} {AS_GRAPH}"] if name.endswith(AS_GRAPH) else [])]
+        beside = {f"x {each}": (took[each, what], least.get(each)) for each in others if each != name and (each, what) in took}
+        yield from speeds(f"{label}, {name}, {what}", times, beside)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ graph", both passes of the compiled layers as one CUDA graph (``opfuse.graphed_s
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +25,7 @@ from benchmarks.converted import (
     llama,
     milliseconds,
     show,
+    speeds,
     unmasked,
 )
 from benchmarks.libraries import AS_GRAPH, converted_model
@@ -65,15 +65,11 @@ def records(rounds: int = 9, *, stack: Stack = SMALL, device: str = "cuda") -> I
 
 
 def compared(how: str, stack: Stack, took: Mapping[tuple[str, str], list[float]]) -> Iterator[Record]:
-    """Medians, and medians of how many times as fast as bf16 in the same round."""
+    """Each beside bf16."""
     label = f"small, Llama of {stack.layers} layers {stack.sizes.tokens}x{stack.sizes.hidden}"
     for (kind, what), times in took.items():
-        full = f"{label}, {kind} {how}, {what}"
-        yield {"name": full, "value": statistics.median(times), "unit": "ms", "limit": None, "met": None}
-        if kind != BF16:
-            ratio = statistics.median(its / mine for mine, its in zip(times, took[BF16, what]))
-            unit, least = f"x {BF16} {how}", LEAST[how]
-            yield {"name": full, "value": ratio, "unit": unit, "limit": least, "met": ratio >= least}
+        beside = {} if kind == BF16 else {f"x {BF16} {how}": (took[BF16, what], LEAST[how])}
+        yield from speeds(f"{label}, {kind} {how}, {what}", times, beside)
 
 
 if __name__ == "__main__":

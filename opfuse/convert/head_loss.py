@@ -25,7 +25,7 @@ from opfuse.convert.policy import Choice
 from opfuse.convert.weights import borrowing, replica
 from opfuse.core.spec import spec_of
 from opfuse.core.tracers import outside
-from opfuse.errors import ConversionError, Described, QuantizerError, describe, with_article
+from opfuse.errors import ConversionError, Described, QuantizerError, RecipeError, describe, with_article
 from opfuse.ops.cross_entropy import LinearCrossEntropy
 from opfuse.recipes import Recipe, autocast
 from opfuse.recipes.autocast import in_region
@@ -234,7 +234,7 @@ def unfit_in_chunks(recipe: Recipe, features: int, words: int) -> Described | No
     """Why a fused loss cannot multiply what ``recipe`` casts, chunk by chunk; None: it can."""
     try:
         LinearCrossEntropy(features, words, quantized=True, device="meta").casts(recipe, ("input", "weight"))
-    except QuantizerError as error:
+    except (QuantizerError, RecipeError) as error:
         return cast(Described, error.args[0])
     return None
 

@@ -120,7 +120,7 @@ class Cast:
 
     def _current(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Quantizer:
         """The quantizer of such a tensor; a delayed-scaling state that it reads is due for an update from now on."""
-        self._check(self.whole or self.quantizer, shape, dtype)
+        self.check(shape, dtype)
         return self.quantizer if self.state is None else self._delayed(self.state, device)
 
     def scale_of_call(self) -> torch.Tensor:
@@ -137,12 +137,12 @@ class Cast:
         quantizer = self.quantizer.sharing(amax)
         return None if quantizer is None else replace(self, quantizer=quantizer)
 
-    def check(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """ShapeError or DtypeError unless the cast takes a tensor of ``shape`` and ``dtype``."""
-        self._check(self.whole or self.quantizer, shape, dtype)
+    def check(self, shape: Sequence[int], dtype: torch.dtype, quantizer: Quantizer | None = None) -> None:
+        """ShapeError or DtypeError unless the cast takes a tensor of ``shape`` and ``dtype``; it says where the dtype comes from.
 
-    def _check(self, quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """ShapeError or DtypeError unless ``quantizer`` takes such a tensor; the error says where the dtype comes from."""
+        quantizer: of another layout of the cast, whose blocks decide.
+        """
+        quantizer = quantizer or self.whole or self.quantizer
         if self.role == "input":
             check_features(self.op, shape)
         taken = quantizer.input_dtypes

@@ -78,7 +78,7 @@ class GroupedCast(Cast):
         quantizer = self._grouped(sizes, tuple(map(self._sharing, apart)) or self._quantizers_of_groups(x.device))
         x = x if index is None else x.index_select(0, index)
         dtype = self.op.compute_dtype(self.env, x)
-        self._check(quantizer if self.whole is None else self._grouped(sizes, (self.whole,) * self.groups), shape, dtype)
+        self.check(shape, dtype, quantizer if self.whole is None else self._grouped(sizes, (self.whole,) * self.groups))
         storage = quantizer.quantize(x.to(dtype))
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
@@ -178,7 +178,7 @@ class GroupedCast(Cast):
 
     def _check_on_tiles(self, shape: torch.Size, dtype: torch.dtype) -> None:
         """:meth:`_check` of groups that begin on tiles in a columnwise plane, where any number of rows has whole blocks."""
-        self._check(self.quantizer.wanting(columnwise=False), shape, dtype)
+        self.check(shape, dtype, self.quantizer.wanting(columnwise=False))
 
     def _grouped(self, sizes: Sizes, each: tuple[Quantizer, ...]) -> GroupedQuantizer:
         first = each[0]

@@ -159,11 +159,19 @@ def test_any_number_of_tokens_trains_with_a_quantized_head(kind):
     assert (gradient - wanted).norm() < 0.2 * wanted.norm()
 
 
-def test_a_recipe_that_cannot_cast_chunks_leaves_the_head_in_high_precision_and_says_so():
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        (recipes.NVFP4BlockScaling(), "draws no random numbers"),
+        (recipes.DelayedScaling(batch_invariant=True), "cast row by row"),
+    ],
+    ids=["nvfp4", "delayed"],
+)
+def test_a_recipe_that_cannot_cast_chunks_leaves_the_head_in_high_precision_and_says_so(recipe, why):
     model = llama(tied=False).bfloat16()
-    told = opfuse.fuse_(model, recipes.NVFP4BlockScaling(), policy={"lm_head": "default"}, loss="fused")
+    told = opfuse.fuse_(model, recipe, policy={"lm_head": "default"}, loss="fused")
     assert (told["lm_head"].status, told[""].recipe) == ("refused", "")
-    assert "draws no random numbers" in told["lm_head"].why
+    assert why in told["lm_head"].why
     model(**batch()).loss.backward()
 
 

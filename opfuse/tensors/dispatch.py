@@ -33,7 +33,6 @@ _STEPS = frozenset(
         aten.addcdiv_.default,
         aten._foreach_addcdiv_.Scalar,
         aten._foreach_addcdiv_.ScalarList,
-        aten._foreach_addcdiv_.Tensor,
         aten._fused_adam_.default,
         aten._fused_adam_.tensor_lr,
         aten._fused_adamw_.default,

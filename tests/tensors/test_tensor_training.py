@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from opfuse.errors import QuantizedTensorError
+import opfuse
+from opfuse.errors import OpfuseWarning, QuantizedTensorError
 from opfuse.tensors import QuantizedTensor
 from tests.tensors.quantized_samples import QUANTIZERS, SHAPE, make, parameter, planes, same_bytes, values
 from tests.turns import in_turn
@@ -287,6 +288,38 @@ def test_fused_adam_writes_back():
     torch.optim.Adam([w], lr=0.5, fused=True).step()
     assert torch.allclose(w.dequantize().detach(), before - 0.5, atol=0.2)
     assert not torch.equal(w.dequantize().detach(), before)
+
+
+def step(optimizer, kind="mxfp8", masters=False, **options):
+    w = parameter(kind, dtype=torch.float32)
+    w.grad = torch.ones(SHAPE)
+    made = optimizer([w], **options)
+    (opfuse.with_masters(made) if masters else made).step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"foreach": True}),
+        (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+        (torch.optim.Adagrad, {"foreach": True}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.Adam, {"fused": True, "lr": torch.tensor(1e-3)}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(1e-3)}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else " ".join(value) or "plain",
+)
+def test_a_step_without_masters_warns(optimizer, options):
+    with pytest.warns(OpfuseWarning, match="with_masters"):
+        step(optimizer, **options)
+
+
+def test_a_step_with_masters_or_on_values_that_are_not_quantized_does_not_warn():
+    """Warnings are errors here."""
+    step(torch.optim.AdamW, masters=True)
+    step(torch.optim.AdamW, "identity")
 
 
 def test_optimizer_on_a_parameter_without_quantizer_raises_instead_of_doing_nothing():

@@ -43,6 +43,7 @@ from benchmarks import (
     pytorch,
     rollout,
     sanitizer,
+    small,
     steps,
     training,
 )
@@ -125,6 +126,7 @@ SCRIPTS: Mapping[str, Callable[[], Iterator[Record]]] = {
     "host": calls.records,
     "converted": converted.records,
     "libraries": libraries.records,
+    "small": small.records,
     "mixtures": mixtures.records,
     "steps": steps.records,
     "adapters": adapters.records,

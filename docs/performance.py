@@ -261,6 +261,7 @@ def sections(record: Mapping[str, Any], today: str) -> Sequence[tuple[str, str]]
         "overhead": ("Cost of watching and tracing", overhead),
         "converted": ("Llama converted with fuse_", lambda record: prose.CONVERTED + problems(record, "converted")),
         "libraries": ("Llama beside torchao", lambda record: prose.LIBRARIES + problems(record, "libraries")),
+        "small": ("Small Llama layers", lambda record: prose.SMALL + problems(record, "small")),
         "mixtures": ("Mixtures converted with fuse_", mixtures),
         "steps": ("Whole training steps", lambda record: prose.STEPS + problems(record, "steps")),
         "adapters": ("Adapters over stored weights", lambda record: prose.ADAPTERS + problems(record, "adapters")),

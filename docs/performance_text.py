@@ -215,6 +215,10 @@ has nvmath, by which products cost the host half of what torch's op does. On an 
 it, A 256 x 256 took 3.2, 3.7 and 3.4, then 1.9, 2.2 and 2.0 times eager for inference under delayed, current and block scaling,
 and 2.2, 2.4 and 2.3, then 1.3, 1.4 and 1.3 for training (`benchmarks/results/h100.json`).
 
+The launches of a call are a CUDA graph here, since its tensors have the addresses of an earlier one
+([torch.md](torch.md#repeated-calls)). The record before that, of the same day and another machine, had 2.0, 2.3 and 2.0 for
+inference and 1.7, 1.3 and 1.3 for training.
+
 Hosts differ more than versions do: in a later run, on 2026-11-29, on an H200 of another host or a busier one, a training step of
 A 256 x 256 took 2.1, 1.6 and 1.5 times eager, past the first limit. In turns with the sources before kernels were loaded by CuPy
 it took in microseconds, on that day, 1128 and 1093 under delayed scaling (1171 and 1033 before), 961 and 916 under current (1143,
@@ -251,6 +255,17 @@ the same rounds. With few tokens the CPU decides, so these figures depend on the
 it longer than torchao's compiled code. With 16384 the GPU decides: opfuse is faster with one scale for each tensor, and a little
 slower with one for each block. *as a graph*: the whole step of compiled layers, AdamW included, as one CUDA graph
 (`opfuse.graphed_step`), bf16 too, and attention that needs no look at positions ([torch.md](torch.md#a-whole-step)).
+
+"""
+
+SMALL = """\
+Four Llama layers 1024 wide with 256 tokens, forward and backward, where the CPU decides. Each way of running them stands beside
+bf16 run in the same way: *called*; *compiled*, layer by layer; *reduce-overhead*, compiled in that mode of torch, which makes
+CUDA graphs of what lies between opfuse's ops; *as a graph*, both passes as one CUDA graph (`opfuse.graphed_step`). Models take
+turns, a step each, so most calls find other addresses than the one before, and queue launches one by one. With 16 steps at a
+turn, where all found the addresses of earlier ones, compiled steps took 13.0 and 13.6 ms with launches as graphs, under current
+and block scaling, and 16.8 and 15.6 without; called ones 21.2 and 21.9, and 23.7 and 19.9 (bf16 7.5 compiled, 16.4 called; on a
+busy host, as noisy as that shows).
 
 """
 
@@ -309,17 +324,16 @@ allocated on this GPU.
 """
 
 MEMORY = """\
-*saved* is what autograd keeps for the backward pass, in parentheses what the formats require; *peak* is that of one forward
-and backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In
-the peak of one pipeline, what its largest layer holds for a while counts as much as what is saved; over several layers, what
-they save decides. The peaks are those of a second step, which records what later steps repeat. B under `fp8_current` has none
-in this record: memory of an earlier pass was freed within that step, and hid as much (the script collects garbage before
-now). By default casts of weights are made anew in the backward pass, and since 2026-11-29 casts of a norm's results, too.
-With `keep="all"`, which saves both, four layers saved 90 to 91 % in place of 74 (before norms were among them), and peaks
-were 101 and 94 % in place of 87 and 80. Converted and compiled, four layers of Llama took on an H200 in turns, with 8192
-tokens, in current scaling 62.3 ms by default, 63.0 under `keep="recompute"` and 65.3 under `"quantized"` (bf16 86.7); they
-saved 3656, 3208 and 2312 MiB of bf16's 4360, with peaks of 4392, 4056 and 3384 MiB (bf16 4760). The projection behind
-attention saves attention's result, which attention saves anyway, in place of its cast; before, they saved 3784 MiB.
+*saved* is what autograd keeps for the backward pass, in parentheses what the formats require; *peak* is that of one forward and
+backward pass. Both are also relative to bf16: to the pipeline without a recipe, or to the same decoder layers in torch. In the
+peak of one pipeline, what its largest layer holds for a while counts as much as what is saved; over several layers, what they
+save decides. The peaks are those of a second step, which records what later steps repeat. By default casts of weights are made
+anew in the backward pass, and since 2026-11-29 casts of a norm's results, too. With `keep="all"`, which saves both, four layers
+saved 90 to 91 % in place of 74 (before norms were among them), and peaks were 101 and 94 % in place of 87 and 80. Converted and
+compiled, four layers of Llama took on an H200 in turns, with 8192 tokens, in current scaling 62.3 ms by default, 63.0 under
+`keep="recompute"` and 65.3 under `"quantized"` (bf16 86.7); they saved 3656, 3208 and 2312 MiB of bf16's 4360, with peaks of
+4392, 4056 and 3384 MiB (bf16 4760). The projection behind attention saves attention's result, which attention saves anyway, in
+place of its cast; before, they saved 3784 MiB.
 
 """
 

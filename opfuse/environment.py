@@ -18,6 +18,7 @@ VARIABLES = {
     "OPFUSE_BACKWARD_OVERRIDE": "the backward_override of recipes that are given none: high_precision, dequantized or none",
     "OPFUSE_CACHE_DIR": "where compiled kernels are kept, instead of the user's cache directory",
     "OPFUSE_DEBUG": "1: an error of the command line shows where it came from",
+    "OPFUSE_LAUNCH_GRAPHS": "0: what a recorded segment queues on a GPU is queued one by one, and no CUDA graph stands for it",
     "OPFUSE_PROGRAM_BYTES": "bytes of the host's memory that recordings of a process may take before the least recently used are "
     "dropped; 536870912 if it is not set",
     "OPFUSE_PROGRAMS": "0: segments of plans are interpreted at every call, in place of being recorded once and repeated",
@@ -48,7 +49,7 @@ def variable(name: str) -> str:
     return os.environ.get(name, "").strip()
 
 
-SWITCHES = ("OPFUSE_DEBUG", "OPFUSE_PROGRAMS", "OPFUSE_REFERENCE", "OPFUSE_TRACE_ARGUMENTS")
+SWITCHES = ("OPFUSE_DEBUG", "OPFUSE_LAUNCH_GRAPHS", "OPFUSE_PROGRAMS", "OPFUSE_REFERENCE", "OPFUSE_TRACE_ARGUMENTS")
 """Those that are 0 or 1."""
 
 NUMBERS = {"OPFUSE_PROGRAM_BYTES": 1 << 29}

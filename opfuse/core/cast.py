@@ -200,7 +200,8 @@ class Cast:
 def fixed(quantizer: Float8Quantizer, scale: torch.Tensor) -> Float8Quantizer:
     """``quantizer`` with another scale, fp32 (1,), and an amax that nobody reads."""
     usages = {"rowwise": quantizer.rowwise, "columnwise": quantizer.columnwise}
-    return Float8Quantizer(scale, torch.zeros_like(scale), quantizer.fp8_dtype, **usages)
+    amax = torch.zeros(scale.shape, dtype=scale.dtype, device=scale.device)
+    return Float8Quantizer(scale, amax, quantizer.fp8_dtype, **usages)
 
 
 class _Live:

@@ -68,7 +68,7 @@ ALL = CrossEntropy(label_smoothing=0.1, z_loss=1e-3, softcap=30.0)
 def test_quantized_products_are_those_of_the_casts(kind, device):
     """Interpreted, recorded and repeated to the same bits, without a wait for the device."""
     recipe = {**CAST, **OVERRIDDEN}[kind]
-    op, x, targets = quantized(640, reduction="sum", dtype=torch.bfloat16)
+    op, x, targets = quantized(640, bias=True, reduction="sum", dtype=torch.bfloat16)
     op, x, targets = op.to(device), x.detach().to(device).requires_grad_(), targets.to(device)
     wanted, found = by_definition(op, x, targets, recipe), []
     for call in range(4):
@@ -76,7 +76,7 @@ def test_quantized_products_are_those_of_the_casts(kind, device):
         try:
             with opfuse.autocast(recipe=recipe), torch.enable_grad():
                 loss = op(x, targets)
-            found.append((loss, *torch.autograd.grad(loss, (x, op.weight))))
+            found.append((loss, *torch.autograd.grad(loss, (x, op.weight, op.bias))))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for one, other in zip(found[0], wanted, strict=True):

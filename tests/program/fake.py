@@ -6,7 +6,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,11 +57,87 @@ def _run(entry: str, x: int, out: int, count: int) -> None:
     made[:] = made + floats(x, count) if entry == ADDS else KERNELS[entry](floats(x, count))
 
 
-def launch_kernel(kernel: tuple[Variant, str], blocks: int, *arguments: int) -> None:
-    """What the driver and the kernel do: read the parameter whose address is given, and run; of a joined launch each part."""
+class FakeCuda:
+    """What programs call of the driver and the runtime. A graph holds what was queued on a stream, with its addresses.
+
+    captures, replays: how many graphs were made, and launched.
+    """
+
+    streamNonBlocking, streamCaptureModeRelaxed, memcpyDeviceToDevice = 1, 2, 3
+
+    def __init__(self) -> None:
+        self._captured: list[Callable[[], None]] | None = None
+        self._graphs: list[list[Callable[[], None]]] = []
+        self._gone: set[int] = set()
+        self.captures = self.replays = 0
+
+    def _queue(self, stream: int, work: Callable[[], None]) -> None:
+        if stream == CAPTURING:
+            assert self._captured is not None
+            self._captured.append(work)
+        else:
+            work()
+
+    def launchKernel(self, kernel: tuple[Variant, str], blocks: int, *arguments: int) -> None:
+        *_, stream, address, _ = arguments
+        size = int(dict(define.split("=") for define in kernel[0].defines)["PARAMETER_BYTES"])
+        parameter = ctypes.string_at(ctypes.c_void_p.from_address(address).value or 0, size)
+        self._queue(stream, partial(launch_kernel, kernel, blocks, parameter))
+
+    def memsetAsync(self, address: int, value: int, size: int, stream: int) -> None:
+        self._queue(stream, lambda: ctypes.memset(address, value, size) and None)
+
+    def memcpyAsync(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
+        assert kind == self.memcpyDeviceToDevice
+        self._queue(stream, lambda: ctypes.memmove(target, source, size) and None)
+
+    @property
+    def destroyed(self) -> int:
+        """How many graphs are gone."""
+        return len(self._gone)
+
+    def getDevice(self) -> int:
+        return 0
+
+    def streamCreateWithFlags(self, flags: int) -> int:
+        return CAPTURING
+
+    def streamBeginCapture(self, stream: int, mode: int) -> None:
+        assert (stream, mode, self._captured) == (CAPTURING, self.streamCaptureModeRelaxed, None)
+        self._captured = []
+
+    def streamEndCapture(self, stream: int) -> int:
+        assert self._captured is not None
+        self._graphs.append(self._captured)
+        self._captured, self.captures = None, self.captures + 1
+        return len(self._graphs) - 1
+
+    def graphInstantiate(self, graph: int) -> int:
+        return graph
+
+    def graphDestroy(self, graph: int) -> None:
+        pass
+
+    def graphExecDestroy(self, handle: int) -> None:
+        self._gone.add(handle)
+
+    def graphLaunch(self, handle: int, stream: int) -> None:
+        assert handle not in self._gone
+        self.replays += 1
+        for work in self._graphs[handle]:
+            self._queue(stream, work)
+
+
+SPARE = 1 << 28
+"""Bytes that a program may hold longer for the sake of a CUDA graph."""
+
+CAPTURING = 1
+"""The stream on which graphs are captured; others run what is queued at once."""
+
+
+def launch_kernel(kernel: tuple[Variant, str], blocks: int, parameter: bytes) -> None:
+    """What a kernel does with its parameter; of a joined launch each part."""
     variant, entry = kernel
-    size = int(dict(define.split("=") for define in variant.defines)["PARAMETER_BYTES"])
-    parameter = ctypes.string_at(ctypes.c_void_p.from_address(arguments[-2]).value, size)
     firsts = struct.unpack(f"{JOINED}I", parameter[LAYOUT.size * JOINED :]) if variant != VARIANT else (0,)
     for part, first in enumerate(firsts):
         if first < blocks:
@@ -95,24 +171,23 @@ def launches_seen(patch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def fake_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake_device(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """Inside the block, programs take the CPU for their device."""
+    cuda = FakeCuda()
     with patch.context() as patched:
         patched.setattr(launching, "loaded", lambda variant, entry, device: Loaded(None, (variant, entry)))
         patched.setattr(launching, "is_current", lambda device: True)
-        patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=launch_kernel))
-        patched.setattr("opfuse.runtime.replay.codegen.runtime", lambda: SimpleNamespace(memsetAsync=_memset))
+        for name in ("codegen.driver", "codegen.runtime", "launch_graph.runtime"):
+            patched.setattr(f"opfuse.runtime.replay.{name}", lambda: cuda)
+        patched.setattr("opfuse.runtime.replay.launch_graph._stream", lambda device: CAPTURING)
         patched.setattr("opfuse.runtime.replay.codegen.empty_on", lambda device: torch._C._dynamo.guards._empty_strided_cpu)
         for module in (line, packing):
             patched.setattr(module, "plain_room", _plain_room)
         patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.size)
+        patched.setattr("opfuse.runtime.replay.program.spare_bytes", lambda device: SPARE)
         patched.setattr("opfuse.runtime.replay.program.raw_stream", lambda device: 0)
-        yield
+        yield cuda
 
 
 def _plain_room(step: Step, device: torch.device | None) -> tuple[Sequence[int], torch.dtype] | None:
     return plain_room(step, device and torch.device("cpu"))
-
-
-def _memset(address: int, value: int, size: int, stream: int) -> None:
-    ctypes.memset(address, value, size)

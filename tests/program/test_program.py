@@ -9,6 +9,7 @@ import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -514,9 +515,9 @@ def _overlap(start: int, size: int, other: int, of_other: int) -> bool:
 
 @pytest.mark.unrun
 def test_large_memory_lies_outside_of_the_slab(monkeypatch):
-    """It would be there from the first step to the last."""
+    """It would be there from the first step to the last, which a program for a CUDA graph accepts."""
     x = torch.ones(8)
-    for size, inside in ((SMALL, True), (SMALL + 1, False)):
+    for size, spare, inside in ((SMALL, -1, True), (SMALL + 1, -1, False), (SMALL + 1, ALIGNMENT, True)):
         recorder = Recorder([x])
         with recorder.recording():
             room = torch.empty(size, dtype=torch.uint8)
@@ -525,9 +526,27 @@ def test_large_memory_lies_outside_of_the_slab(monkeypatch):
             patched.setattr(launching, "loaded", lambda *_: launching.Loaded(None, 0))
             patched.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=None))
             patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.size)
+            patched.setattr("opfuse.runtime.replay.program.spare_bytes", Mock(return_value=spare))
             program = Program(recorder, [])
         assert (recorder.number(room) in program.slab.offsets) == inside
         assert ("slab" in program.text) == inside
+
+
+def test_memory_that_a_graph_would_hold_longer_is_counted(monkeypatch):
+    """``x`` could go before the last result is made; ``inside`` before, too, in whose place another lies then."""
+
+    def passes(x: Tensor) -> list[Tensor]:
+        inside = launch_kernel("double", x, torch.empty(SMALL, dtype=torch.float32))
+        first = launch_kernel("negate", inside, torch.empty(SMALL, dtype=torch.float32))
+        other = launch_kernel("double", first, torch.empty(SMALL, dtype=torch.float32))
+        return [first, launch_kernel("negate", other, torch.empty(SMALL, dtype=torch.float32))]
+
+    nbytes, made = 4 * SMALL, []
+    for spare in (nbytes - 1, nbytes):
+        monkeypatch.setattr("tests.program.fake.SPARE", spare)
+        with fake_device(monkeypatch):
+            made.append("queue(" in program_of(passes, torch.randn(SMALL)).text)
+    assert made == [False, True]
 
 
 def test_steps_that_nobody_needs_are_left_out():

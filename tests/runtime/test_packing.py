@@ -255,7 +255,8 @@ class OfWeights(Interpreter):
 
 
 def test_large_tensors_that_one_step_reads_last_are_one(monkeypatch: pytest.MonkeyPatch):
-    """As planes of experts' weights; it is let go of when they are read."""
+    """As planes of experts' weights; it is let go of when they are read, in a program that is too large for one slab."""
+    monkeypatch.setattr("tests.program.fake.SPARE", 0)
     monkeypatch.setitem(joining.READ_WORDS, VARIANT.source, (0,))
     monkeypatch.setattr("opfuse.runtime.replay.program.SMALL", 0)
     weights = [torch.nn.Parameter(torch.randn(70)) for _ in range(5)]

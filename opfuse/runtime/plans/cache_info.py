@@ -13,7 +13,7 @@ from opfuse.runtime.replay.host_bytes import bytes_of
 class CacheInfo(NamedTuple):
     """Plans alive, calls that found one, calls that did not, and why the last one did not.
 
-    programs: recordings alive. block_bytes: the most device memory that a call of one has for small tensors; none is held between
+    programs: recordings alive. block_bytes: the most device memory that a call of one has in one block; none is held between
     calls. host_bytes: what recordings, their code, parameters and layout keys take of the host's memory; counting takes some
     milliseconds for each recording. A pipeline keeps at most 64 plans, a segment of a plan programs for 32
     layouts of its inputs, and each of these programs for 8 layouts of gradients; the least recently used, or made, is dropped.

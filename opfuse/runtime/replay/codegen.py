@@ -16,7 +16,8 @@ from opfuse.errors import PipelineError, describe
 from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.bindings import driver, runtime
 from opfuse.runtime.replay.host_bytes import bytes_of
-from opfuse.runtime.replay.instructions import CallStep, LaunchStep, OpStep, ProductStep, Ref, Step
+from opfuse.runtime.replay.instructions import CallStep, CopyStep, LaunchStep, OpStep, ProductStep, Ref, Step, TensorOffset
+from opfuse.runtime.replay.launch_graph import QueueFunction
 from opfuse.runtime.replay.memory_plan import last_reads
 from opfuse.torch_private.devices import empty_on
 from opfuse.torch_private.operations import scaled_mm_into
@@ -65,13 +66,24 @@ def compiled(text: str) -> CompiledText:
 class Line:
     """Writes the text of the function, and collects the values of its constants.
 
-    device: on which it allocates. addressed: the base of each tensor whose address is read, by number.
+    device: on which it allocates. addressed: the base of each tensor whose address is read, by number. inside: offsets of tensors
+    that lie in the slab, by number, and so have no variable; the slab's own is 0. together: whether all memory is made before
+    anything is queued, which a function of its own does then, so that a CUDA graph can stand for it.
     """
 
-    def __init__(self, device: torch.device | None, addressed: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        device: torch.device | None,
+        addressed: Mapping[int, int],
+        inside: Mapping[int, int],
+        *,
+        together: bool = False,
+    ) -> None:
         self._constants: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._lines: list[str] = []
+        self._queued: list[str] = [] if together else self._lines
+        self._together, self._inside = together, inside
         self._addressed, self._device = addressed, device
         self._launches = self._products = 0
         self._empty = empty_on(device) if device is not None else None
@@ -82,15 +94,14 @@ class Line:
         arguments: Sequence[int],
         results: Sequence[int],
         *,
-        inside: Collection[int],
         slab: int,
         zeroed: int,
-    ) -> tuple[CompiledText, ProgramFunction]:
+    ) -> tuple[CompiledText, ProgramFunction, QueueFunction | None]:
         """The text, and the function that it defines over the constants.
 
         arguments, results: numbers of the inputs and results. slab: its bytes, of which the first ``zeroed`` are set to 0.
-        inside: numbers of tensors that lie there and so have no variable.
         """
+        inside = self._inside.keys()
         last, lasting = last_reads(steps), {*inside, *results}
         self._start(arguments, last, lasting)
         self._make_slab(slab, zeroed)
@@ -103,15 +114,19 @@ class Line:
                 self._moved(new)
             defined.update(new)
             self._release([n for n in dict.fromkeys((*step.reads(), *new)) if last.get(n, i) == i and n not in lasting])
+        if self._together:
+            self._say("frame.queue(stream)")
         self._say(f"return [{', '.join(map(_name, results))}]")
         return self._function()
 
-    def _function(self) -> tuple[CompiledText, ProgramFunction]:
-        text = compiled("\n".join(["def run(given, frame, stream):", *(f"    {line}" for line in self._lines)]))
+    def _function(self) -> tuple[CompiledText, ProgramFunction, QueueFunction | None]:
+        parts = ["def run(given, frame, stream):", *(f"    {line}" for line in self._lines)]
+        if self._together:
+            parts += ["", "def queue(at, arguments, products, stream):", *(f"    {line}" for line in self._queued)]
+        text = compiled("\n".join(parts))
         namespace = dict(self._constants)
         exec(text.code, namespace)
-        run: ProgramFunction = namespace["run"]
-        return text, run
+        return text, namespace["run"], namespace.get("queue")
 
     # -- what is written ---------------------------------------------------------------------------------------------
 
@@ -135,7 +150,8 @@ class Line:
             self._say(f"{_targets(arguments)}given")
         self._say("given.clear()")
         if self._addressed:
-            self._say("at, move, arguments, products = frame.at, frame.move, frame.arguments, frame.products")
+            names = ["at", "move"] if self._together else ["at", "move", "arguments", "products"]
+            self._say(f"{', '.join(names)} = {', '.join(f'frame.{name}' for name in names)}")
         self._moved(arguments)
         self._release([number for number in arguments if number not in last and number not in lasting])
 
@@ -144,7 +160,7 @@ class Line:
             self._room(_name(SLAB), (size,), torch.uint8)
             self._moved([SLAB])
             if zeroed:
-                self._zero("address" if SLAB in self._addressed else "slab.data_ptr()", zeroed)
+                self._zero(SLAB, zeroed)
 
     def _moved(self, numbers: Collection[int]) -> None:
         """Compare the addresses of tensors that were just made with those that the frame has."""
@@ -155,7 +171,7 @@ class Line:
                 self._say(f"if address != at[{base}]: move({base}, address)")
 
     def _release(self, numbers: Collection[int]) -> None:
-        if numbers:
+        if numbers and not self._together:
             self._say(f"del {', '.join(map(_name, numbers))}")
 
     def _room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -172,8 +188,13 @@ class Line:
     def _dtype(self, dtype: torch.dtype) -> str:
         return self._constant(str(dtype).replace(".", "_"), dtype)
 
-    def _zero(self, address: str, size: int) -> None:
-        self._say(f"{self._constant('memset', runtime().memsetAsync)}({address}, 0, {size}, stream)")
+    def _zero(self, number: int, size: int) -> None:
+        """Fill a tensor that was just made with zeros."""
+        if self._together and number in self._addressed:
+            lines, address = self._queued, f"at[{self._addressed[number]}]"
+        else:
+            lines, address = self._lines, f"{_name(number)}.data_ptr()"
+        lines.append(f"{self._constant('memset', runtime().memsetAsync)}({address}, 0, {size}, stream)")
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -183,11 +204,15 @@ class Line:
             blocks, threads, shared = step.grid
             launch = self._constant("launch", driver().launchKernel)
             grid = f"{blocks}, 1, 1, {threads}, 1, 1, {shared}"
-            self._say(f"{launch}({kernel}, {grid}, stream, arguments[{self._launches}], 0)  # {step.entry}")
+            self._queued.append(f"{launch}({kernel}, {grid}, stream, arguments[{self._launches}], 0)  # {step.entry}")
             self._launches += 1
         elif isinstance(step, ProductStep):
-            self._say(f"products[{self._products}](stream)")
+            self._queued.append(f"products[{self._products}](stream)")
             self._products += 1
+        elif isinstance(step, CopyStep):
+            copy, kind = self._constant("memcpy", runtime().memcpyAsync), runtime().memcpyDeviceToDevice
+            target, source = map(self._address, (step.target, step.source))
+            self._queued.append(f"{copy}({target}, {source}, {step.nbytes}, {kind}, stream)")
         elif isinstance(step, CallStep):
             self._say(f"{_targets(step.results)}{self._new_constant(step.function)}()")
         elif (room := plain_room(step, self._device)) is not None:
@@ -199,9 +224,14 @@ class Line:
                 for length in shape:
                     size *= length
                 if size:
-                    self._zero(f"{_name(number)}.data_ptr()", size)
+                    self._zero(number, size)
         else:
             self._op(step)
+
+    def _address(self, place: TensorOffset) -> str:
+        number = SLAB if place.number in self._inside else place.number
+        base, offset = f"at[{self._addressed[number]}]", self._inside.get(place.number, 0) + place.offset
+        return f"{base} + {offset}" if offset else base
 
     def _op(self, step: OpStep) -> None:
         op = self._new_constant(_BINDINGS.get(step.op, step.op))

@@ -117,6 +117,20 @@ class ProductStep:
 
 
 @dataclass(frozen=True, eq=False)
+class CopyStep:
+    """A copy of so many bytes, from memory on the device ``device`` to memory there."""
+
+    source: TensorOffset
+    target: TensorOffset
+    nbytes: int
+    device: int
+
+    def reads(self) -> Iterator[int]:
+        """Numbers of the tensors that the step reads or writes."""
+        return iter((self.source.number, self.target.number))
+
+
+@dataclass(frozen=True, eq=False)
 class CallStep:
     """A host function that returns tensors of the same layout at every call, such as the scale and amax of a delayed cast."""
 
@@ -146,7 +160,10 @@ def _has_no_effect(op: Any) -> bool:
     return not schema_of(op).is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
-Step = OpStep | LaunchStep | ProductStep | CallStep
+QueuedStep = LaunchStep | ProductStep | CopyStep
+"""What goes to a stream by addresses alone."""
+
+Step = OpStep | QueuedStep | CallStep
 
 
 def numbers_in(value: Any) -> Iterator[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate as running_sums
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from opfuse.runtime.replay.cublaslt import Product, ProductForm
 from opfuse.runtime.replay.instructions import WORD
+from opfuse.runtime.replay.launch_graph import LaunchGraphs, QueueFunction
 
 
 class Reader(NamedTuple):
@@ -38,8 +40,16 @@ class Frame:
     arguments: for each launch, the address that the driver takes. at: by base, the address that was last written.
     """
 
-    def __init__(self, parameters: Sequence[bytes], forms: Sequence[ProductForm], readers: Mapping[int, Readers]) -> None:
-        """parameters: of the launches, as they are packed. readers: by base, a number that the program gives to an address."""
+    def __init__(
+        self,
+        parameters: Sequence[bytes],
+        forms: Sequence[ProductForm],
+        readers: Mapping[int, Readers],
+        queue: QueueFunction | None = None,
+    ) -> None:
+        """parameters: of the launches, as they are packed. readers: by base, a number that the program gives to an address.
+        queue: queues them all, if a program has them together.
+        """
         self.products = [Product(form) for form in forms]
         sizes = [-(-len(parameter) // WORD) * WORD for parameter in parameters]
         starts = [*running_sums(sizes, initial=0)]
@@ -61,6 +71,8 @@ class Frame:
                 self._many[base], holes = np.array(holes, np.uint64).T.copy(), []
             self._holes.append(holes)
             self._operands.append([(self.products[step].addresses, at, offset) for step, at, offset in products])
+        if queue is not None:
+            self.queue = LaunchGraphs(partial(queue, self.at, self.arguments, self.products), self.at)
 
     @property
     def nbytes(self) -> int:

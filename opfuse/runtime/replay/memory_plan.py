@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opfuse.runtime.replay.instructions import CallStep, LaunchStep, OpStep, ProductStep, Step, TensorOffset
+from opfuse.runtime.replay.instructions import CallStep, CopyStep, LaunchStep, OpStep, ProductStep, Step, TensorOffset
 
 ALIGNMENT = 256
 """Alignment in a slab, in bytes: at least that of torch's allocator, so that kernels find the alignment of the recorded run."""
@@ -94,19 +94,19 @@ def aligned(size: int) -> int:
 
 
 def shared_rooms(
-    steps: Sequence[Step], made_by: object, large: Mapping[int, int], lasting: Collection[int], results: Collection[int]
+    steps: Sequence[Step], made_by: object, large: Mapping[int, int], lasting: Collection[int], outside: Collection[int]
 ) -> list[Step]:
     """The steps, with one tensor of bytes for those that the op ``made_by`` makes, that are last read by one step, and between
     whose making no memory is let go: so at no step more is alive than without.
 
-    large: bytes of the tensors that may be joined. lasting: those whose memory nobody lets go of before the end. results: tensors
-    that outlive the program.
+    large: bytes of the tensors that may be joined. lasting: those whose memory nobody lets go of before the end. outside: tensors
+    that come in or go out.
     """
     as_tensors = {number for step in steps if isinstance(step, (OpStep, CallStep)) for number in step.reads()}
-    apart, last = as_tensors.union(results), last_reads(steps)
+    apart, last = as_tensors.union(outside), last_reads(steps)
     own = {n: last[n] for n in large if n in last and n not in apart}
     groups = allocated_together(steps, made_by, own, lasting)
-    return with_rooms(steps, dict(enumerate(groups, first_free(numbers_of(steps)))), large)
+    return with_rooms(steps, dict(enumerate(groups, first_free((*numbers_of(steps), *outside)))), large)
 
 
 def allocated_together(
@@ -127,6 +127,21 @@ def allocated_together(
         if any(last.get(n, i) == i and n not in lasting for n in (*step.reads(), *made)):
             open_.clear()
     return [group for group in groups if len(group) > 1]
+
+
+def largest_alive(steps: Sequence[Step], sizes: Mapping[int, int], given: Collection[int], results: Collection[int]) -> int:
+    """The most bytes that are alive at one step, if each tensor goes when it is read last.
+
+    sizes: of those that count, which are ``given`` or which steps make. results: tensors that outlive the program.
+    """
+    last, alive = last_reads(steps), sum(sizes.get(number, 0) for number in given)
+    peak = alive
+    for i, step in enumerate(steps):
+        made = step.results if isinstance(step, (OpStep, CallStep)) else ()
+        alive += sum(sizes.get(number, 0) for number in made)
+        peak = max(peak, alive)
+        alive -= sum(sizes.get(n, 0) for n in {*step.reads(), *made} if last.get(n, i) == i and n not in results)
+    return peak
 
 
 def with_rooms(steps: Sequence[Step], rooms: Mapping[int, Sequence[int]], sizes: Mapping[int, int]) -> list[Step]:
@@ -171,4 +186,6 @@ def _moved(step: Step, places: Mapping[int, TensorOffset]) -> Step:
         return replace(step, slots=tuple(slot._replace(place=there(slot.place)) for slot in step.slots))
     if isinstance(step, ProductStep):
         return replace(step, places={name: there(place) for name, place in step.places.items()})
+    if isinstance(step, CopyStep):
+        return replace(step, source=there(step.source), target=there(step.target))
     return step

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from typing import Any, cast
 
 import torch
 
+from opfuse.environment import variable
 from opfuse.kernels.engine import launch as launching
 from opfuse.runtime.replay.batch_launches import joined_launches
 from opfuse.runtime.replay.codegen import MAKES_ROOM, SLAB, Line
 from opfuse.runtime.replay.cublaslt import OPERANDS, Product, ProductForm, library
 from opfuse.runtime.replay.host_bytes import bytes_of
-from opfuse.runtime.replay.instructions import CallStep, Joining, LaunchStep, OpStep, ProductStep, Step, TensorOffset
+from opfuse.runtime.replay.instructions import CallStep, CopyStep, Joining, LaunchStep, OpStep, ProductStep, Step, TensorOffset
 from opfuse.runtime.replay.launch_args import Frame, Reader, Readers
-from opfuse.runtime.replay.memory_plan import first_free, numbers_of, shared_rooms, slab_of, with_rooms
+from opfuse.runtime.replay.memory_plan import aligned, first_free, largest_alive, numbers_of, shared_rooms, slab_of, with_rooms
 from opfuse.runtime.replay.recorder import RecordedTensor, Recorder
 from opfuse.torch_private.devices import raw_stream
 
@@ -30,12 +31,25 @@ Larger tensors are freed after their last reader (``memory_plan.py``). torch's a
 at the same size.
 """
 
+PART = 512
+"""Which part of a device's memory a program may hold longer than it must, so that a CUDA graph can stand for what it queues.
+
+For a graph, all memory is made before anything is queued (``launch_graph.py``). Programs with more let each large tensor go as
+soon as it is read: with many rows memory counts, and the host waits for the device.
+"""
+
+
+@cache
+def spare_bytes(device: int) -> int:
+    """Bytes of :data:`PART` of a device's memory."""
+    return torch.cuda.get_device_properties(device).total_memory // PART
+
 
 @dataclass(frozen=True, eq=False)
 class Recording:
     """The steps of a run. given, results: numbers of the tensors that come in and go out. device: where launches run.
 
-    sizes: bytes of the memory of small tensors on that device, by number. parameters: of those that come in.
+    sizes, large: bytes of the memory of small tensors on that device, and of others, by number. parameters: those that come in.
     """
 
     steps: tuple[Step, ...]
@@ -44,6 +58,7 @@ class Recording:
     device: int | None
     sizes: Mapping[int, int]
     parameters: frozenset[int]
+    large: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, recorder: Recorder, results: Sequence[int]) -> Recording:
@@ -58,13 +73,31 @@ class Recording:
         every = {i: size for i, t in enumerate(recorder.tensors) if (size := _size_on(t, device))}
         sizes = {i: size for i, size in every.items() if size <= SMALL}
         large = {i: size for i, size in every.items() if size > SMALL}
-        made = replace(made, steps=tuple(steps), sizes=sizes)
-        return replace(made, steps=tuple(shared_rooms(steps, MAKES_ROOM[0], large, made.lasting, results)))
+        return replace(made, steps=tuple(steps), sizes=sizes, large=large)
 
     @property
     def lasting(self) -> set[int]:
         """Numbers of tensors whose memory stays to the end: in a slab, of a parameter, which its module holds, or going out."""
         return {*self.sizes, *self.parameters, *self.results}
+
+    def with_shared_rooms(self) -> tuple[Step, ...]:
+        """The steps, with large tensors that are made and let go together in one room."""
+        return tuple(shared_rooms(self.steps, MAKES_ROOM[0], self.large, self.lasting, (*self.given, *self.results)))
+
+    def as_graph(self, slab: int) -> bool:
+        """Whether a CUDA graph may stand for what a call queues. slab: bytes of a slab with all that only kernels read.
+
+        So it may if whatever the steps compute is queued by addresses, and holding all memory to the end does not cost much.
+        """
+        others = [step for step in self.steps if isinstance(step, OpStep)]
+        if self.device is None or not all(step.op.is_view or step.op in MAKES_ROOM for step in others):
+            return False
+        given = [number for number in self.given if number not in self.parameters]
+        made = [step.results[0] for step in others if step.op in MAKES_ROOM]
+        every = {**self.sizes, **self.large}
+        sizes = {number: every[number] for number in (*given, *made) if number in every}
+        whole = slab + sum(sizes.get(number, 0) for number in {*given, *self.results})
+        return whole - largest_alive(self.steps, sizes, given, self.results) <= spare_bytes(self.device)
 
     def in_rooms(self, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Recording:
         """The same with tensors that come in, or go out, in one of bytes for each of ``groups``, in the place of the first.
@@ -84,7 +117,8 @@ class Recording:
                     yield inside[number]
 
         steps = with_rooms(self.steps, rooms, sizes)
-        return replace(self, steps=tuple(steps), given=tuple(moved(self.given)), results=tuple(moved(self.results)))
+        large = {**self.large, **{room: sum(aligned(sizes[number]) for number in group) for room, group in rooms.items()}}
+        return replace(self, steps=tuple(steps), large=large, given=tuple(moved(self.given)), results=tuple(moved(self.results)))
 
     @cached_property
     def read_as_tensors(self) -> frozenset[int]:
@@ -130,29 +164,36 @@ class Program:
     def _make(self, recording: Recording) -> None:
         self.recording, self.used = recording, next(_USES)
         self._bytes = None
-        self.launches = [step for step in recording.steps if isinstance(step, LaunchStep)]
-        self.products = [step for step in recording.steps if isinstance(step, ProductStep)]
         self._device = recording.device
-        workspace = max((step.workspace for step in self.products), default=0)
-        empty, zeros = MAKES_ROOM
-        zeroed = slab_of(recording.steps, recording.sizes, zeros, recording.results, reuses=False)
-        slab = slab_of(recording.steps, recording.sizes, empty, recording.results, reserved=zeroed.size + workspace)
+        steps, (empty, zeros) = recording.steps, MAKES_ROOM
+        workspace = max((step.workspace for step in steps if isinstance(step, ProductStep)), default=0)
+        zeroed = slab_of(steps, recording.sizes, zeros, recording.results, reuses=False)
+        slab_for = partial(slab_of, made_by=empty, results=recording.results, reserved=zeroed.size + workspace)
+        slab = slab_for(steps, {**recording.sizes, **recording.large})
+        together = variable("OPFUSE_LAUNCH_GRAPHS") != "0" and recording.as_graph(slab.size)
+        if not together:
+            steps = recording.with_shared_rooms()
+            slab = slab_for(steps, recording.sizes)
         self.slab = slab._replace(offsets={**zeroed.offsets, **slab.offsets})
+        self.launches = [step for step in steps if isinstance(step, LaunchStep)]
+        self.products = [step for step in steps if isinstance(step, ProductStep)]
+        copies = [step for step in steps if isinstance(step, CopyStep)]
         places = {SLAB: 0, **self.slab.offsets}
         bases: dict[int, int] = {}
-        self._readers = self._read(bases, places, workspace=zeroed.size)
-        line = Line(None if self._device is None else torch.device("cuda", self._device), bases)
-        self.code, self._run = line.write(
-            recording.steps,
+        self._readers = self._read(bases, places, copies, workspace=zeroed.size)
+        line = Line(None if self._device is None else torch.device("cuda", self._device), bases, places, together=together)
+        self.code, self._run, self._queue = line.write(
+            steps,
             recording.given,
             recording.results,
-            inside=places.keys(),
             slab=self.slab.size,
             zeroed=zeroed.size,
         )
         self._frames = [self._new_frame()]
 
-    def _read(self, bases: dict[int, int], places: Mapping[int, int], *, workspace: int) -> dict[int, Readers]:
+    def _read(
+        self, bases: dict[int, int], places: Mapping[int, int], copies: Sequence[CopyStep], *, workspace: int
+    ) -> dict[int, Readers]:
         """The readers of each address, by base. Bases are numbered here: tensors, and the slab for those in it, by ``places``."""
         readers: dict[int, Readers] = {}
 
@@ -170,10 +211,14 @@ class Program:
             for at, operand in enumerate(OPERANDS):
                 base, offset = base_of(operands[operand])
                 readers[base].products.append(Reader(index, at, offset))
+        for copy in copies:
+            base_of(copy.source)
+            base_of(copy.target)
         return readers
 
     def _new_frame(self) -> Frame:
-        return Frame([step.parameter for step in self.launches], [step.form for step in self.products], self._readers)
+        forms = [step.form for step in self.products]
+        return Frame([step.parameter for step in self.launches], forms, self._readers, self._queue)
 
     @property
     def text(self) -> str:
@@ -280,7 +325,11 @@ def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
 
 
 def _by_address(recorder: Recorder, step: Step) -> list[Step]:
-    """``step``; a product that torch gives to cuBLASLt becomes one by addresses, after an op that allocates its result."""
+    """``step``; a copy, and a product that torch gives to cuBLASLt, become one by addresses, after an op that allocates its
+    result.
+    """
+    if isinstance(step, OpStep) and step.op is _aten.clone.default:
+        return _copy(recorder, step)
     if not isinstance(step, OpStep) or step.op not in _SCALED_MM or library() is None:
         return [step]
     given, out = step.by_name(), step.results[0]
@@ -317,6 +366,23 @@ def _by_address(recorder: Recorder, step: Step) -> list[Step]:
         return [product]
     room = {"dtype": c.dtype, "device": device}
     return [OpStep(_aten.empty.memory_format, (list(c.shape),), room, step.results, single=True), product]
+
+
+def _copy(recorder: Recorder, step: OpStep) -> list[Step]:
+    """A clone of contiguous memory on a GPU by addresses; else ``step``."""
+    (number,), out = step.reads(), step.results[0]
+    source = recorder.tensors[number]
+    device = 0 if source is None else source.device.index or 0
+    if source is None or step.kwargs or not _size_on(source, device):
+        return [step]
+    like = source.on_meta()
+    if not like.is_contiguous() or not like.numel():
+        return [step]
+    room = {"dtype": like.dtype, "device": source.device}
+    return [
+        OpStep(_aten.empty.memory_format, (list(like.shape),), room, step.results, single=True),
+        CopyStep(recorder.place(number), recorder.place(out), like.nbytes, device),
+    ]
 
 
 _SCALED_MM = (_aten._scaled_mm_v2.default, _aten._scaled_mm_v2.out)

@@ -199,6 +199,19 @@ def milliseconds(call: Call) -> float:
     return wall_time(call, calls=3) / 1e3
 
 
+SETTLES = 12
+"""Calls that come before the timed ones of a turn, where the host decides: allocations have to find their places again, and
+opfuse's launches to become CUDA graphs, as in a process that trains one model.
+"""
+
+
+def settled(call: Call) -> float:
+    """Milliseconds of a call among others of its kind."""
+    for _ in range(SETTLES):
+        call()
+    return wall_time(call, calls=6) / 1e3
+
+
 def speeds(name: str, times: Sequence[float], beside: Mapping[str, tuple[Sequence[float], float | None]]) -> Iterator[Record]:
     """The median of what a call took, in ms, and of how many times as fast as others it was in the same round.
 

@@ -29,6 +29,7 @@ from benchmarks.converted import (
     compiled,
     llama,
     milliseconds,
+    settled,
     show,
     speeds,
     unmasked,
@@ -104,7 +105,7 @@ def records(rounds: int = 5, *, stack: Stack = LLAMA, tokens: Sequence[int] = TO
         for step in steps.values():
             for _ in range(WARM + 1):  # the last one captures
                 step[STEP]()
-        yield from compared(number, sized, in_turns(steps, milliseconds, rounds))
+        yield from compared(number, sized, in_turns(steps, settled if number <= FEW else milliseconds, rounds))
 
 
 def compared(tokens: int, stack: Stack, took: Mapping[tuple[str, str], list[float]]) -> Iterator[Record]:

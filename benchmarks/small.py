@@ -1,8 +1,8 @@
 """Small Llama layers, where the host decides, in each way that a model is run: ``python -m benchmarks.small``.
 
-Four layers 1024 wide with 256 tokens, forward and backward. Each way stands beside bf16 run in the same way: "called";
-"compiled", layer by layer; "reduce-overhead", compiled in that mode of torch, which makes CUDA graphs of what it compiles; "as a
-graph", both passes of the compiled layers as one CUDA graph (``opfuse.graphed_step``).
+Four layers 1024 wide with 256 tokens, forward and backward, some calls of a model at each of its turns. Each way stands beside
+bf16 run in the same way: "called"; "compiled", layer by layer; "reduce-overhead", compiled in that mode of torch, which makes
+CUDA graphs of what it compiles; "as a graph", both passes of the compiled layers as one CUDA graph (``opfuse.graphed_step``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.converted import (
     calls_of,
     compiled,
     llama,
-    milliseconds,
+    settled,
     show,
     speeds,
     unmasked,
@@ -61,7 +61,7 @@ def records(rounds: int = 9, *, stack: Stack = SMALL, device: str = "cuda") -> I
         for calls in models.values():
             for _ in range(WARM + 1):  # the last one captures
                 calls[PASSES]()
-        yield from compared(how, stack, in_turns(models, milliseconds, rounds))
+        yield from compared(how, stack, in_turns(models, settled, rounds))
 
 
 def compared(how: str, stack: Stack, took: Mapping[tuple[str, str], list[float]]) -> Iterator[Record]:

@@ -261,11 +261,11 @@ slower with one for each block. *as a graph*: the whole step of compiled layers,
 SMALL = """\
 Four Llama layers 1024 wide with 256 tokens, forward and backward, where the CPU decides. Each way of running them stands beside
 bf16 run in the same way: *called*; *compiled*, layer by layer; *reduce-overhead*, compiled in that mode of torch, which makes
-CUDA graphs of what lies between opfuse's ops; *as a graph*, both passes as one CUDA graph (`opfuse.graphed_step`). Models take
-turns, a step each, so most calls find other addresses than the one before, and queue launches one by one. With 16 steps at a
-turn, where all found the addresses of earlier ones, compiled steps took 13.0 and 13.6 ms with launches as graphs, under current
-and block scaling, and 16.8 and 15.6 without; called ones 21.2 and 21.9, and 23.7 and 19.9 (bf16 7.5 compiled, 16.4 called; on a
-busy host, as noisy as that shows).
+CUDA graphs of what lies between opfuse's ops; *as a graph*, both passes as one CUDA graph (`opfuse.graphed_step`). Here
+models took turns, three steps each, so most calls found other addresses than the one before, and queued launches one by one
+(the script makes more steps at each turn by now). With 16 steps at a turn, where all found the addresses of earlier ones,
+compiled steps took 13.0 and 13.6 ms with launches as graphs, under current and block scaling, and 16.8 and 15.6 without; called
+ones 21.2 and 21.9, and 23.7 and 19.9 (bf16 7.5 compiled, 16.4 called; on a busy host, as noisy as that shows).
 
 """
 

@@ -26,7 +26,9 @@ KEPT, SEEN = 4, 8
 """How many graphs a frame has, and how many sets of addresses it remembers of other calls; the oldest goes first."""
 
 CALLS = 16
-"""How many calls a graph has to wait after the one before it: so calls whose addresses change all the time capture few."""
+"""How many calls of a frame pay for one graph, so that a frame whose addresses change all the time captures few. The first graphs
+of a frame, and as many after a time without, need not wait.
+"""
 
 QueueFunction = Callable[[Sequence[int], Sequence[int], Sequence[Any], int], None]
 """Queues what a program does. Arguments: addresses by base, those of the launches' parameters, products, and the stream."""
@@ -42,29 +44,29 @@ class LaunchGraphs:
         self._queue, self._at = queue, at
         self._graphs: dict[tuple[int, ...], LaunchGraph] = {}
         self._seen: dict[tuple[int, ...], None] = {}
-        self._due = 0  # calls until the next graph may be made
+        self._paid = KEPT * CALLS  # calls that no graph was made for
 
     def __call__(self, stream: int) -> None:
         """Queue it on ``stream``, that of torch: as a graph, if there is one for these addresses."""
         addresses = (*self._at,)
         graph, capturing = self._graphs.get(addresses), is_capturing()
-        self._due -= 1
+        self._paid = min(self._paid + 1, KEPT * CALLS)
         if graph is not None and not capturing:
             graph.launch(graph.handle, stream)
             return
         self._queue(stream)
         if graph is None and not capturing:
-            if addresses in self._seen and self._due < 0:
+            if addresses in self._seen and self._paid >= CALLS:
                 self._capture(addresses)
             _enter(self._seen, addresses, None, SEEN)
 
     def _capture(self, addresses: tuple[int, ...]) -> None:
         """Make a graph for addresses that came again."""
-        self._due = CALLS
+        self._paid -= CALLS
         try:
             graph = LaunchGraph(self._queue)
         except Exception as reason:  # of the driver or a library: what is queued one by one is the same
-            self._due = sys.maxsize
+            self._paid = -sys.maxsize
             _log.info("queued one by one at every call, since no CUDA graph could be made: %s", reason)
         else:
             _enter(self._graphs, addresses, graph, KEPT)

@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from opfuse.convert.converted import converted, is_converted
 from opfuse.convert.fuse import fuse_
 from opfuse.convert.head_loss import LossKind
+from opfuse.convert.policy import Policy
 from opfuse.core.operation import FusibleOperation
 from opfuse.domains import SIZE, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest
@@ -96,6 +97,7 @@ def memory(
     world: Annotated[int, SIZE] = 1,
     checkpointing: Checkpointing = "none",
     loss: LossKind = "own",
+    policy: Policy | None = None,
     main_grads: bool = False,
     budget: int | str | None = None,
     **named: Any,
@@ -105,11 +107,11 @@ def memory(
     Model and tensors lie on the meta device, but for what the model reads on the host. The backward pass begins at the ``loss``
     of what the model returns, if it has one, else at its first tensor, with a gradient of that shape which takes no memory.
 
-    recipe: a recipe, or its kind; the model is converted by ``fuse_(recipe, pack=True, loss=loss)``, one of opfuse's ops computes
-    under it. None: the model as it is. optimizer: a name of :data:`OPTIMIZERS`. world: ranks that FSDP2 shards over, layer by
-    layer. checkpointing: "layers" recomputes each layer in the backward pass. main_grads: gradients are summed in fp32 buffers
-    beside those of the parameters, which are there all the time. budget: bytes, or a text as "80GiB"; the result proposes what to
-    change if a step takes more, in the order of what it costs, until it fits.
+    recipe: a recipe, or its kind; the model is converted by ``fuse_(recipe, policy=policy, pack=True, loss=loss)``, one of
+    opfuse's ops computes under it. None: the model as it is. optimizer: a name of :data:`OPTIMIZERS`. world: ranks that FSDP2
+    shards over, layer by layer. checkpointing: "layers" recomputes each layer in the backward pass. main_grads: gradients are
+    summed in fp32 buffers beside those of the parameters, which are there all the time. budget: bytes, or a text as "80GiB";
+    the result proposes what to change if a step takes more, in the order of what it costs, until it fits.
 
     ConversionError for what is no module, has memory, or cannot be converted, and for an unknown optimizer or kind.
     """
@@ -128,7 +130,10 @@ def memory(
         raise ConversionError(describe(f"memory: {first}", wanted=wanted, got=got, cure=cure))
     most, chosen = None if budget is None else bytes_of(budget), _recipe(recipe)
     settings = MemorySettings("none" if chosen is None else repr(chosen), optimizer, world, checkpointing, loss, main_grads)
-    step = _MemoryStep(model, inputs, named, chosen, settings)
+    step = _MemoryStep(model, inputs, named, chosen, settings, policy)
+    if policy is not None and not step.converts:
+        got, cure = "none, or one that is an op of opfuse", "name the recipe of fuse_, or leave the policy out"
+        raise ConversionError(describe("memory(policy=)", wanted="a recipe and a model to convert", got=got, cure=cure))
     if loss == "fused" and not step.converts:
         got, cure = "one of opfuse's ops, or one that is converted", "pass the model before fuse_, with its recipe"
         raise ConversionError(describe('memory(loss="fused")', wanted="a model to convert", got=got, cure=cure))
@@ -175,6 +180,7 @@ class _MemoryStep:
     named: Mapping[str, Any]
     recipe: Recipe | None
     settings: MemorySettings
+    policy: Policy | None = None
     made: dict[tuple[Recipe | None, str], nn.Module] = field(default_factory=dict, repr=False)
 
     def estimate(self) -> Memory:
@@ -197,7 +203,7 @@ class _MemoryStep:
         key = self.recipe, self.settings.loss
         if key not in self.made:
             model = copy.deepcopy(self.model)
-            fuse_(model, self.recipe, pack=True, loss=self.settings.loss)  # type: ignore[arg-type]
+            fuse_(model, self.recipe, policy=self.policy, pack=True, loss=self.settings.loss)  # type: ignore[arg-type]
             self.made[key] = model
         return self.made[key]
 

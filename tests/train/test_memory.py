@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import weakref
@@ -273,6 +274,19 @@ def test_budgets_are_numbers_or_texts() -> None:
         estimated(budget="80 apples")
 
 
+@pytest.mark.parametrize("policy", [{"model.layers.0": None}, {"lm_head": "default"}])
+def test_a_policy_is_that_of_the_conversion(policy: Any) -> None:
+    """The estimate is that of the model that the policy has converted, and of no other; with its head, that of its fused loss."""
+    model, ids = llama()
+    step = {"input_ids": ids, "labels": ids}
+    loss: Any = "fused" if "lm_head" in policy else "own"
+    found, other = (opfuse.memory(model, **step, recipe="fp8_current", loss=loss, policy=each) for each in (policy, None))
+    converted = copy.deepcopy(model)
+    opfuse.fuse_(converted, FP8, pack=True, loss=loss, policy=policy)
+    assert (found.peak, found.saved) == ((again := opfuse.memory(converted, **step)).peak, again.saved)
+    assert (found.peak, found.saved) != (other.peak, other.saved)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +305,7 @@ def test_bad_input_is_refused() -> None:
             nn.Linear(WIDTH, WIDTH, device="meta", dtype=BF16), x, checkpointing="layers"
         ),
         "wants a tensor with a gradient": lambda: opfuse.memory(nn.Identity(), x.detach()),
+        r"memory\(policy=\): wants a recipe and a model to convert": lambda: opfuse.memory(model, x, policy={"layers": None}),
         "wants a model to convert": lambda: opfuse.memory(ops.Linear(WIDTH, WIDTH, device="meta", dtype=BF16), x, loss="fused"),
     }
     for wanted, call in refused.items():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -84,7 +84,7 @@ class CachedCast:
     """A cast of a weight, and everything that its validity depends on. :func:`settle` completes it.
 
     tensors: its memory without the weight's own, ``blocks`` first. layout: how they lie, the same object for all that lie alike.
-    served: whether a second call has found it. users: what has bound it, to be ended with it.
+    served: whether a second call has found it. users: what has bound it, to be ended with it, by number.
     """
 
     blocks: tuple[torch.Tensor, ...] = ()
@@ -96,7 +96,7 @@ class CachedCast:
             self.unchanged = Unchanged(parameter)
             self.storage = cast(parameter)
         self.parameter, self.stream, self.served = parameter, stream, False
-        self.users: WeakSet[Any] = WeakSet()
+        self.users: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._cast, self._dtype = cast, _dtype(cast, parameter)
 
     def serves(self, cast: Cast, stream: int) -> bool:

@@ -206,8 +206,9 @@ def _serving(entries: Sequence[CachedCast], wanted: _CastRequest) -> CachedCast 
 def _end(entries: Iterable[CachedCast]) -> None:
     """No call shall find these, and nothing hold them."""
     for entry in entries:
-        for bound in entry.users:
-            bound.end()
+        for ref in entry.users.valuerefs():  # a list at once, which other threads may add to meanwhile
+            if (bound := ref()) is not None:
+                bound.end()
 
 
 _owners: ContextVar[Mapping[int, KeptWeights]] = ContextVar("opfuse_kept_weights", default={})  # noqa: B039
@@ -282,7 +283,7 @@ class _Bound:
         self._what: Any = owners, [id(entry.parameter) for entry in entries], unchanged, CachedCasts.of(found)
         self._new = [entry for entry in entries if not entry.served]
         for entry in entries:
-            entry.users.add(self)
+            entry.users[id(self)] = self
 
     def casts(self, owners: Mapping[int, KeptWeights], weights: Sequence[object], run: Pass | None) -> CachedCasts | None:
         """The cached casts; None if scopes or weights have changed."""

@@ -217,7 +217,8 @@ class _Join:
     """Makes one tensor of parameters, one after another in its rows; a step of a tape. turned: whether each is transposed.
 
     What it made of stored parameters in one memory it gives again while they lie there, since to make that takes the host longer
-    than to launch the product. It is kept as long as the record of the first, and so holds no memory that this does not.
+    than to launch the product. It is kept as long as the record of the first, and so holds no memory that this does not. Of plain
+    ones it remembers where they lay side by side: while they lie there, one tensor over them has the layout that it had.
     """
 
     sized = False
@@ -227,6 +228,7 @@ class _Join:
         self.sizes = [value.shape[-1 if turn and value.dim() == 2 else 0] for value, turn in zip(values, turned)]
         self.layout: tuple[Any, ...] | None = None
         self._wholes: WeakKeyDictionary[QuantizedStorage, tuple[_Lying, torch.Tensor]] = WeakKeyDictionary()
+        self._begins: list[int] = []
 
     def whole(self, values: Sequence[Any], tape: BackwardTape, *, trains: bool) -> torch.Tensor:
         """Without autograd. A backward pass is refused after a write to what lies in the memory of the whole."""
@@ -247,6 +249,13 @@ class _Join:
         return True
 
     def __call__(self, tensors: Sequence[torch.Tensor], tape: BackwardTape) -> tuple[Sequence[torch.Tensor], StepBackward] | None:
+        if (
+            self._begins
+            and [*map(torch.Tensor.data_ptr, tensors)] == self._begins
+            and all(map(share_memory, tensors, tensors[1:]))
+        ):
+            tape.watch(tensors)
+            return [_as_they_lie(tensors)], self.backward
         lying = _lying(tensors)
         known = None if lying is None else self._wholes.get(tensors[0].held)  # type: ignore[attr-defined]
         if known is not None and known[0] == lying:
@@ -257,6 +266,8 @@ class _Join:
             return None
         if lying is not None and _arrays(whole)[0].data_ptr() == lying.addresses[0]:
             self._wholes[tensors[0].held] = lying, whole  # type: ignore[attr-defined]
+        elif len(tensors) > 1 and QuantizedTensor not in map(type, tensors) and True not in self.turned:
+            self._begins = [*map(torch.Tensor.data_ptr, tensors)] if share_memory(whole, tensors[0]) else []
         return [whole], self.backward
 
 

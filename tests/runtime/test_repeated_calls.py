@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import threading
 import warnings
@@ -278,6 +279,45 @@ def scaled(model: nn.Module) -> None:
             p.mul_(1.5)
 
 
+def moved_together(model: nn.Module) -> None:
+    """What is packed stays so, in other memory; what was there is no more."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    for p in model.parameters():
+        there = p.untyped_storage()
+        copies.setdefault(there.data_ptr(), there.clone())
+    for p in model.parameters():
+        storage, offset = copies[p.untyped_storage().data_ptr()], p.storage_offset()
+        p.data.view(torch.uint8).fill_(255)
+        p.data = torch.empty(0, dtype=p.dtype).set_(storage, offset, p.shape, p.stride())
+
+
+def turned_round(model: nn.Module) -> None:
+    """What is packed lies in one memory still, in the other order, so no tensor over it is the whole."""
+    packed: dict[int, list[nn.Parameter]] = {}
+    for p in model.parameters():
+        packed.setdefault(p.untyped_storage().data_ptr(), []).append(p)
+    for parts in packed.values():
+        whole = torch.cat([p.data.flatten() for p in reversed(parts)])
+        for p, part in zip(reversed(parts), whole.split([p.numel() for p in reversed(parts)])):
+            p.data = part.view(p.shape)
+
+
+def apart_in_place(model: nn.Module) -> None:
+    """Each parameter has a storage of its own where it was, as if an allocator had given all addresses again."""
+    for p in model.parameters():
+        there = p.data
+        p.data = torch.frombuffer((ctypes.c_uint8 * there.nbytes).from_address(there.data_ptr()), dtype=p.dtype).view(p.shape)
+        vars(model).setdefault("memory", []).append(there)
+
+
+def last_moved(model: nn.Module) -> None:
+    """Of each product that is packed, and every other parameter: the last one alone has memory of its own."""
+    last = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
+    for p in last.values():
+        p.data, old = p.data.clone(), p.data
+        old.view(torch.uint8).fill_(255)
+
+
 def moved(model: nn.Module) -> None:
     """To memory of its own, which undoes what was packed."""
     for p in model.parameters():
@@ -300,7 +340,8 @@ def evaluated(model: nn.Module) -> None:
     model.eval()
 
 
-CHANGES = [scaled, frozen, evaluated, moved, misaligned, replaced]
+PACKED = [moved_together, apart_in_place, moved_together, turned_round, last_moved]
+CHANGES = [scaled, frozen, evaluated, *PACKED, moved, misaligned, replaced]
 """Those that leave packed weights where they lie come first."""
 
 

@@ -12,6 +12,7 @@ from opfuse.kernels.engine.joining import READ_WORDS
 from opfuse.runtime.replay import cublaslt
 from opfuse.runtime.replay.cublaslt import Product, ProductForm
 from opfuse.runtime.replay.dispatch import interpreted
+from opfuse.runtime.replay.launch_graph import LaunchGraph
 from opfuse.runtime.replay.replayable import Recorded
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -64,6 +65,38 @@ def test_repeated_steps_equal_interpreted_ones(device, name):
     assert any(program.launches for program in programs)
     native = name in ("delayed", "current", "block", "row") and torch.cuda.get_device_capability(device)[0] == 9
     assert any(program.products for program in programs) == (native and cublaslt.library() is not None)
+
+
+@pytest.mark.row("R12")
+@pytest.mark.parametrize("stream", ["default", "other"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_launches_of_steps_that_are_alike_are_graphs_with_the_same_bits(device, name, stream, monkeypatch):
+    """Of values that change, on the stream that is current."""
+    launched, make = [], LaunchGraph.__init__
+
+    def seen(graph, queue):
+        make(graph, queue)
+        launch = graph.launch
+        graph.launch = lambda handle, where: [launched.append(where), launch(handle, where)][1]
+
+    monkeypatch.setattr(LaunchGraph, "__init__", seen)
+    where = torch.cuda.Stream() if stream == "other" else torch.cuda.current_stream()
+    found = {}
+    for graphs in ("0", "1"):
+        monkeypatch.setenv("OPFUSE_LAUNCH_GRAPHS", graphs)
+        torch.manual_seed(0)
+        model, found[graphs] = gated(device), []
+        x, dy = (torch.randn(128, 256, device=device, dtype=BF16) for _ in range(2))
+        where.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(where):
+            for _ in range(12):
+                found[graphs].append([each.clone() for each in step(model, RECIPES[name], x, dy)])
+                x.mul_(1.25)
+        where.synchronize()
+        assert bool(launched) is (graphs == "1")
+    assert set(launched) == {where.cuda_stream}
+    for one, other in zip(*found.values(), strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.row("R12")

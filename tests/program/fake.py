@@ -67,11 +67,13 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self._captured: list[Callable[[], None]] | None = None
-        self._graphs: list[list[Callable[[], None]]] = []
+        self._graphs: list[list[Callable[[], None]]] = [[]]  # no graph is 0
+        self._destroyed = 0
         self._gone: set[int] = set()
         self.captures = self.replays = 0
 
     def _queue(self, stream: int, work: Callable[[], None]) -> None:
+        assert stream in (STREAM, CAPTURING)
         if stream == CAPTURING:
             assert self._captured is not None
             self._captured.append(work)
@@ -93,8 +95,13 @@ class FakeCuda:
 
     @property
     def destroyed(self) -> int:
-        """How many graphs are gone."""
+        """How many executable graphs are gone."""
         return len(self._gone)
+
+    @property
+    def left(self) -> int:
+        """How many captured graphs were not destroyed."""
+        return self.captures - self._destroyed
 
     def getDevice(self) -> int:
         return 0
@@ -116,7 +123,7 @@ class FakeCuda:
         return graph
 
     def graphDestroy(self, graph: int) -> None:
-        pass
+        self._destroyed += 1
 
     def graphExecDestroy(self, handle: int) -> None:
         self._gone.add(handle)
@@ -131,8 +138,8 @@ class FakeCuda:
 SPARE = 1 << 28
 """Bytes that a program may hold longer for the sake of a CUDA graph."""
 
-CAPTURING = 1
-"""The stream on which graphs are captured; others run what is queued at once."""
+CAPTURING, STREAM = 1, 7
+"""The stream on which graphs are captured, and that of torch, which runs what is queued at once."""
 
 
 def launch_kernel(kernel: tuple[Variant, str], blocks: int, parameter: bytes) -> None:
@@ -185,7 +192,7 @@ def fake_device(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
             patched.setattr(module, "plain_room", _plain_room)
         patched.setattr("opfuse.runtime.replay.program._size_on", lambda tensor, _: tensor.size)
         patched.setattr("opfuse.runtime.replay.program.spare_bytes", lambda device: SPARE)
-        patched.setattr("opfuse.runtime.replay.program.raw_stream", lambda device: 0)
+        patched.setattr("opfuse.runtime.replay.program.raw_stream", lambda device: STREAM)
         yield cuda
 
 

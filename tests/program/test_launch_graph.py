@@ -16,7 +16,7 @@ from torch import Tensor
 from opfuse.runtime.replay import launch_graph
 from opfuse.runtime.replay.program import SMALL, Program
 from opfuse.runtime.replay.recorder import Recorder
-from tests.program.fake import SPARE, FakeCuda, fake_device, launch
+from tests.program.fake import CAPTURING, SPARE, FakeCuda, fake_device, launch
 
 pytestmark = [pytest.mark.cpu, pytest.mark.row("R16")]
 
@@ -134,6 +134,20 @@ def test_a_result_that_somebody_has_is_not_overwritten(monkeypatch):
         assert [each[0].item() for each in held] == [2.0 * turn for turn in range(12)]
 
 
+@pytest.mark.parametrize("fails", ["streamBeginCapture", "launchKernel", "graphInstantiate"])
+def test_what_is_captured_is_let_go_of_whatever_fails(fails, monkeypatch):
+    """It is tried once."""
+    x, out = torch.randn(COUNT), room()
+    with recorded(monkeypatch) as (program, cuda):
+        works, tried = getattr(cuda, fails), Mock(side_effect=RuntimeError)
+        failing = tried if fails != "launchKernel" else lambda *args: (tried if args[-3] == CAPTURING else works)(*args)
+        monkeypatch.setattr(cuda, fails, failing)
+        program.constants["launch"] = cuda.launchKernel  # type: ignore[index]
+        for _ in range(40):
+            assert torch.equal(program([x, out])[0], -2 * x)
+        assert (tried.call_count, cuda.left, cuda.replays) == (1, 0, 0)
+
+
 def test_two_calls_at_the_same_time_have_graphs_of_their_own(monkeypatch):
     """A graph has the parameters that its frame had: another frame has others."""
     x, out = torch.randn(COUNT), room()
@@ -148,7 +162,20 @@ def test_two_calls_at_the_same_time_have_graphs_of_their_own(monkeypatch):
         assert program._frames[0] is not frame
 
 
-def test_inside_of_a_capture_launches_are_queued_one_by_one(monkeypatch):
+def test_addresses_are_remembered_from_the_last_time_they_came(at_once, monkeypatch):
+    pairs = [(torch.randn(COUNT), room()) for _ in range(launch_graph.SEEN + 1)]
+    with recorded(monkeypatch) as (program, cuda):
+        program._frames[0].queue._paid = -(1 << 20)  # nothing is captured meanwhile
+        for x, out in [*pairs[:-1], pairs[0], pairs[-1]]:
+            program([x, out])
+        program._frames[0].queue._paid = 0
+        program(list(pairs[0]))
+        assert cuda.captures == 1
+        program(list(pairs[1]))
+        assert cuda.captures == 1
+
+
+def test_inside_of_a_capture_launches_are_queued_one_by_one(at_once, monkeypatch):
     x, out = torch.randn(COUNT), room()
     with recorded(monkeypatch) as (program, cuda):
         for _ in range(3):
@@ -212,3 +239,117 @@ def test_what_cannot_be_one_graph_is_a_straight_line(why, monkeypatch):
             assert torch.equal(program([x, out])[0], -(2 * x + (why == "an op of torch")))
         assert cuda.captures == 0
     assert "def queue(" not in program.text
+
+
+def programs(function, *given: Tensor, patch: pytest.MonkeyPatch, spare: int = 0) -> Program:
+    """That of ``function`` where a graph may hold so many bytes longer; it is compared with the function, thrice."""
+    patch.setattr("tests.program.fake.SPARE", spare)
+    with fake_device(patch):
+        recorder = Recorder(given)
+        with torch.no_grad(), recorder.recording():
+            results = function(*given)
+        program = Program(recorder, [recorder.number(result) for result in results])
+        for _ in range(3):
+            for each in given:
+                each.detach().copy_(torch.randn(each.shape))
+            wanted = function(*[each.detach().clone() for each in given])
+            for made, want in zip(program([*given]), wanted, strict=True):
+                assert torch.equal(made, want)
+                assert made.stride() == want.stride()
+    return program
+
+
+LARGE = SMALL
+"""Floats of a tensor that is no small one."""
+
+
+def seen_in_rows(x: Tensor, out: Tensor) -> list[Tensor]:
+    return [launch("double", x, out).view(8, -1)]
+
+
+def read_and_let_go(x: Tensor, out: Tensor) -> list[Tensor]:
+    """``x`` could go before the last room is made."""
+    return [launch("double", launch("double", x, out), room(COUNT)), out]
+
+
+def by_a_small_room(x: Tensor, out: Tensor) -> list[Tensor]:
+    return [launch("negate", launch("double", x, room()), out)]
+
+
+def zeros_in_turn(x: Tensor, out: Tensor) -> list[Tensor]:
+    for _ in range(3):
+        out = launch("negate", launch("add", out, torch.zeros(len(x), dtype=torch.float32, device="cpu")), out)
+    return [out]
+
+
+def shown_in_rows(x: Tensor, out: Tensor) -> list[Tensor]:
+    """The memory behind a view that goes out stays, though no launch reads it any more; ``x`` could go."""
+    big = launch("double", x, room(len(x)))
+    other = launch("double", launch("negate", big, room(len(x))), room(len(x)))
+    return [big.view(2, -1), launch("negate", other, out)]
+
+
+def parameter(count: int = COUNT) -> Tensor:
+    return torch.nn.Parameter(torch.randn(count), requires_grad=False)
+
+
+AT_NO_COST = {
+    "a view goes out": (seen_in_rows, lambda: torch.randn(COUNT), True),
+    "an input is held": (read_and_let_go, lambda: torch.randn(COUNT), False),
+    "a parameter stays": (read_and_let_go, parameter, True),
+    "small tensors count, too": (by_a_small_room, lambda: torch.randn(COUNT), True),
+    "zeros are held": (zeros_in_turn, lambda: torch.randn(LARGE), False),
+    "the base of a view stays": (shown_in_rows, lambda: parameter(LARGE), True),
+    "an input is held beside it": (shown_in_rows, lambda: torch.randn(LARGE), False),
+}
+
+
+@pytest.mark.parametrize("case", AT_NO_COST)
+def test_a_graph_holds_nothing_longer_that_it_may_not(case, monkeypatch):
+    """Where no byte may be held longer."""
+    function, make, graph = AT_NO_COST[case]
+    x = make()
+    program = programs(function, x, room(len(x)), patch=monkeypatch)
+    assert ("def queue(" in program.text) is graph
+
+
+def test_a_room_has_a_number_that_no_tensor_of_the_recording_had(monkeypatch):
+    """Not that of one that was made and dropped, whose size is another."""
+
+    def two_in_a_room(x: Tensor, out: Tensor) -> list[Tensor]:
+        rooms = room(LARGE), room(LARGE)
+        for each in rooms:
+            launch("double", x, each)
+        launch("add", *rooms)
+        launch("double", x, out)
+        torch.zeros(64, device="cpu")
+        return [out]
+
+    program = programs(two_in_a_room, torch.randn(LARGE), room(LARGE), patch=monkeypatch, spare=-1)
+    assert program.text.count("empty(") == 1
+    assert program.slab.size == 0
+
+
+COPIES = {
+    "nobody reads it": (lambda x, out: [(launch("double", x, out), x.clone())[0]], 0),
+    "of what no launch reads": (lambda x, out: [launch("double", out, out), x.clone()], 1),
+    "without elements": (lambda x, out: [launch("double", x, out), x[:0].clone()], 0),
+    "in another order": (lambda x, out: [launch("double", x, out), x.view(8, 8).t().clone()], 0),
+    "of a length of 1": (lambda x, out: [launch("double", x, out), x.as_strided((1, 4), (9, 1)).clone()], 0),
+    "as asked": (
+        lambda x, out: [launch("double", x, out), x.view(1, 2, 4, 8).clone(memory_format=torch.channels_last)],
+        0,
+    ),
+    "without launches": (lambda x, out: [x.clone()], 0),
+    "zeros that go out unread": (
+        lambda x, out: [launch("double", x, out), torch.zeros(8, dtype=torch.float32, device="cpu")],
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_which_copies_go_by_addresses(case, monkeypatch):
+    function, copies = COPIES[case]
+    program = programs(function, torch.randn(COUNT), room(), patch=monkeypatch, spare=SPARE)
+    assert program.text.count("memcpy(") == copies

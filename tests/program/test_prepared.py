@@ -11,7 +11,7 @@ from opfuse.kernels.engine import packed_launch as module
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.kernels.engine.launch import Grid, Loaded
 from opfuse.kernels.engine.packed_launch import prepared
-from tests.program.fake import LAYOUT, VARIANT, FakeCuda
+from tests.program.fake import LAYOUT, STREAM, VARIANT, FakeCuda
 
 pytestmark = pytest.mark.cpu
 
@@ -51,7 +51,7 @@ def test_on_the_device_it_launches_what_was_packed(launches, factor, monkeypatch
     monkeypatch.setattr(module, "loaded", lambda variant, entry, device: Loaded(None, (VARIANT, entry)))
     monkeypatch.setattr(module, "is_current", lambda device: True)
     monkeypatch.setattr(module, "driver", FakeCuda)
-    monkeypatch.setattr(module, "raw_stream", lambda device: 0)
+    monkeypatch.setattr(module, "raw_stream", lambda device: STREAM)
     x, out = torch.randn(8), torch.empty(8)
     call = prepared(SimpleNamespace(reference=reference, run=launches), x, out)
     for _ in range(2):

@@ -9,7 +9,7 @@ import torch
 
 from opfuse.kernels.engine import joining
 from opfuse.runtime.replay.instructions import LaunchStep, OpStep, Ref, Step
-from opfuse.runtime.replay.memory_plan import ALIGNMENT, last_reads, shared_rooms
+from opfuse.runtime.replay.memory_plan import ALIGNMENT, largest_alive, last_reads, shared_rooms
 from opfuse.runtime.replay.program import Program
 from opfuse.runtime.replay.recorder import Recorder
 from tests.program.fake import VARIANT, fake_device, launch
@@ -28,6 +28,26 @@ def joined(steps: Sequence[Step], results: Sequence[int] = (), lasting: Sequence
 def rooms(steps: Sequence[Step]) -> list[int]:
     """Bytes of each; 0 of those that were not joined."""
     return [step.args[0][0] if "dtype" in step.kwargs else 0 for step in steps if isinstance(step, OpStep) and step.op is EMPTY]
+
+
+@pytest.mark.parametrize(
+    ("steps", "most"),
+    [
+        ([], 16),
+        ([reading(9)], 16),
+        ([room(0), reading(9, 0), room(1), reading(0, 1)], 17),
+        ([reading(9), room(0), room(1), reading(0, 1)], 16),
+        ([reading(9), room(0), room(2), reading(0, 2), room(4), reading(2, 4)], 20),
+        ([reading(9), room(0), reading(0), room(2), reading(2), room(3), reading(3)], 16),
+        ([reading(9, 9), room(3), room(4)], 16),
+        ([reading(9), room(4), room(3), reading(4), room(2)], 24),
+        ([reading(9), room(4), reading(4, 4, 4), room(3), reading(3), room(8)], 128),
+    ],
+)
+def test_the_most_that_is_alive_at_one_step(steps, most):
+    """Of rooms of 1, 2, 4, 8 and 16 bytes that go when they are read last, or at once if nobody reads them; 8 goes out."""
+    sizes = {0: 1, 1: 2, 2: 4, 3: 8, 4: 16, 8: 128, 9: 16}
+    assert largest_alive(steps, sizes, [9], [8]) == most
 
 
 def test_what_one_step_reads_last_is_one_room():

@@ -335,8 +335,18 @@ def test_what_packing_takes_grows_as_the_number_of_saved_tensors(monkeypatch: py
     assert asked(64) < 3 * asked(32)
 
 
+COPY = "copy"
+
+
+def made_by(entry: str, x: Tensor, out: Tensor) -> Tensor:
+    """By a launch, or a copy of memory."""
+    return x.clone() if entry == COPY else launch(entry, x, out)
+
+
 class Drawn:
-    """A random forward pass of launches that saves results in any order, and a backward pass that reads them in any order."""
+    """A random forward pass of launches and copies that saves results in any order, and a backward pass that reads them in any
+    order. In every second one torch computes nothing.
+    """
 
     places = ()
 
@@ -344,24 +354,25 @@ class Drawn:
         self._choose = random.Random(seed)
         entries = [*KERNELS]
         count = self._choose.randint(3, 12)
-        self.made = [(self._choose.choice([*entries, ADDS]), self._choose.randrange(i + 1)) for i in range(count)]
+        self.made = [(self._choose.choice([*entries, ADDS, COPY]), self._choose.randrange(i + 1)) for i in range(count)]
         self.saved = self._choose.sample(range(1, len(self.made) + 1), self._choose.randint(2, len(self.made)))
         order = self._choose.sample(range(len(self.saved)), len(self.saved))
-        self.read = [(self._choose.choice(entries), i) for i in order[: self._choose.randint(2, len(order))]]
-        self.calls = 0
+        self.read = [(self._choose.choice([*entries, COPY]), i) for i in order[: self._choose.randint(2, len(order))]]
+        self.calls, self._plain = 0, seed % 2
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         values = [x]
         for entry, source in self.made:
-            values.append(launch(entry, values[source], zeros(x) if entry == ADDS else room(x)))
-        return values[-1] + 1, [values[i] for i in self.saved]
+            values.append(made_by(entry, values[source], zeros(x) if entry == ADDS else room(x)))
+        y = values[-1] + 1 if self._plain else launch("double", values[-1], room(x))
+        return y, [values[i] for i in self.saved]
 
     def gradients(self, grads: dict[int, Tensor | None], saved: Iterator[Tensor]) -> list[Tensor | None]:
         self.calls += 1
         return self.backward(next(iter(grads.values())), list(saved))
 
     def backward(self, grad: Any, saved: list[Tensor]) -> list[Tensor | None]:
-        return [launch("negate", grad, room(grad)), *(launch(entry, saved[i], room(grad)) for entry, i in self.read)]
+        return [launch("negate", grad, room(grad)), *(made_by(entry, saved[i], room(grad)) for entry, i in self.read)]
 
 
 @pytest.mark.few

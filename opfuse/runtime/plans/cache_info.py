@@ -14,11 +14,12 @@ class CacheInfo(NamedTuple):
     """Plans alive, calls that found one, calls that did not, and why the last one did not.
 
     programs: recordings alive. block_bytes: the most device memory that a call of one has in one block; none is held between
-    calls. host_bytes: what recordings, their code, parameters and layout keys take of the host's memory; counting takes some
-    milliseconds for each recording. A pipeline keeps at most 64 plans, a segment of a plan programs for 32
-    layouts of its inputs, and each of these programs for 8 layouts of gradients; the least recently used, or made, is dropped.
-    dropped: recordings that were dropped since those of the process took more of the host's memory than ``OPFUSE_PROGRAM_BYTES``
-    allows, the least recently used first; where it grows with every step, allow more, or call with fewer shapes.
+    calls. host_bytes: what recordings, their code, parameters and layout keys take of the host's memory, without CUDA graphs
+    of their launches, four for a recording; counting takes some milliseconds for each recording. A pipeline keeps at most 64
+    plans, a segment of a plan programs for 32 layouts of its inputs, and each of these programs for 8 layouts of gradients;
+    the least recently used, or made, is dropped. dropped: recordings that were dropped since those of the process took more
+    of the host's memory than ``OPFUSE_PROGRAM_BYTES`` allows, the least recently used first; where it grows with every step,
+    allow more, or call with fewer shapes.
     """
 
     plans: int

@@ -67,8 +67,8 @@ class Line:
     """Writes the text of the function, and collects the values of its constants.
 
     device: on which it allocates. addressed: the base of each tensor whose address is read, by number. inside: offsets of tensors
-    that lie in the slab, by number, and so have no variable; the slab's own is 0. together: whether all memory is made before
-    anything is queued, which a function of its own does then, so that a CUDA graph can stand for it.
+    that lie in the slab, by number, and so have no variable; the slab's own is 0. together: whether ``run`` makes all
+    memory, and then has ``queue`` queue everything, so that a CUDA graph can stand for it.
     """
 
     def __init__(

@@ -118,12 +118,11 @@ class ProductStep:
 
 @dataclass(frozen=True, eq=False)
 class CopyStep:
-    """A copy of so many bytes, from memory on the device ``device`` to memory there."""
+    """A copy of so many bytes on the device of the program."""
 
     source: TensorOffset
     target: TensorOffset
     nbytes: int
-    device: int
 
     def reads(self) -> Iterator[int]:
         """Numbers of the tensors that the step reads or writes."""
@@ -132,7 +131,10 @@ class CopyStep:
 
 @dataclass(frozen=True, eq=False)
 class CallStep:
-    """A host function that returns tensors of the same layout at every call, such as the scale and amax of a delayed cast."""
+    """A host function that returns tensors of the same layout at every call, such as the scale and amax of a delayed cast.
+
+    It may run before what the recording has queued before it: what it writes is read by no launch that comes earlier.
+    """
 
     function: Callable[[], Sequence[torch.Tensor]]
     results: tuple[int, ...]
@@ -160,10 +162,7 @@ def _has_no_effect(op: Any) -> bool:
     return not schema_of(op).is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
 
 
-QueuedStep = LaunchStep | ProductStep | CopyStep
-"""What goes to a stream by addresses alone."""
-
-Step = OpStep | QueuedStep | CallStep
+Step = OpStep | LaunchStep | ProductStep | CopyStep | CallStep
 
 
 def numbers_in(value: Any) -> Iterator[int]:

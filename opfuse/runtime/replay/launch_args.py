@@ -48,7 +48,7 @@ class Frame:
         queue: QueueFunction | None = None,
     ) -> None:
         """parameters: of the launches, as they are packed. readers: by base, a number that the program gives to an address.
-        queue: queues them all, if a program has them together.
+        queue: queues launches, products, zeros and copies of a program whose steps are together.
         """
         self.products = [Product(form) for form in forms]
         sizes = [-(-len(parameter) // WORD) * WORD for parameter in parameters]

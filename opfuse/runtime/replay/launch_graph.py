@@ -1,6 +1,6 @@
 """What a program queues on a GPU, as a CUDA graph: one launch in place of all, for calls whose tensors lie where they lay before.
 
-A graph reads and writes fixed addresses, and holds no memory: a program makes its tensors at each call, before it queues
+A graph reads and writes fixed addresses, and holds no tensor: a program makes its tensors at each call, before it queues
 anything, and torch's allocator gives a step that is like the last one the same addresses. A call with other addresses queues its
 launches one by one. So a graph never reads what is not there, and no result is overwritten that somebody still has.
 
@@ -23,7 +23,7 @@ from opfuse.kernels.engine.launch import is_capturing
 _log = logging.getLogger("opfuse.programs")
 
 KEPT, SEEN = 4, 8
-"""How many graphs a frame has, and how many sets of addresses it remembers of other calls; the oldest goes first."""
+"""How many graphs a frame has, and of how many calls without one it remembers the addresses; the oldest go first."""
 
 CALLS = 16
 """How many calls of a frame pay for one graph, so that a frame whose addresses change all the time captures few. The first graphs
@@ -83,16 +83,20 @@ class LaunchGraph:
     """A CUDA graph of what ``queue`` queues on a stream. handle: the executable graph. launch: its launch, on a stream."""
 
     def __init__(self, queue: Callable[[int], None]) -> None:
-        cuda, stream = runtime(), _stream(runtime().getDevice())
-        with _LOCK:
-            # Relaxed, so that no other thread's call ends it: nothing but launches and copies is queued here.
-            cuda.streamBeginCapture(stream, cuda.streamCaptureModeRelaxed)
-            try:
-                queue(stream)
-            finally:
-                graph = cuda.streamEndCapture(stream)
-        self.handle: int = cuda.graphInstantiate(graph)
-        cuda.graphDestroy(graph)
+        cuda, graph = runtime(), 0
+        stream = _stream(cuda.getDevice())
+        try:
+            with _LOCK:
+                # Relaxed, so that no other thread's call ends it: nothing but launches and copies is queued here.
+                cuda.streamBeginCapture(stream, cuda.streamCaptureModeRelaxed)
+                try:
+                    queue(stream)
+                finally:
+                    graph = cuda.streamEndCapture(stream)
+            self.handle: int = cuda.graphInstantiate(graph)
+        finally:
+            if graph:
+                cuda.graphDestroy(graph)
         self.launch: Callable[[int, int], None] = cuda.graphLaunch
         # One that still runs is freed when it is over. At the end of the process the driver goes first.
         weakref.finalize(self, cuda.graphExecDestroy, self.handle).atexit = False

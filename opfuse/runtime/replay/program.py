@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,16 @@ from opfuse.runtime.replay.cublaslt import OPERANDS, Product, ProductForm, libra
 from opfuse.runtime.replay.host_bytes import bytes_of
 from opfuse.runtime.replay.instructions import CallStep, CopyStep, Joining, LaunchStep, OpStep, ProductStep, Step, TensorOffset
 from opfuse.runtime.replay.launch_args import Frame, Reader, Readers
-from opfuse.runtime.replay.memory_plan import aligned, first_free, largest_alive, numbers_of, shared_rooms, slab_of, with_rooms
+from opfuse.runtime.replay.memory_plan import (
+    Slab,
+    aligned,
+    first_free,
+    largest_alive,
+    numbers_of,
+    shared_rooms,
+    slab_of,
+    with_rooms,
+)
 from opfuse.runtime.replay.recorder import RecordedTensor, Recorder
 from opfuse.torch_private.devices import raw_stream
 
@@ -34,8 +43,8 @@ at the same size.
 PART = 512
 """Which part of a device's memory a program may hold longer than it must, so that a CUDA graph can stand for what it queues.
 
-For a graph, all memory is made before anything is queued (``launch_graph.py``). Programs with more let each large tensor go as
-soon as it is read: with many rows memory counts, and the host waits for the device.
+For a graph, all memory is made before anything is queued (``launch_graph.py``). A program that would hold more lets each large
+tensor go as soon as it is read: with many rows memory counts, and the host waits for the device.
 """
 
 
@@ -69,8 +78,10 @@ class Recording:
         made = cls(tuple(steps), tuple(recorder.given), tuple(results), device, {}, recorder.parameters)
         if device is None:  # ops of torch alone: no launch to join, and nobody reads an address
             return made
-        steps = joined_launches(steps, recorder.homes)
-        every = {i: size for i, t in enumerate(recorder.tensors) if (size := _size_on(t, device))}
+        copied = [substep for step in steps for substep in _copy_by_address(recorder, step, device)]
+        steps = joined_launches(copied, recorder.homes)
+        there = sorted({*numbers_of(steps), *made.given, *made.results})
+        every = {i: size for i in there if (size := _size_on(recorder.tensors[i], device))}
         sizes = {i: size for i, size in every.items() if size <= SMALL}
         large = {i: size for i, size in every.items() if size > SMALL}
         return replace(made, steps=tuple(steps), sizes=sizes, large=large)
@@ -84,8 +95,8 @@ class Recording:
         """The steps, with large tensors that are made and let go together in one room."""
         return tuple(shared_rooms(self.steps, MAKES_ROOM[0], self.large, self.lasting, (*self.given, *self.results)))
 
-    def as_graph(self, slab: int) -> bool:
-        """Whether a CUDA graph may stand for what a call queues. slab: bytes of a slab with all that only kernels read.
+    def as_graph(self, slab: Slab) -> bool:
+        """Whether a CUDA graph may stand for what a call queues. slab: with large tensors, too.
 
         So it may if whatever the steps compute is queued by addresses, and holding all memory to the end does not cost much.
         """
@@ -96,8 +107,12 @@ class Recording:
         made = [step.results[0] for step in others if step.op in MAKES_ROOM]
         every = {**self.sizes, **self.large}
         sizes = {number: every[number] for number in (*given, *made) if number in every}
-        whole = slab + sum(sizes.get(number, 0) for number in {*given, *self.results})
-        return whole - largest_alive(self.steps, sizes, given, self.results) <= spare_bytes(self.device)
+        going = {*self.results}
+        for step in reversed(others):
+            if step.op.is_view and not going.isdisjoint(step.results):
+                going.update(step.reads())
+        whole = slab.size + sum(size for number, size in sizes.items() if number not in slab.offsets)
+        return whole - largest_alive(self.steps, sizes, given, going) <= spare_bytes(self.device)
 
     def in_rooms(self, groups: Sequence[Sequence[int]], sizes: Mapping[int, int]) -> Recording:
         """The same with tensors that come in, or go out, in one of bytes for each of ``groups``, in the place of the first.
@@ -168,13 +183,16 @@ class Program:
         steps, (empty, zeros) = recording.steps, MAKES_ROOM
         workspace = max((step.workspace for step in steps if isinstance(step, ProductStep)), default=0)
         zeroed = slab_of(steps, recording.sizes, zeros, recording.results, reuses=False)
-        slab_for = partial(slab_of, made_by=empty, results=recording.results, reserved=zeroed.size + workspace)
-        slab = slab_for(steps, {**recording.sizes, **recording.large})
-        together = variable("OPFUSE_LAUNCH_GRAPHS") != "0" and recording.as_graph(slab.size)
+
+        def slab_for(steps: Sequence[Step], sizes: Mapping[int, int]) -> Slab:
+            slab = slab_of(steps, sizes, empty, recording.results, reserved=zeroed.size + workspace)
+            return slab._replace(offsets={**zeroed.offsets, **slab.offsets})
+
+        self.slab = slab_for(steps, {**recording.sizes, **recording.large})
+        together = variable("OPFUSE_LAUNCH_GRAPHS") != "0" and recording.as_graph(self.slab)
         if not together:
             steps = recording.with_shared_rooms()
-            slab = slab_for(steps, recording.sizes)
-        self.slab = slab._replace(offsets={**zeroed.offsets, **slab.offsets})
+            self.slab = slab_for(steps, recording.sizes)
         self.launches = [step for step in steps if isinstance(step, LaunchStep)]
         self.products = [step for step in steps if isinstance(step, ProductStep)]
         copies = [step for step in steps if isinstance(step, CopyStep)]
@@ -325,11 +343,7 @@ def _needed(steps: Sequence[Step], results: Sequence[int]) -> list[Step]:
 
 
 def _by_address(recorder: Recorder, step: Step) -> list[Step]:
-    """``step``; a copy, and a product that torch gives to cuBLASLt, become one by addresses, after an op that allocates its
-    result.
-    """
-    if isinstance(step, OpStep) and step.op is _aten.clone.default:
-        return _copy(recorder, step)
+    """``step``; a product that torch gives to cuBLASLt becomes one by addresses, after an op that allocates its result."""
     if not isinstance(step, OpStep) or step.op not in _SCALED_MM or library() is None:
         return [step]
     given, out = step.by_name(), step.results[0]
@@ -368,21 +382,20 @@ def _by_address(recorder: Recorder, step: Step) -> list[Step]:
     return [OpStep(_aten.empty.memory_format, (list(c.shape),), room, step.results, single=True), product]
 
 
-def _copy(recorder: Recorder, step: OpStep) -> list[Step]:
-    """A clone of contiguous memory on a GPU by addresses; else ``step``."""
-    (number,), out = step.reads(), step.results[0]
+def _copy_by_address(recorder: Recorder, step: Step, device: int) -> list[Step]:
+    """``step``; a clone of memory on the device that has no gaps becomes a copy by addresses, after an op that allocates."""
+    if not isinstance(step, OpStep) or step.op is not _aten.clone.default or step.kwargs:
+        return [step]
+    (number,) = step.reads()
     source = recorder.tensors[number]
-    device = 0 if source is None else source.device.index or 0
-    if source is None or step.kwargs or not _size_on(source, device):
+    if source is None or not _size_on(source, device) or not source.shape.numel():
         return [step]
-    like = source.on_meta()
-    if not like.is_contiguous() or not like.numel():
+    like = torch.empty(source.shape, dtype=source.dtype, device="meta")
+    if like.stride() != source.strides:  # a clone has them as they are, also of a dimension of length 1
         return [step]
-    room = {"dtype": like.dtype, "device": source.device}
-    return [
-        OpStep(_aten.empty.memory_format, (list(like.shape),), room, step.results, single=True),
-        CopyStep(recorder.place(number), recorder.place(out), like.nbytes, device),
-    ]
+    room = {"dtype": source.dtype, "device": source.device}
+    made = OpStep(_aten.empty.memory_format, (list(source.shape),), room, step.results, single=True)
+    return [made, CopyStep(recorder.place(number), recorder.place(step.results[0]), like.nbytes)]
 
 
 _SCALED_MM = (_aten._scaled_mm_v2.default, _aten._scaled_mm_v2.out)

@@ -94,6 +94,7 @@ def test_launches_of_steps_that_are_alike_are_graphs_with_the_same_bits(device, 
                 x.mul_(1.25)
         where.synchronize()
         assert bool(launched) is (graphs == "1")
+        assert bool(model.cache_info().graphs) is (graphs == "1")
     assert set(launched) == {where.cuda_stream}
     for one, other in zip(*found.values(), strict=True):
         assert all(map(torch.equal, one, other))

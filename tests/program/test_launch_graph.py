@@ -60,7 +60,7 @@ def test_addresses_that_come_for_the_third_time_are_a_graph(monkeypatch):
             (result,) = program([x, out])
             assert result is out
             assert torch.equal(result, -2 * x)
-            assert cuda.captures == (turn >= 1)
+            assert cuda.captures == program.graphs == (turn >= 1)
             assert cuda.replays == max(turn - 1, 0)
 
 

@@ -19,7 +19,8 @@ class CacheInfo(NamedTuple):
     plans, a segment of a plan programs for 32 layouts of its inputs, and each of these programs for 8 layouts of gradients;
     the least recently used, or made, is dropped. dropped: recordings that were dropped since those of the process took more
     of the host's memory than ``OPFUSE_PROGRAM_BYTES`` allows, the least recently used first; where it grows with every step,
-    allow more, or call with fewer shapes.
+    allow more, or call with fewer shapes. graphs: CUDA graphs that stand for what recordings queue, at calls with the
+    addresses of earlier ones; where none come, the addresses of steps differ.
     """
 
     plans: int
@@ -30,6 +31,7 @@ class CacheInfo(NamedTuple):
     block_bytes: int = 0
     host_bytes: int = 0
     dropped: int = 0
+    graphs: int = 0
 
 
 class CountedPipeline(Protocol):
@@ -58,4 +60,5 @@ def info_of(pipelines: Iterable[CountedPipeline]) -> CacheInfo:
         bytes_of([*(plan.programs for plan in plans), *(program.constants for program in programs)])
         + sum(program.frame_bytes for program in programs),
         sum(each.dropped for each in (*known, *(behind for what in recorded for behind in what.behind))),
+        sum(program.graphs for program in programs),
     )

@@ -37,8 +37,11 @@ MANY = 24
 class Frame:
     """Belongs to one call at a time. It remembers addresses, so one that has not changed costs a comparison.
 
-    arguments: for each launch, the address that the driver takes. at: by base, the address that was last written.
+    arguments: for each launch, the address that the driver takes. at: by base, the address that was last written. queue: what
+    queues the steps of a program that has them together.
     """
+
+    queue: LaunchGraphs | None = None
 
     def __init__(
         self,

@@ -46,6 +46,10 @@ class LaunchGraphs:
         self._seen: dict[tuple[int, ...], None] = {}
         self._paid = KEPT * CALLS  # calls that no graph was made for
 
+    def __len__(self) -> int:
+        """How many graphs there are."""
+        return len(self._graphs)
+
     def __call__(self, stream: int) -> None:
         """Queue it on ``stream``, that of torch: as a graph, if there is one for these addresses."""
         addresses = (*self._at,)

@@ -261,6 +261,11 @@ class Program:
         return sum(frame.nbytes for frame in self._frames)
 
     @property
+    def graphs(self) -> int:
+        """CUDA graphs that stand for its launches."""
+        return sum(len(frame.queue) for frame in self._frames if frame.queue is not None)
+
+    @property
     def constants(self) -> Mapping[str, object]:
         """The values of names in the text."""
         return self._run.__globals__

@@ -26,6 +26,7 @@ from opfuse.recipes import RECIPES, CustomRecipe, Recipe
 from opfuse.recipes.settings import settings_of
 from opfuse.runtime import fuser as fuser_module
 from opfuse.runtime.fuser import OperationFuser
+from opfuse.runtime.plans.cache_info import CacheInfo
 from opfuse.runtime.plans.misses import on_miss
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
 from tests.compiler.fields import VALUES, mixed, names_of
@@ -404,14 +405,14 @@ def test_x01_a_failed_plan_is_not_kept():
     for _ in range(2):
         with opfuse.autocast(recipe=refused), pytest.raises(RecipeError):
             model(x)
-    assert model.cache_info() == (0, 0, 0, None, 0, 0, 0, 0)
+    assert model.cache_info() == CacheInfo(0, 0, 0, None)
 
 
 def test_copies_make_their_own_plans():
     model, x = to(mlp(), BF16), randn(32, 64)
     train(model, x, step=Step(MX()))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.cache_info() == (0, 0, 0, None, 0, 0, 0, 0)
+        assert other.cache_info() == CacheInfo(0, 0, 0, None)
         assert same(run(other, x, step=Step(MX())).tensors["output 0"], run(model, x, step=Step(MX())).tensors["output 0"])
 
 

@@ -20,6 +20,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import SavedTensorError
 from opfuse.numerics.pointwise import gated
+from opfuse.runtime.plans.cache_info import CacheInfo
 from opfuse.runtime.replay import replayable
 from opfuse.runtime.replay import user_code as own
 from opfuse.runtime.replay.dispatch import interpreted
@@ -278,7 +279,7 @@ def test_a_recording_is_let_go_of_and_equal_layers_share_their_code():
 
 def test_cache_info_of_an_op_that_is_called_alone():
     op, x = to(ops.Linear(64, 64), BF16), randn(8, 64)
-    assert op.cache_info() == (0, 0, 0, None, 0, 0, 0, 0, 0)
+    assert op.cache_info() == CacheInfo(0, 0, 0, None)
     with torch.no_grad():
         for _ in range(4):
             op(x)

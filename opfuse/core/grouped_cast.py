@@ -177,7 +177,7 @@ class GroupedCast(Cast):
         return storage if storage.dtype == x.dtype else replace(storage, dtype=x.dtype)
 
     def _check_on_tiles(self, shape: torch.Size, dtype: torch.dtype) -> None:
-        """:meth:`_check` of groups that begin on tiles in a columnwise plane, where any number of rows has whole blocks."""
+        """:meth:`check` of groups that begin on tiles in a columnwise plane, where any number of rows has whole blocks."""
         self.check(shape, dtype, self.quantizer.wanting(columnwise=False))
 
     def _grouped(self, sizes: Sizes, each: tuple[Quantizer, ...]) -> GroupedQuantizer:

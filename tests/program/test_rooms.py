@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from opfuse.kernels.engine import joining
-from opfuse.runtime.replay.instructions import LaunchStep, OpStep, Ref, Step
-from opfuse.runtime.replay.memory_plan import ALIGNMENT, largest_alive, last_reads, shared_rooms
+from opfuse.runtime.replay.instructions import AddressSlot, CopyStep, LaunchStep, OpStep, Ref, Step, TensorOffset
+from opfuse.runtime.replay.memory_plan import ALIGNMENT, largest_alive, last_reads, shared_rooms, with_rooms
 from opfuse.runtime.replay.program import Program
 from opfuse.runtime.replay.recorder import Recorder
 from tests.program.fake import VARIANT, fake_device, launch
@@ -28,6 +29,19 @@ def joined(steps: Sequence[Step], results: Sequence[int] = (), lasting: Sequence
 def rooms(steps: Sequence[Step]) -> list[int]:
     """Bytes of each; 0 of those that were not joined."""
     return [step.args[0][0] if "dtype" in step.kwargs else 0 for step in steps if isinstance(step, OpStep) and step.op is EMPTY]
+
+
+def test_a_part_of_a_tensor_stays_so_many_bytes_behind_its_begin():
+    """In a room, in which the tensor lies behind another."""
+    part = TensorOffset(1, 64)
+    launch = replace(reading(1), slots=(AddressSlot(0, part),))
+    *_, launch, copy = with_rooms(
+        [room(0), room(1), launch, CopyStep(part, TensorOffset(0, 32), 8)], {7: [0, 1]}, {0: SIZE, 1: SIZE}
+    )
+    assert isinstance(launch, LaunchStep)
+    assert isinstance(copy, CopyStep)
+    assert [slot.place for slot in launch.slots] == [copy.source] == [TensorOffset(7, SIZE + 64)]
+    assert copy.target == TensorOffset(7, 32)
 
 
 @pytest.mark.parametrize(

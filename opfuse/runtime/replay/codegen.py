@@ -229,8 +229,8 @@ class Line:
             self._op(step)
 
     def _address(self, place: TensorOffset) -> str:
-        number = SLAB if place.number in self._inside else place.number
-        base, offset = f"at[{self._addressed[number]}]", self._inside.get(place.number, 0) + place.offset
+        number, offset = located(place, self._inside)
+        base = f"at[{self._addressed[number]}]"
         return f"{base} + {offset}" if offset else base
 
     def _op(self, step: OpStep) -> None:
@@ -259,6 +259,13 @@ class Line:
 
 SLAB = -1
 """The number of the block of small tensors that only this program's kernels read."""
+
+
+def located(place: TensorOffset, inside: Mapping[int, int]) -> TensorOffset:
+    """A place in a tensor that lies in the slab as one in the slab; any other as it is. inside: offsets there, by number."""
+    start = inside.get(place.number)
+    return place if start is None else TensorOffset(SLAB, start + place.offset)
+
 
 MAKES_ROOM = (_aten.empty.memory_format, _aten.zeros.default)
 """Ops that allocate a tensor, uninitialised or zero."""

@@ -13,7 +13,7 @@ import torch
 from opfuse.environment import variable
 from opfuse.kernels.engine import launch as launching
 from opfuse.runtime.replay.batch_launches import joined_launches
-from opfuse.runtime.replay.codegen import MAKES_ROOM, SLAB, Line
+from opfuse.runtime.replay.codegen import MAKES_ROOM, SLAB, Line, located
 from opfuse.runtime.replay.cublaslt import OPERANDS, Product, ProductForm, library
 from opfuse.runtime.replay.host_bytes import bytes_of
 from opfuse.runtime.replay.instructions import CallStep, CopyStep, Joining, LaunchStep, OpStep, ProductStep, Step, TensorOffset
@@ -216,9 +216,10 @@ class Program:
         readers: dict[int, Readers] = {}
 
         def base_of(place: TensorOffset) -> tuple[int, int]:
-            base = bases.setdefault(SLAB if place.number in places else place.number, len(bases))
+            number, offset = located(place, places)
+            base = bases.setdefault(number, len(bases))
             readers.setdefault(base, Readers([], []))
-            return base, places.get(place.number, 0) + place.offset
+            return base, offset
 
         for index, launch in enumerate(self.launches):
             for slot in launch.slots:

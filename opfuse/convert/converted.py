@@ -321,8 +321,9 @@ class InGraph:
 
     def get_ready(self) -> None:
         """Find the parameters, unless modules and names are those of the last time."""
-        if not all(tree.stands for tree in self._trees):
-            self._find()
+        for tree in self._trees:
+            if not tree.stands:
+                return self._find()
 
     def _find(self) -> None:
         self.code = code_of(type(part) for module in self.modules for part in module.modules())

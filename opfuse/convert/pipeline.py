@@ -75,11 +75,11 @@ class PipelineRun:
 
     def change(self) -> Described | None:
         """What keeps weights from being one product, which they were when it was made; None: nothing."""
-        got = next((made.why_apart for made in self.made if made.why_apart), "")
-        if not got:
-            return None
-        cure = "call opfuse.fuse_ again, which gives each a product of its own; until then modules run one by one"
-        return notice(f"{self.path} has changed since fuse_", got=got, cure=cure)
+        for made in self.made:
+            if got := made.why_apart:
+                cure = "call opfuse.fuse_ again, which gives each a product of its own; until then modules run one by one"
+                return notice(f"{self.path} has changed since fuse_", got=got, cure=cure)
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans hold live ops; a copy makes its own.

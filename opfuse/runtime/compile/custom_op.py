@@ -21,7 +21,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from opfuse.core.context import versions
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
 from opfuse.core.tracers import enrolled, prepared
@@ -78,7 +77,7 @@ def follow(pipeline: CompiledPipeline, x: torch.Tensor, extras: Sequence[torch.T
 
 def parameters_of(pipeline: CompiledPipeline) -> list[torch.Tensor]:
     """The parameters of a pipeline, as they are now."""
-    found = [slot.get(name) for slot, name in pipeline.slots]
+    found = [slot.get(name) for slot, name in pipeline.slots]  # dynamo, which follows this, knows no := here
     return [parameter for parameter in found if parameter is not None]
 
 
@@ -137,11 +136,11 @@ def pipeline_op(
         check_recomputed_in_graph(pipeline.label)
     given = tensors[:count]
     parameters = _checked_parameters(pipeline, tensors[count:])
-    writes = versions(*given)
     checkpointed = CheckpointedCall(number, tensors[0].device) if inside else None
     inner = CallInside(given, parameters, wanted, autocast, checkpointed, input_saved=bool(input_saved))
     outputs = pipeline.run_inside(inner)
-    _check_result(pipeline, versions(*given) != writes, outputs)
+    if not inner.repeated:
+        _check_result(pipeline, inner.has_written, outputs)
     results = inner.close(outputs)
     return [*results, token_of(inner.saved_call)] if inner.trains else results
 
@@ -251,6 +250,8 @@ def _is_run(tensors: Sequence[torch.Tensor]) -> bool:
 def _checked_parameters(pipeline: CompiledPipeline, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The parameters that the pipeline reads; UnsupportedError unless ``given`` are their memory."""
     own = parameters_of(pipeline)
+    if len(own) == len(given) and all(map(is_, own, given)):
+        return own
     arrays = [*map(_memory, own)]
     if len(own) == len(given) and all(map(is_, arrays, given)):
         return own

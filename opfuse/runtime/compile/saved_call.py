@@ -215,7 +215,15 @@ class CallInside:
         self.trains = any(wanted)
         self.saved_call = SavedCall()
         self._tape: BackwardTape | None = None
-        self._packer = SavedTensorPacker(given)
+
+    def _begin(self) -> None:
+        """Before the steps of a call that is not repeated."""
+        self._packer, self._writes = SavedTensorPacker(self.given), versions(*self.given)
+
+    @property
+    def has_written(self) -> bool:
+        """Whether an input was written to since the call began."""
+        return versions(*self.given) != self._writes
 
     @property
     def saved(self) -> Sequence[torch.Tensor]:
@@ -247,6 +255,7 @@ class CallInside:
             self.saved_call.backward = self._backward_of(tape)
             return tuple(results)
         self._calls = calls, key
+        self._begin()
         # What steps save is on the tape, which the hooks of a checkpoint around do not see.
         with self._modes(), saved_tensors_hooks(self._packer.pack, SavedTensor.unpacked):
             entries = [tensor.detach().resolve_neg() for tensor in self.given]
@@ -285,6 +294,7 @@ class CallInside:
         self, run: Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]
     ) -> tuple[torch.Tensor, ...]:
         """The outputs of ``run(inputs, instead)``, recorded by autograd. instead: stand-ins for parameters, by their ``id()``."""
+        self._begin()
         pack, count = self._packer.pack, len(self.given)
         with self._modes(), seen_by_autograd(), saved_tensors_hooks(pack, SavedTensor.unpacked):
             root = torch.empty((), requires_grad=self.trains)

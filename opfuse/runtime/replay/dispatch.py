@@ -213,18 +213,18 @@ class BackwardPass:
 
         forward: where the forward pass is kept, and under which key, to have it save tensors in blocks.
         """
-        unknown = None
-        if self.packing is not None and self.packed is not None:
-            key = self._key(grads, saved)
-            found = self.packed.get(key)
-            if isinstance(found, Recorded):
-                given = tensors_and_planes([*grads.values(), *saved])
-                saved.clear()
-                grads.clear()
-                gradients: Any = found.repeat(self.packed.device, given)
-                return gradients  # type: ignore[no-any-return]
-            saved[:], unknown = [*self.packing.unpacked(saved)], key if found is None else None
+        unknown, known = None, self.replayable if self.packed is None else self.packed
         key = self._key(grads, saved)
+        found = known.get(key)
+        if isinstance(found, Recorded) and not self.packs:
+            given = tensors_and_planes([*grads.values(), *saved])
+            saved.clear()
+            grads.clear()
+            gradients: Any = found.repeat(known.device, given)
+            return gradients  # type: ignore[no-any-return]
+        if self.packing is not None and self.packed is not None:
+            saved[:], unknown = [*self.packing.unpacked(saved)], key if found is None else None
+            key = self._key(grads, saved)
         if (self.packs or unknown is not None) and isinstance(found := self.replayable.get(key), Recorded):
             count = sum(grad is not None for grad in grads.values())
             if unknown is None:

@@ -8,8 +8,10 @@ gated unit; the biases are zero, or two more parameters.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import permutations, product
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from opfuse.convert.code import BUILTINS, NotRecorded, check_effects
 from opfuse.convert.converted import Converted
 from opfuse.convert.guards import Proven
-from opfuse.convert.leaves import GATED, leaf_of, obstacle
+from opfuse.convert.leaves import GATED, leaf_of, likeness, obstacle, once
 from opfuse.convert.pipeline import INPUT, PipelineRun
 from opfuse.convert.record import (
     ACTIVATIONS,
@@ -103,6 +105,13 @@ def experts_of(module: nn.Module) -> Experts | None:
         return None
     if len(required_arguments(module)) not in (1, 3) or getattr(module, "_is_expert_parallel", False):
         return None
+    found = once(("experts", likeness(module)), partial(_experts_of, module, shapes, matrices, biases))
+    return found and found._replace(module=module, gate=copy.deepcopy(found.gate))
+
+
+def _experts_of(
+    module: nn.Module, shapes: Mapping[str, tuple[int, ...]], matrices: Sequence[str], biases: Sequence[str]
+) -> Experts | None:
     for (both, down), transposed, gate in product(permutations(matrices), (False, True), _gates_of(module)):
         for names in permutations(biases):
             found = Experts(module, both, down, gate, transposed, names)

@@ -106,8 +106,8 @@ def fuse_(
         walk.hold_stored(model)
         with asked_once():
             walk.visit(model, "")
-        if walk.forwards:
-            walk.convert_norms()
+            if walk.forwards:
+                walk.convert_norms()
         walk.policies.check_used(name for name, _ in model.named_modules())
         if not walk.forwards:
             raise _nothing(model, [*walk.entries.values()])

@@ -7,17 +7,20 @@ A module is recognised by its forward, if that is torch's own, or by the formula
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from opfuse.convert.code import NotRecorded
+from opfuse.convert.code import CONSTANTS, NotRecorded
 from opfuse.convert.forms import ACTIVATIONS, expression, products, rms_norm_form
 from opfuse.convert.record import recordings, required_arguments
 from opfuse.convert.weights import MadeParameters, Weight, borrowing
@@ -29,6 +32,8 @@ from opfuse.ops.activation import Activation, GatedActivation
 from opfuse.ops.norm import LayerNorm, RMSNorm
 from opfuse.ops.structure import Identity
 from opfuse.torch_private.modules import CALL, has_hooks
+
+AnyAnswer = TypeVar("AnyAnswer")
 
 UNGATED: Mapping[str, type[Activation]] = {
     name: cls
@@ -68,6 +73,65 @@ def runs(module: nn.Module, *classes: type[nn.Module]) -> bool:
     return any(isinstance(module, cls) and type(module).forward is cls.forward for cls in classes)
 
 
+# -- what is asked once ----------------------------------------------------------------------------------------------------------
+
+_answers: ContextVar[dict[Any, Any] | None] = ContextVar("opfuse_answers", default=None)
+
+
+@contextmanager
+def asked_once() -> Iterator[None]:
+    """Inside, where no module changes, :func:`once` looks once for each answer: to read a forward takes 10 to 100 ms, and the
+    layers of a model have the same ones.
+    """
+    reset = _answers.set({})
+    try:
+        yield
+    finally:
+        _answers.reset(reset)
+
+
+def once(question: Hashable, find: Callable[[], AnyAnswer]) -> AnyAnswer:
+    """What ``find()`` gives, or gave to the same question since :func:`asked_once` was entered."""
+    answers = _answers.get()
+    if answers is None:
+        return find()
+    if question not in answers:
+        answers[question] = find()
+    answer: AnyAnswer = answers[question]
+    return answer
+
+
+def likeness(module: nn.Module) -> tuple[Hashable, ...]:
+    """All that a forward may read of a module but the values of its parameters: while no module changes, those of one likeness
+    compute the same. Objects are alike if they are the same one, so some that compute the same are not.
+    """
+    named: list[Hashable] = []
+    for name, value in vars(module).items():
+        if name == "_modules":
+            named += [(key, None if part is None else likeness(part)) for key, part in value.items()]
+        elif name == "_parameters":
+            named += [(key, None if p is None else (type(p), *_LAYOUT(p), p.stride())) for key, p in value.items()]
+        else:
+            named.append((name, _likeness(value)))
+    return type(module), *named
+
+
+_LAYOUT = attrgetter("shape", "dtype", "device", "layout", "requires_grad")
+
+
+def _likeness(value: Any) -> Hashable:
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind, *map(_likeness, value)
+    if kind in CONSTANTS:
+        return kind, repr(value)  # which tells 0.0 from -0.0
+    return kind, None if kind in _CONTAINERS and not value else id(value)
+
+
+_CONTAINERS = (dict, OrderedDict, set)
+"""Of these a module has some that are empty, such as those of its hooks."""
+
+
 # -- by formula ------------------------------------------------------------------------------------------------------------------
 
 
@@ -86,8 +150,12 @@ def formula(module: nn.Module, width: int, dtypes: Sequence[torch.dtype | None] 
     names = required_arguments(module)
     if len(names) != 1 or module._modules:
         return None
+    return once((likeness(module), width, *dtypes), partial(_formula, module, names[0], width, dtypes))
+
+
+def _formula(module: nn.Module, argument: str, width: int, dtypes: Sequence[torch.dtype | None]) -> ModuleFormula | None:
     first: ModuleFormula | None = None
-    for _, in_autocast, run in recordings(module, {names[0]: width}, dtypes, may_write=True):
+    for _, in_autocast, run in recordings(module, {argument: width}, dtypes, may_write=True):
         try:
             recording = run()
             now = expression(recording, in_autocast=in_autocast)
@@ -101,27 +169,9 @@ def formula(module: nn.Module, width: int, dtypes: Sequence[torch.dtype | None] 
     return first
 
 
-_known_weights: ContextVar[dict[nn.Module, Weight | None] | None] = ContextVar("opfuse_known_weights", default=None)
-
-
-@contextmanager
-def asked_once() -> Iterator[None]:
-    """Inside, where no module changes, :func:`weight_of` looks at each once: to read the forward of a Conv1D takes 10 ms."""
-    reset = _known_weights.set({})
-    try:
-        yield
-    finally:
-        _known_weights.reset(reset)
-
-
 def weight_of(module: nn.Module) -> Weight | None:
     """What a module multiplies with, if it is nothing but a product and a bias."""
-    known = _known_weights.get()
-    if known is None:
-        return _weight_of(module)
-    if module not in known:
-        known[module] = _weight_of(module)
-    return known[module]
+    return once(module, partial(_weight_of, module))
 
 
 def _weight_of(module: nn.Module) -> Weight | None:

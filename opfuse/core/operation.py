@@ -48,6 +48,7 @@ from opfuse.errors import (
     describe,
     number_of,
 )
+from opfuse.formats import NumberFormat
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.recipes.policy import cast_quantizer
@@ -180,6 +181,13 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         with converted(self._parameters, fn):
             return super()._apply(fn, recurse)
+
+
+class OwnProducts(NamedTuple):
+    """By names in GEMMS, the formats of both operands of each product, None in high precision; and a number that divides rows."""
+
+    formats: Mapping[str, tuple[NumberFormat | None, NumberFormat | None]]
+    rows: int
 
 
 class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
@@ -411,6 +419,13 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
     def grouping(self, needs: Collection[str]) -> Grouping | None:
         """How its rows are in groups; None: they are not. needs: what wants a gradient, as in a context."""
         return None
+
+    def own_products(self, recipe: Recipe, needs: Collection[str]) -> OwnProducts:
+        """The products of operands that the op itself casts, of which plans tell. needs: what wants a gradient, as in a context.
+
+        Errors: those of its casts.
+        """
+        return OwnProducts({}, 1)
 
     def cast_groups(self, role: str) -> int:
         """How many groups of rows the operand is cast in, each by itself; 0: it is cast as one tensor."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from opfuse.core.cast import Cast, check_features
 from opfuse.core.context import Context, Value, values_of
-from opfuse.core.operation import BasicOperation
+from opfuse.core.operation import BasicOperation, OwnProducts
 from opfuse.core.signature import Env
 from opfuse.core.spec import NonNegative, Positive, Size, hyper_parameters, new_parameter
 from opfuse.domains import numbers
@@ -70,8 +70,12 @@ class Casts(NamedTuple):
         along = [each for each in (self.input, self.grad_output) if each is not None and each.columnwise]
         return math.lcm(*(each.formats[USAGES.index(COLUMNWISE)].multiple for each in along))
 
-    def format(self, role: str, plane: str) -> NumberFormat | None:
-        """Of a plane of an operand; None in high precision."""
+    def formats(self, product: str) -> tuple[NumberFormat | None, NumberFormat | None]:
+        """Of the planes that a product reads of its operands; None in high precision."""
+        what = GEMMS[product]
+        return self._format(what.left, what.left_plane), self._format(what.right, what.right_plane)
+
+    def _format(self, role: str, plane: str) -> NumberFormat | None:
         quantizer: Quantizer | None = getattr(self, role)
         return None if quantizer is None else quantizer.formats[USAGES.index(plane)]
 
@@ -81,6 +85,10 @@ class Casts(NamedTuple):
             return dtype
         taken = self.grad_output.input_dtypes
         return wide if taken is None or wide in taken else dtype
+
+
+_PRODUCTS = {"dgrad": "input", "wgrad": "weight"}
+"""The products of a backward pass, and whose gradients they are."""
 
 
 class HeadGradients(NamedTuple):
@@ -292,7 +300,7 @@ class LinearCrossEntropy(BasicOperation):
 
         QuantizerError, RecipeError or GemmError if chunks cannot be cast so, or their casts not be multiplied.
         """
-        backward = tuple(name for name, of in (("dgrad", "input"), ("wgrad", "weight")) if of in needs)
+        backward = tuple(name for name, of in _PRODUCTS.items() if of in needs)
         found: dict[str, Quantizer | None] = {}
         for role in Casts._fields:
             whole = self.stored_quantizer(role, recipe)  # whose scale is the tensor's own, also under delayed scaling
@@ -306,11 +314,17 @@ class LinearCrossEntropy(BasicOperation):
                 raise QuantizerError(describe(f"{self.label} {role}", wanted=wanted, got=repr(quantizer), cure=cure))
         made = Casts(**found)
         for name in ("fprop", *backward):
-            what = GEMMS[name]
-            reason = clash(name, made.format(what.left, what.left_plane), made.format(what.right, what.right_plane))
+            reason = clash(name, *made.formats(name))
             if reason is not None and not recipe.allow_mixed_emulation:
                 raise GemmError(f"{self.label} {reason}")
         return made
+
+    def own_products(self, recipe: Recipe, needs: Collection[str]) -> OwnProducts:
+        if not self.spec.quantized:
+            return super().own_products(recipe, needs)
+        casts = self.casts(recipe, needs)
+        backward = [name for name, of in _PRODUCTS.items() if of in needs]
+        return OwnProducts({name: casts.formats(name) for name in ("fprop", *backward)}, casts.block)
 
     def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:
         check_features(self, x.shape)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import opfuse
 from opfuse import ops, recipes
+from opfuse.compiler.plain import products
 from opfuse.config import loads
 from opfuse.errors import DtypeError, GemmError, QuantizerError, RecipeError, ShapeError, UnsupportedError
 from opfuse.formats import COLUMNWISE, ROWWISE
@@ -457,6 +458,29 @@ def test_quantized_products_are_those_of_the_casts(kind):
             assert (one - other).norm() <= (1e-5 if dtype == torch.float32 else 2**-8) * other.norm()
         first = first or got
         assert all(map(torch.equal, got, first))
+
+
+QUANTIZED, PLAIN = "emulated", "high precision"
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "told"),
+    [
+        ("fp8_current", ("input", "weight"), {"fprop": QUANTIZED, "dgrad": QUANTIZED, "wgrad": QUANTIZED}),
+        ("mxfp8", ("weight",), {"fprop": QUANTIZED, "wgrad": QUANTIZED}),
+        ("fp8_block, high_precision", ("input",), {"fprop": QUANTIZED, "dgrad": PLAIN}),
+    ],
+)
+def test_an_explanation_tells_how_the_head_is_multiplied(kind, trained, told):
+    op, x, targets = quantized(dtype=torch.bfloat16)
+    x.requires_grad_("input" in trained)
+    op.weight.requires_grad_("weight" in trained)
+    with opfuse.autocast(recipe={**CAST, **OVERRIDDEN}[kind]):
+        (plan,) = opfuse.explain(op, x, targets).plans
+    assert {each.name for each in plan.graph.products} == set(told)
+    assert {each["product"]: each["status"] for each in products(plan)} == told
+    formats = {each.name: (each.left, each.right) for each in plan.graph.products}
+    assert all(None not in formats[name] for name, status in told.items() if status == QUANTIZED)
 
 
 @torch.no_grad()

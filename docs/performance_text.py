@@ -261,11 +261,12 @@ slower with one for each block. *as a graph*: the whole step of compiled layers,
 SMALL = """\
 Four Llama layers 1024 wide with 256 tokens, forward and backward, where the CPU decides. Each way of running them stands beside
 bf16 run in the same way: *called*; *compiled*, layer by layer; *reduce-overhead*, compiled in that mode of torch, which makes
-CUDA graphs of what lies between opfuse's ops; *as a graph*, both passes as one CUDA graph (`opfuse.graphed_step`). Here
-models took turns, three steps each, so most calls found other addresses than the one before, and queued launches one by one
-(the script makes more steps at each turn by now). With 16 steps at a turn, where all found the addresses of earlier ones,
-compiled steps took 13.0 and 13.6 ms with launches as graphs, under current and block scaling, and 16.8 and 15.6 without; called
-ones 21.2 and 21.9, and 23.7 and 19.9 (bf16 7.5 compiled, 16.4 called; on a busy host, as noisy as that shows).
+CUDA graphs of what lies between opfuse's ops; *as a graph*, both passes as one CUDA graph (`opfuse.graphed_step`). Models take
+turns of eighteen steps, of which the last six are measured: by then launches of steps that are alike are CUDA graphs. On three
+H200s of one day called layers had 0.81 to 0.90 times the speed of bf16 under current scaling and 0.81 to 0.86 under block
+scaling, compiled ones 0.58 to 0.61 and 0.54 to 0.62. In turns with `OPFUSE_LAUNCH_GRAPHS=0`, sixteen steps each, compiled steps
+took 13.0 and 13.6 ms with launches as graphs, and 16.8 and 15.6 without; called ones 21.2 and 21.9, and 23.7 and 19.9 (bf16 7.5
+compiled, 16.4 called; on a busy host, as noisy as that shows).
 
 """
 
@@ -313,7 +314,9 @@ layers, called and compiled. There the GPU waits for the CPU: in a trace of eigh
 
 ROLLOUT = """\
 Four layers of Llama 3 8B's width, eight sequences of 1024 tokens, under `Float8BlockScaling(backward_override="dequantized")`:
-decoding 32 tokens more, and a forward and a backward pass, with `opfuse.invariant` and without it, in turns.
+decoding 32 tokens more, and a forward and a backward pass, with `opfuse.invariant` and without it, in turns. Of decoding the CPU
+decides. What invariance adds to it, 36 to 46 ms in three runs on 2026-11-30, weighs more since launches of steps that are alike
+are CUDA graphs: before, on another host, decoding took 534 ms with it and 508 without.
 
 """
 

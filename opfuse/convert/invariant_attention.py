@@ -8,6 +8,8 @@ counted from the first key of each sequence. What a query may not see adds exact
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -153,12 +155,18 @@ def _by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, found: Sequence
 
     # A longest query of 1 would have the kernel swap heads and queries, and split keys.
     longest = [max(2, *each) for each in zip(*found.counts)]
-    known = inspect.signature(varlen_attn).parameters
+    known = _parameters_of(varlen_attn)
     newer = {"enable_gqa": q.shape[1] != k.shape[1], "num_splits": 1}  # torch 2.11 shares heads unasked
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)} | {name: newer[name] for name in newer if name in known}
     filled = pad(v, (0, q.shape[-1] - v.shape[-1])) if v.shape[-1] < q.shape[-1] else v
     y: Any = varlen_attn(q, k, filled, found.query_starts, found.key_starts, *longest, **options)
     return y[..., : v.shape[-1]]  # type: ignore[no-any-return]
+
+
+@cache
+def _parameters_of(function: Callable[..., Any]) -> frozenset[str]:
+    """By name. To read a signature takes the host 60 us, and each layer asks for each token."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _by_tiles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, found: Sequences, scale: float) -> torch.Tensor:

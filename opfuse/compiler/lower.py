@@ -202,8 +202,9 @@ def _casts(
                 recipe.check_trainable()  # a recipe that never trains says so by the name of its field
             raise GemmError(f"{op.label} {reason}")
         b.products.append(product)
-    own = op.own_products(recipe, needs)
-    b.products += [ProductFormats(index, name, *formats, own.rows) for name, formats in own.formats.items()]
+    if type(op).own_products is not BasicOperation.own_products:
+        own = op.own_products(recipe, needs)
+        b.products += [ProductFormats(index, name, *formats, own.rows) for name, formats in own.formats.items()]
     if any(spec.groups for spec in casts.values()):
         ragged = op.ragged_products({role: spec.quantizer for role, spec in casts.items()}, b.env, needs)
         casts = {role: replace(spec, ragged=ragged) if spec.groups else spec for role, spec in casts.items()}

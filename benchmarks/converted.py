@@ -266,7 +266,7 @@ def show(records: Iterable[Record]) -> None:
     """Print figures as they come, with their limits, and how long all took."""
     start = time.perf_counter()
     for record in records:
-        limit = "" if record["limit"] is None else f", at least {record['limit']:.2f}"
+        limit = "" if record["limit"] is None else f", limit {record['limit']:.2f}"
         print(f"{record['name']:90s} {record['value']:9.2f} {record['unit']}{limit}", flush=True)
     print(f"{time.perf_counter() - start:.0f} s")
 

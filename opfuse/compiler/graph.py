@@ -75,15 +75,15 @@ class CastSpec:
 class ProductFormats:
     """One of the products of an op: its name in GEMMS, and the formats that its operands have in the planes it reads.
 
-    None stands for an operand in high precision, which makes the product one too. rows: of operands that the op itself cuts and
-    casts, a number that divides theirs.
+    None stands for an operand in high precision, which makes the product one too. sizes: of operands that the op itself cuts and
+    casts, as :class:`~opfuse.core.operation.OwnProducts` has them.
     """
 
     op: int
     name: str
     left: NumberFormat | None
     right: NumberFormat | None
-    rows: int = 1
+    sizes: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,8 @@ def _casts(
             raise GemmError(f"{op.label} {reason}")
         b.products.append(product)
     if type(op).own_products is not BasicOperation.own_products:
-        own = op.own_products(recipe, needs)
-        b.products += [ProductFormats(index, name, *formats, own.rows) for name, formats in own.formats.items()]
+        own = op.own_products(b.env, needs)
+        b.products += [ProductFormats(index, name, *formats, own.sizes) for name, formats in own.formats.items()]
     if any(spec.groups for spec in casts.values()):
         ragged = op.ragged_products({role: spec.quantizer for role, spec in casts.items()}, b.env, needs)
         casts = {role: replace(spec, ragged=ragged) if spec.groups else spec for role, spec in casts.items()}

@@ -55,9 +55,8 @@ def products(plan: Plan) -> Iterator[dict[str, Any]]:
     env = plan.key.env
     for product in plan.graph.products:
         node = nodes[product.op]
-        # Each group of rows, of which nobody here knows how many there are, begins on a tile.
-        rows = TILE if product.op in in_groups else max(env.rows_class, product.rows)
-        status, reason = how(product, node.spec, env._replace(rows_class=rows))
+        tiled = product.op in in_groups  # each group of rows, of which nobody here knows how many there are, begins on a tile
+        status, reason = how(product, node.spec, env._replace(rows_class=TILE) if tiled else env)
         formats = {side: None if fmt is None else str(fmt) for side, fmt in (("left", product.left), ("right", product.right))}
         yield {"op": node.name, "product": product.name, **formats, "status": status, "reason": reason}
 
@@ -77,9 +76,9 @@ def how(product: ProductFormats, spec: Any, env: Env) -> How:
         return How("emulated", "it reads the dequantized values of a quantizer of one's own")
     if (reason := clash(product.name, product.left, product.right)) is not None:
         return How("emulated", reason.problem)
-    what = GEMMS[product.name]
-    features = getattr(spec, "in_features", 0), getattr(spec, "out_features", getattr(spec, "vocabulary", 0))
-    widths = {"input": (env.rows_class, features[0]), "weight": features[::-1], "grad_output": (env.rows_class, features[1])}
+    what, of_spec = GEMMS[product.name], (getattr(spec, "in_features", 0), getattr(spec, "out_features", 0))
+    rows, into, out = product.sizes or (env.rows_class, *of_spec)
+    widths = {"input": (rows, into), "weight": (out, into), "grad_output": (rows, out)}
     left, right = (
         layout_of(fmt, plane, widths[role])
         for fmt, plane, role in ((product.left, what.left_plane, what.left), (product.right, what.right_plane, what.right))

@@ -184,10 +184,14 @@ class FusibleOperation(StatefulModule, metaclass=WatchedClass):
 
 
 class OwnProducts(NamedTuple):
-    """By names in GEMMS, the formats of both operands of each product, None in high precision; and a number that divides rows."""
+    """Products of operands that an op itself casts.
+
+    formats: of both operands, by names in GEMMS; None in high precision. sizes: a number that divides the rows of each input, its
+    features, and those of the output.
+    """
 
     formats: Mapping[str, tuple[NumberFormat | None, NumberFormat | None]]
-    rows: int
+    sizes: tuple[int, int, int]
 
 
 class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
@@ -420,12 +424,12 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
         """How its rows are in groups; None: they are not. needs: what wants a gradient, as in a context."""
         return None
 
-    def own_products(self, recipe: Recipe, needs: Collection[str]) -> OwnProducts:
-        """The products of operands that the op itself casts, of which plans tell. needs: what wants a gradient, as in a context.
+    def own_products(self, env: Env, needs: Collection[str]) -> OwnProducts:
+        """The products of operands that the op itself casts under a recipe, of which plans tell; none of most ops.
 
-        Errors: those of its casts.
+        needs: what wants a gradient, as in a context. Errors: those of its casts.
         """
-        return OwnProducts({}, 1)
+        return OwnProducts({}, (1, 0, 0))
 
     def cast_groups(self, role: str) -> int:
         """How many groups of rows the operand is cast in, each by itself; 0: it is cast as one tensor."""

@@ -319,12 +319,14 @@ class LinearCrossEntropy(BasicOperation):
                 raise GemmError(f"{self.label} {reason}")
         return made
 
-    def own_products(self, recipe: Recipe, needs: Collection[str]) -> OwnProducts:
-        if not self.spec.quantized:
-            return super().own_products(recipe, needs)
-        casts = self.casts(recipe, needs)
-        backward = [name for name, of in _PRODUCTS.items() if of in needs]
-        return OwnProducts({name: casts.formats(name) for name in ("fprop", *backward)}, casts.block)
+    def own_products(self, env: Env, needs: Collection[str]) -> OwnProducts:
+        if not self.spec.quantized or env.recipe is None:
+            return super().own_products(env, needs)
+        casts, backward = self.casts(env.recipe, needs), [name for name, of in _PRODUCTS.items() if of in needs]
+        formats = {name: casts.formats(name) for name in ("fprop", *backward)}
+        # All are powers of two but the chunk, which is filled up if it is no multiple of a block.
+        rows = max(math.gcd(env.rows_class, self.rows), casts.block)
+        return OwnProducts(formats, (rows, self.spec.in_features, self.spec.vocabulary))
 
     def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:
         check_features(self, x.shape)

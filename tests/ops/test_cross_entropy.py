@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -481,6 +482,19 @@ def test_an_explanation_tells_how_the_head_is_multiplied(kind, trained, told):
     assert {each["product"]: each["status"] for each in products(plan)} == told
     formats = {each.name: (each.left, each.right) for each in plan.graph.products}
     assert all(None not in formats[name] for name, status in told.items() if status == QUANTIZED)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "words", "name", "status"),
+    [(64, 256, "fprop", "native"), (64, 256, "wgrad", "native"), (8, 256, "wgrad", "emulated"), (64, 264, "fprop", "emulated")],
+)
+def test_an_explanation_tells_what_a_gpu_multiplies_of_chunks(chunk, words, name, status):
+    """Of 128 rows in all: the rows of a chunk, and the words, have to be multiples of 16."""
+    op = ops.LinearCrossEntropy(128, words, chunk=chunk, quantized=True, dtype=torch.bfloat16)
+    with opfuse.autocast(recipe=CAST["fp8_current"]):
+        (plan,) = opfuse.explain(op, torch.randn(128, 128).bfloat16(), torch.zeros(128, dtype=torch.int64)).plans
+    key = plan.key._replace(env=plan.key.env._replace(device="cuda", arch=(9, 0)))
+    assert {each["product"]: each["status"] for each in products(replace(plan, key=key))}[name] == status
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Layers of Llama 3 8B as transformers has them, converted by ``fuse_``: ``python -m benchmarks.converted``.
 
 Four decoder layers and the last norm, random weights in bf16, two sequences of 4096 tokens. "called": nothing is compiled.
-"compiled": torch.compile takes each layer, and what is not converted (norms before attention, rotary embeddings, sums) becomes
+"compiled": torch.compile takes each layer, and what is no op there (most norms before attention, rotary embeddings, sums) becomes
 its kernels. Layers are compiled one by one, plain ones too: in a graph of the whole model transformers hands attention a mask
 instead of the word "causal", and attention takes three times as long.
 Under one recipe at a time: the model that is called, the one that is compiled and plain bf16 that is compiled take turns. Torch

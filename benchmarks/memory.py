@@ -75,7 +75,7 @@ class Operands:
         remade = kind != "none" and self.source in _REMADE.get(keep, (NORM, ACTIVATION))
         if kind == "none" or override == "high_precision":
             return BF16 * self.tokens * self.inputs if self.source != CALLER and not remade else 0
-        rowwise, own_amax = override == "dequantized", keep == "quantized" and self.source == ACTIVATION
+        rowwise, own_amax = override == "dequantized", keep == "quantized" and self.source != CALLER
         again = FP32 * (kind == "delayed" or (kind == "fp8_current" and not own_amax))
         x = again if remade else plane_bytes(kind, self.tokens, self.inputs, rowwise=rowwise, weight=False)
         if keep == "all":
@@ -93,22 +93,26 @@ _REMADE: dict[str | None, tuple[str, ...]] = {None: (NORM,), "all": ()}
 
 
 class Saves(NamedTuple):
-    """Of a pipeline: its linear layers, elements of the input of its activation, and bytes that are saved whatever the recipe."""
+    """Of a pipeline: its linear layers, columns of the inputs of its activation and of its norm, which the pipeline is given, and
+    bytes that are saved whatever the recipe."""
 
     layers: Callable[[Sizes], tuple[Operands, ...]]
     activated: Callable[[Sizes], int]
+    normed: Callable[[Sizes], int]
     always: Callable[[Sizes], int]
 
 
 SAVES: dict[str, Saves] = {
     "A": Saves(
         lambda s: (Operands(s.tokens, s.hidden, s.ffn, CALLER), Operands(s.tokens, s.ffn, s.hidden, ACTIVATION)),
-        lambda s: s.tokens * s.ffn,
+        lambda s: s.ffn,
+        lambda s: 0,
         lambda s: 0,
     ),
     "B": Saves(
         lambda s: (Operands(s.tokens, s.hidden, 2 * s.ffn, NORM), Operands(s.tokens, s.ffn, s.hidden, ACTIVATION)),
-        lambda s: s.tokens * 2 * s.ffn,
+        lambda s: 2 * s.ffn,
+        lambda s: s.hidden,
         lambda s: FP32 * s.tokens,
     ),
 }
@@ -116,8 +120,12 @@ SAVES: dict[str, Saves] = {
 
 def formula(name: str, sizes: Sizes, kind: str, override: str | None, keep: str | None = None) -> int:
     """Bytes that pipeline ``name`` must save beside its input and its parameters."""
-    layers, activated, always = SAVES[name]
-    read = activated(sizes) + FP32 if keep == "quantized" else BF16 * activated(sizes)
+    layers, activated, normed, always = SAVES[name]
+    read = BF16 * sizes.tokens * activated(sizes)
+    if keep == "quantized":
+        read = sum(
+            plane_bytes("fp8_block", sizes.tokens, columns(sizes), rowwise=True, weight=False) for columns in (activated, normed)
+        )
     return read + always(sizes) + sum(layer.bytes(kind, override, keep) for layer in layers(sizes))
 
 
@@ -132,7 +140,7 @@ def transient(name: str, sizes: Sizes, kind: str, override: str | None, keep: st
     layers = SAVES[name].layers(sizes)
     if keep not in (None, "all"):
         anew = max(layer.inputs * (layer.tokens + layer.outputs) for layer in layers)
-        read = BF16 * SAVES[name].activated(sizes) if keep == "quantized" else 0
+        read = BF16 * sizes.tokens * SAVES[name].activated(sizes) if keep == "quantized" else 0
         return transient(name, sizes, kind, override) + anew + read
     if override == "dequantized":
         casts = max(BF16 * max(layer.tokens * layer.inputs, layer.outputs * layer.inputs) for layer in layers)

@@ -145,7 +145,7 @@ def _of_reader(
         forward = replace(cast, quantizer=_only(cast.quantizer, ROWWISE), whole=cast.quantizer)
         usage: Usage = ROWWISE if saved == "rowwise" else COLUMNWISE
         anew = None if saved == "original" else replace(cast, quantizer=_only(cast.quantizer, usage))
-        exact = env.keep != "quantized" or not chain or not _CHEAP.isdisjoint(graph.nodes[chain[0]].traits)
+        exact = env.keep != "quantized" or not chain or "routes" in graph.nodes[chain[0]].traits
         same = exact and anew is not None
         yield RematerializedOperand(reader.index, role, name, source.index, forward, anew, chain, given, same)
 

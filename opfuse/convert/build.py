@@ -222,7 +222,8 @@ def build_norm(module: nn.Module, path: str, recipe: Recipe | None) -> Converted
     whose ``got`` is a clause.
 
     Models write an RMS norm as several sums, casts and products, seven in transformers, each a kernel over the whole tensor. In a
-    graph of torch.compile the norm stays as it is: the compiler makes one kernel of it and of the sum before it.
+    graph of torch.compile the norm stays as it is: the compiler makes one kernel of it and of the sum before it. But where the
+    recipe has the norm's input saved in FP8 it is an op there, too, since a compiler saves it as it is.
     """
     columns = next(p.numel() for p in module._parameters.values() if p is not None)
     if columns < NARROW:
@@ -235,5 +236,6 @@ def build_norm(module: nn.Module, path: str, recipe: Recipe | None) -> Converted
     if leaf is None:
         raise NotRecorded("its forward computes neither a LayerNorm nor an RMSNorm", "a norm that opfuse has")
     run = PipelineRun([leaf.op], ["norm"], made=[] if leaf.made is None else [leaf.made], path=path)
-    proven = Proven(ranks=range(1, 65), dtypes=NORM_DTYPES, in_graph=False)
+    saves_less = recipe is not None and recipe.keep == "quantized"
+    proven = Proven(ranks=range(1, 65), dtypes=NORM_DTYPES, in_graph=saves_less)
     return Converted(module, path, arguments=required_arguments(module), run=run, members={}, recipe=recipe, proven=proven)

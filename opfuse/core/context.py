@@ -10,6 +10,8 @@ import torch
 from opfuse.core.protocol import check_tensor, checked_tensors
 from opfuse.core.signature import Env
 from opfuse.errors import MissingSavedError, SavedTensorError, describe
+from opfuse.recipes.policy import KEPT_INPUT
+from opfuse.tensors.quantizers.base import INPUT_DTYPES
 from opfuse.tensors.row_collectives import PlaneTransfer
 from opfuse.tensors.storage import Plane, QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
@@ -29,9 +31,9 @@ def plain_or_none(value: Value | None) -> torch.Tensor | None:
     return None if value is None else plain(value)
 
 
-def values_of(x: torch.Tensor) -> torch.Tensor:
-    """An input as kernels take it: a quantized tensor is dequantized; the caller saves it as it came."""
-    return x.detach().dequantize() if isinstance(x, QuantizedTensor) else x
+def values_of(x: Value) -> torch.Tensor:
+    """An input, or what was saved of it, as kernels take it: dequantized; the caller saves a quantized tensor as it came."""
+    return x.detach().dequantize() if isinstance(x, QuantizedTensor) else plain(x)
 
 
 def in_memory(value: Any) -> Any:
@@ -132,6 +134,12 @@ class Context:
         """
         cast = self.casts.get(role)
         return x if cast is None else cast(x, *by)
+
+    def kept_input(self, x: torch.Tensor) -> Value:
+        """``x`` as the recipe's ``keep`` has an activation or a norm save it; what no cast takes, as it is."""
+        if self.env.keep != "quantized" or isinstance(x, QuantizedTensor):
+            return x
+        return KEPT_INPUT.quantize(x) if x.dim() and x.dtype in INPUT_DTYPES else x
 
     def save(self, **values: Value | None) -> None:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""

@@ -21,8 +21,8 @@ class Activation(PointwiseOperation):
     """y = f(x) for a declared ``math``; subclass it with five lines to make an activation of your own.
 
     cache_quantized_input: the input is saved quantized (E4M3, per-tensor current scaling), one byte an element; the gradient is
-    then that of the dequantized input. So it is under a recipe with ``keep="quantized"``. Under a backward override it is saved
-    as it is, for gradients are then those of what the forward pass read.
+    then that of the dequantized input. Under a backward override it is saved as it is, for gradients are then those of what the
+    forward pass read. Without it, a recipe with ``keep="quantized"`` has the input saved in E4M3 as well (``KEPT_INPUT``).
     """
 
     traits = frozenset(("elementwise", "activation"))
@@ -33,8 +33,8 @@ class Activation(PointwiseOperation):
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         exact = OVERRIDES[ctx.env.backward_override].backward == "high_precision"
-        if x is not None and (self._caches_input or ctx.env.keep == "quantized") and not exact:
-            x = _INPUT_CACHE.quantize(x)  # type: ignore[assignment]
+        if x is not None and not exact:
+            x = _INPUT_CACHE.quantize(x) if self._caches_input else ctx.kept_input(x)  # type: ignore[assignment]
         super().save_stage(ctx, stage, x)
 
     @property

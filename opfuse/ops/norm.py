@@ -94,8 +94,8 @@ class _Normalization(BasicOperation):
         """This op as a value; with a context, as it was in that forward pass."""
 
     def _save(self, ctx: Context, x: torch.Tensor, statistics: Statistics, **parameters: torch.Tensor | None) -> None:
-        """Keep what the backward pass reads."""
-        kept = {"x": x, **statistics._asdict()} if self._reads_input(ctx) else {}
+        """Keep what the backward pass reads: the statistics are always those of the input that was normalised."""
+        kept = {"x": ctx.kept_input(x), **statistics._asdict()} if self._reads_input(ctx) else {}
         ctx.save(**{name: (parameters | kept).get(name) for name in self.saves})
 
     def _reads_input(self, ctx: Context) -> bool:

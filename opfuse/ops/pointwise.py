@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from opfuse.core.cast import Cast
-from opfuse.core.context import Context, Value, plain, plain_or_none, values_of
+from opfuse.core.context import Context, Value, values_of
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
 from opfuse.core.tracers import all_enrolled
@@ -161,7 +161,7 @@ class PointwiseOperation(BasicOperation, metaclass=PointwiseClass):
         return "saved" if "x" in saved else "input"
 
     def remake(self, contexts: Sequence[Context], cast: Cast | None) -> Value:
-        return remake_chain(values_of(plain(contexts[0].saved.x)), contexts, cast)
+        return remake_chain(values_of(contexts[0].saved.x), contexts, cast)
 
     def save_stage(self, ctx: Context, stage: Stage, x: torch.Tensor | None) -> None:
         """Save what the backward pass reads: the input ``x`` and the operands that some gradient depends on."""
@@ -186,8 +186,7 @@ class PointwiseOperation(BasicOperation, metaclass=PointwiseClass):
 
     def saved_input(self, ctx: Context) -> torch.Tensor | None:
         """The input as it was saved, in high precision."""
-        saved = plain_or_none(ctx.saved.x)
-        return None if saved is None else values_of(saved)
+        return None if ctx.saved.x is None else values_of(ctx.saved.x)
 
     def set_operand_grads(self, ctx: Context, grads: Mapping[str, torch.Tensor]) -> None:
         """File operand gradients as those of the parameters and of the extra inputs."""

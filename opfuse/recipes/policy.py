@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE
 from opfuse.tensors.gemm import GEMMS
-from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, Quantizer
+from opfuse.tensors.quantizers import Float8BlockQuantizer, HybridQuantizer, IdentityQuantizer, Quantizer
 from opfuse.tensors.storage import QuantizedStorage
 
 
@@ -34,6 +36,11 @@ SPLIT: dict[str, frozenset[str]] = {
     "none": frozenset(),
 }
 """The products whose partial sums are added in fp32, by a recipe's ``split_accumulator``."""
+
+KEPT_INPUT = Float8BlockQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=False, block_scaling_dim=1)
+"""How ``keep="quantized"`` saves the input of an activation or a norm. Blocks of a row have scales of their own: a residual
+stream has few columns a thousand times larger than the others, no value depends on another token, and one kernel does it all.
+"""
 
 
 @functools.cache

@@ -91,6 +91,21 @@ def test_other_calls_are_those_of_the_module(call):
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.row("B35")
+def test_b35_a_norm_in_a_graph_saves_its_input_in_fp8_where_the_recipe_asks():
+    model, seen = Attention(norm=nn.RMSNorm).bfloat16(), []
+    opfuse.fuse_(model, FP8.replace(keep="quantized"))
+    x, dy = torch.randn(64, 32).bfloat16().requires_grad_(), torch.randn(64, 32).bfloat16()
+    call = torch.compile(lambda x: model.norm(2 * x), backend="aot_eager", fullgraph=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor)
+    with plans_used() as plans, hooks:
+        y = call(x)
+    assert [name.partition("(")[0] for plan in plans for name in plan.ops] == ["RMSNorm"]
+    assert not [tensor.shape for tensor in seen if tensor.is_floating_point()]
+    wanted = torch.autograd.grad(model.norm(2 * x), (x, model.norm.weight), dy)
+    assert all(map(torch.equal, torch.autograd.grad(y, (x, model.norm.weight), dy), wanted))
+
+
 def test_another_eps_is_that_of_the_module():
     for norm in (WrittenNorm, nn.RMSNorm, nn.LayerNorm):
         model, x = Attention(norm=norm), torch.randn(4, 32) / 100

@@ -17,7 +17,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +106,9 @@ MIXTURES = (
 TOKENS = {"Qwen3-30B-A3B": (16384, 8192), "Mixtral": (16384,)}
 
 
-def model_of(mixture: Mixture, tokens: int, kind: str, device: str, *, layers: int = 2, attention: str = SDPA) -> nn.Module:
+def model_of(
+    mixture: Mixture, tokens: int, kind: str, device: str, *, layers: int = 2, attention: str = SDPA, keep: str | None = None
+) -> nn.Module:
     """Two layers with the last norm, under the recipe of that kind, or in bf16. Attention is torch's."""
     import transformers
 
@@ -125,7 +126,7 @@ def model_of(mixture: Mixture, tokens: int, kind: str, device: str, *, layers: i
     with torch.device(device):
         model: nn.Module = transformers.AutoModel.from_config(config, dtype=torch.bfloat16)
     if kind:
-        opfuse.fuse_(model, recipes.recipe_of(kind, {}))
+        opfuse.fuse_(model, recipes.recipe_of(kind, {"keep": keep}))
     return model
 
 
@@ -186,14 +187,18 @@ def _record(name: str, value: float, unit: str, limit: float | None = None) -> R
     return {"name": name, "value": value, "unit": unit, "limit": limit, "met": None if limit is None else value >= limit}
 
 
-def saved(label: str, name: str, models: Mapping[str, nn.Module], tokens: int, width: int) -> Iterator[Record]:
-    """What a model of ``models`` saves, in MiB and in percent of :data:`COMPILED`."""
+def saved(label: str, name: str, mixture: Mixture, models: Mapping[str, nn.Module], tokens: int) -> Iterator[Record]:
+    """What a model of ``models``, and one like it under each ``keep``, saves, in MiB and in percent of :data:`COMPILED`."""
+    width = mixture.fields["hidden_size"]
     plain = memory_of(models[COMPILED], tokens, width).saved
     kind = "" if name in (COMPILED, EAGER) else name.partition(" ")[0]
     for keep in MOST_SAVED if kind else (None,):
-        with opfuse.autocast(recipe=recipes.recipe_of(kind, {"keep": keep})) if kind else nullcontext():
-            for _ in range(WARM):
-                own = memory_of(models[name], tokens, width).saved
+        model = models[name]
+        if keep is not None:
+            model = model_of(mixture, tokens, kind, next(model.parameters()).device.type, keep=keep)
+            model = compiled(model) if name.endswith(" compiled") else model
+        for _ in range(WARM):
+            own = memory_of(model, tokens, width).saved
         full = f"{label}, {name}, {'saved' if keep is None else f'saved with keep={keep}'}"
         yield _record(full, own / MIB, "MiB")
         percent, limit = 100 * own / plain, MOST_SAVED[keep] if kind and name.endswith(" compiled") else None
@@ -234,7 +239,7 @@ def records(rounds: int = 5, *, device: str = "cuda") -> Iterator[Record]:
                     yield _record(f"{label}, {name}", ratio, f"x {COMPILED}", LEAST.get((mixture.label, tokens, name)))
                     if name in models:
                         yield from parts(f"{label}, {name}", passes)
-                        yield from saved(label, name, models, tokens, width)
+                        yield from saved(label, name, mixture, models, tokens)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ PLAIN = "bf16"
 KINDS = (PLAIN, *(kind for kind in recipes.RECIPES if kind != "custom"))
 FUSED, QUANTIZED = "fused", "quantized"
 LOSSES = ("plain", "compiled", FUSED, QUANTIZED)
+DEFAULT = "default"
+KEEPS = (DEFAULT, "all", "recompute", "quantized")
 """transformers' own; the same in torch.compile; that of ``fuse_(loss="fused")``, in bf16 around a model that is torch's but for
 :data:`LEAST`; the same with products of the head under the recipe.
 """
@@ -93,7 +95,7 @@ class Settings:
 
     tokens: of the run; it sets the length of the schedule. step_tokens: of a step. sequence: tokens of a window. micro: windows
     of a micro-batch. groups: heads of keys. vocabulary: rows of embedding and head, of which the text uses as many as its
-    tokenizer has. optimizer: of :data:`UPDATES`. rate: the highest learning rate, reached after warm_up of the steps; a cosine
+    tokenizer has. keep: of the recipe, "default" or one of its values. optimizer: of :data:`UPDATES`. rate: the highest learning rate, reached after warm_up of the steps; a cosine
     brings it down to floor of it. decay: of matrices. clip: norm of the gradient. validation_tokens: held out, the same ones
     every ``every`` steps. compile: whether torch.compile takes each layer. graph: whether passes and clipping are repeated as one
     CUDA graph; the optimizer steps outside, since torchao's counts its steps on the CPU.
@@ -112,6 +114,7 @@ class Settings:
     groups: int = 4
     vocabulary: int = 32_768
     loss: str = "plain"
+    keep: str = DEFAULT
     optimizer: str = "adamw"
     rate: float = 3e-4
     warm_up: float = 0.1
@@ -175,7 +178,8 @@ def llama(settings: Settings, device: str) -> nn.Module:
 def model_of(settings: Settings, device: str) -> Any:
     """Converted and compiled as the settings say."""
     model: Any = llama(settings, device)
-    recipe = None if settings.recipe == PLAIN else recipes.recipe_of(settings.recipe, {})
+    keep = {} if settings.keep == DEFAULT else {"keep": settings.keep}
+    recipe = None if settings.recipe == PLAIN else recipes.recipe_of(settings.recipe, keep)
     is_fused, head = settings.loss in (FUSED, QUANTIZED), {"lm_head": "default"} if settings.loss == QUANTIZED else None
     if recipe is not None:
         opfuse.fuse_(model, recipe, policy=head, pack=True, loss="fused" if is_fused else "own")
@@ -583,7 +587,7 @@ def merged(runs: Sequence[Record], earlier: Mapping[str, Any] | None = None) -> 
 def arguments(given: Sequence[str]) -> argparse.Namespace:
     """A flag for each setting, and what is no setting of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choices: Mapping[str, tuple[str, ...]] = {"recipe": KINDS, "loss": LOSSES, "optimizer": tuple(UPDATES)}
+    choices: Mapping[str, tuple[str, ...]] = {"recipe": KINDS, "loss": LOSSES, "optimizer": tuple(UPDATES), "keep": KEEPS}
     for field in dataclasses.fields(Settings):
         flag, default = f"--{field.name.replace('_', '-')}", getattr(Settings, field.name)
         if isinstance(default, bool):

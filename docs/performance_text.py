@@ -335,9 +335,9 @@ anew in the backward pass, and since 2026-11-29 casts of a norm's results, too. 
 saved 90 to 91 % in place of 74 (before norms were among them), and peaks were 101 and 94 % in place of 87 and 80. Converted and
 compiled, four layers of Llama took on an H200 in turns, with 8192 tokens, in current scaling 62.3 ms by default, 63.0 under
 `keep="recompute"` and 65.3 under `"quantized"` (bf16 86.7); they saved 3656, 3208 and 2312 MiB of bf16's 4360, with peaks of
-4392, 4056 and 3384 MiB (bf16 4760); since inputs of norms are kept in FP8 under `"quantized"`, too, that is 2127 MiB and 3223, at
-1.33 in place of 1.36 times the speed of bf16. The projection behind attention saves attention's result, which attention saves anyway, in
-place of its cast; before, they saved 3784 MiB.
+4392, 4056 and 3384 MiB (bf16 4760). Since inputs of norms are kept in FP8 under `"quantized"`, too, that is 2127 MiB and a peak
+of 3223, at 1.33 in place of 1.36 times the speed of bf16. The projection behind attention saves attention's result, which
+attention saves anyway, in place of its cast; before, they saved 3784 MiB.
 
 """
 

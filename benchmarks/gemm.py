@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.timing import Call, device_time, host_time
-from opfuse.recipes.policy import SPLIT
+from opfuse.recipes.recipe import SPLIT
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,

@@ -27,7 +27,7 @@ from benchmarks.timing import Call, Compared, compared, device_time, host_time, 
 from opfuse import ops, recipes
 from opfuse.compiler.registry import use_rules
 from opfuse.fusions import RULES
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

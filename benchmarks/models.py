@@ -17,8 +17,7 @@ from torch import nn
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import RecipeError
-from opfuse.recipes.policy import OVERRIDES
-from opfuse.recipes.recipe import Recipe
+from opfuse.recipes.recipe import OVERRIDES, Recipe
 
 
 class Sizes(NamedTuple):

@@ -20,8 +20,7 @@ from benchmarks.calls import KEPT, with_kept_weights
 from benchmarks.models import LARGE, PIPELINES, active, settings
 from benchmarks.timing import Call, device_time, wall_time
 from opfuse import recipes
-from opfuse.recipes.policy import SPLIT
-from opfuse.recipes.recipe import QuantizerRole, Recipe
+from opfuse.recipes.recipe import SPLIT, QuantizerRole, Recipe
 from opfuse.tensors.gemm import GEMMS, gemm
 
 

@@ -21,7 +21,7 @@ from opfuse.kernels.engine.registry import OLDEST
 from opfuse.kernels.products.backends import BACKENDS, Machine, backend_of
 from opfuse.ops import OPS
 from opfuse.recipes import RECIPES, zoo
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 from opfuse.tensors.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,

@@ -29,7 +29,7 @@ from opfuse.formats import ROWWISE, USAGES, NumberFormat, Usage
 from opfuse.numerics.row_groups import MOST_GROUPS
 from opfuse.recipes import DelayedScaling, Recipe
 from opfuse.recipes.autocast import current_amax_group
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 from opfuse.tensors.expert_rows import why_values
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.quantizers.base import is_repeatable

@@ -39,7 +39,7 @@ from opfuse.formats import COLUMNWISE, IDENTITY, USAGES, NumberFormat
 from opfuse.kernels.products.backends import reads_tiled_scales
 from opfuse.kernels.products.native import machine
 from opfuse.recipes import Recipe
-from opfuse.recipes.policy import OVERRIDES, planes
+from opfuse.recipes.recipe import OVERRIDES, planes
 from opfuse.tensors.gemm import GEMMS, clash
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.quantizers.base import casts_itself

@@ -31,7 +31,7 @@ from opfuse.core.context import Context
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import Env
 from opfuse.formats import COLUMNWISE, IDENTITY, ROWWISE, Usage
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
 from opfuse.tensors.quantizers.base import is_library_code, is_repeatable
 

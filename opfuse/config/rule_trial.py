@@ -29,7 +29,7 @@ from opfuse.formats import dtype_name
 from opfuse.interchange.parity import same_bytes
 from opfuse.recipes import RECIPES, Recipe
 from opfuse.recipes.autocast import under
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 from opfuse.tensors.storage import QuantizedStorage
 from opfuse.tensors.tensor import QuantizedTensor
 

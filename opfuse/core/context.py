@@ -10,7 +10,7 @@ import torch
 from opfuse.core.protocol import check_tensor, checked_tensors
 from opfuse.core.signature import Env
 from opfuse.errors import MissingSavedError, SavedTensorError, describe
-from opfuse.recipes.policy import KEPT_INPUT
+from opfuse.recipes.recipe import KEPT_INPUT
 from opfuse.tensors.quantizers.base import INPUT_DTYPES
 from opfuse.tensors.row_collectives import PlaneTransfer
 from opfuse.tensors.storage import Plane, QuantizedStorage

@@ -51,7 +51,7 @@ from opfuse.errors import (
 from opfuse.formats import NumberFormat
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
-from opfuse.recipes.policy import cast_quantizer
+from opfuse.recipes.recipe import cast_quantizer
 from opfuse.recipes.standing import Standing
 from opfuse.sources import DEFAULT, caller
 from opfuse.tensors.conversion import converted

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from opfuse.errors import DtypeError, describe, nearest
 from opfuse.formats import ROWWISE
 from opfuse.recipes import Recipe
-from opfuse.recipes.policy import SPLIT
+from opfuse.recipes.recipe import SPLIT
 from opfuse.tensors.copied_view import CopiedView
 from opfuse.tensors.tensor import QuantizedTensor
 

@@ -18,8 +18,7 @@ from opfuse.inspect.alike import aligned, alike, common, counted, starred
 from opfuse.inspect.observe import CallInputs, Observation, SavedValue, Totals, copied_call, observe
 from opfuse.recipes import Recipe, autocast, current_recipe
 from opfuse.recipes.autocast import current_amax_group
-from opfuse.recipes.policy import OVERRIDES
-from opfuse.recipes.recipe import KEEPS
+from opfuse.recipes.recipe import KEEPS, OVERRIDES
 from opfuse.torch_private.operations import tree_leaves
 
 

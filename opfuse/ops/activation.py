@@ -11,7 +11,7 @@ from opfuse.core.spec import Positive, Size, hyper_parameters
 from opfuse.numerics import activations
 from opfuse.numerics.chain import Stage
 from opfuse.ops.pointwise import PointwiseOperation
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 
 _INPUT_CACHE = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, rowwise=True, columnwise=False)

@@ -27,7 +27,7 @@ from opfuse.kernels.engine.launch import as_on_gpu
 from opfuse.numerics import pointwise
 from opfuse.numerics.cross_entropy import CrossEntropy, counted
 from opfuse.recipes import Recipe
-from opfuse.recipes.policy import cast_quantizer
+from opfuse.recipes.recipe import cast_quantizer
 from opfuse.tensors.gemm import GEMMS, Operand, add_product, clash, gemm
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.quantizers import Quantizer

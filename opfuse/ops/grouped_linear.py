@@ -28,7 +28,7 @@ from opfuse.ops.linear import check_forward, in_dtype, multiplied, saved_operand
 from opfuse.ops.main_grad import add_gradients_of_groups, is_asked_for
 from opfuse.ops.weights import new_weight, regroup, reset_weight
 from opfuse.recipes import QuantizerRole, Recipe
-from opfuse.recipes.policy import OVERRIDES, cast_quantizer
+from opfuse.recipes.recipe import OVERRIDES, cast_quantizer
 from opfuse.tensors.gemm_grouped import Groups, Weights, grouped_rows, grouped_wgrad, takes_device_splits
 from opfuse.tensors.groups import Sizes, check_sizes, check_splits, groups_of, known_sizes, listed_splits, read_sizes, sizes_of
 from opfuse.tensors.quantizers import GroupedQuantizer, Quantizer

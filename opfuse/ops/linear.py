@@ -29,7 +29,7 @@ from opfuse.ops.pointwise import Bias
 from opfuse.ops.weights import new_weight, reset_weight
 from opfuse.recipes import Recipe
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
-from opfuse.recipes.policy import saved_planes
+from opfuse.recipes.recipe import saved_planes
 from opfuse.tensors.gemm import PendingProduct, add_product, gemm
 from opfuse.tensors.quantizers import Quantizer
 from opfuse.tensors.storage import QuantizedStorage

@@ -10,7 +10,7 @@ from opfuse.core.context import Context, Value, plain
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Shape, hyper_parameters
 from opfuse.errors import ShapeError, describe, number_of
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 from opfuse.tensors.quantizers import IdentityQuantizer, Quantizer
 
 

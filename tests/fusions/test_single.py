@@ -18,7 +18,7 @@ from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.fusions import RULES
 from opfuse.recipes import CustomRecipe, QuantizerRole, Recipe
-from opfuse.recipes.policy import SPLIT
+from opfuse.recipes.recipe import SPLIT
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import IdentityQuantizer
 from tests.compiler.harness import UNFUSED, Result, Step, randn, recipe_for, run, to

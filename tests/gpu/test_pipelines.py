@@ -9,7 +9,7 @@ import torch
 import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import RecipeError
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 
 WIDTH, REPLAYS = 256, 100
 RECIPES = {

@@ -9,7 +9,7 @@ import opfuse
 from opfuse import ops
 from opfuse.formats import COLUMNWISE, ROWWISE
 from opfuse.recipes import Float8CurrentScaling
-from opfuse.recipes.policy import OVERRIDES, cast_quantizer, planes, saved_planes
+from opfuse.recipes.recipe import OVERRIDES, cast_quantizer, planes, saved_planes
 from opfuse.tensors.gemm import GEMMS
 from opfuse.tensors.quantizers import HybridQuantizer, IdentityQuantizer, MXFP8Quantizer
 

@@ -17,7 +17,7 @@ from opfuse.cli import main
 from opfuse.config import load
 from opfuse.errors import ConfigError, UnsupportedError
 from opfuse.recipes import QuantizerRole, Recipe
-from opfuse.recipes.policy import OVERRIDES
+from opfuse.recipes.recipe import OVERRIDES
 from opfuse.train import ByteModel
 from opfuse.train.data import Batch
 from opfuse.train.exact import exact_gradients

@@ -9,9 +9,8 @@ from opfuse.fusions.backward import (
     BACKWARD_LINEAR_ADD,
     BACKWARD_LINEAR_SCALE,
 )
-from opfuse.fusions.chain import ELEMENTWISE
 from opfuse.fusions.dispatch import BACKWARD_COMBINE, DISPATCH_CAST, DISPATCH_EXCHANGE
-from opfuse.fusions.epilogue import EPILOGUE, EPILOGUE_GROUPS, LINEAR_ADD, LINEAR_SCALE_ADD
+from opfuse.fusions.epilogue import ELEMENTWISE, EPILOGUE, EPILOGUE_GROUPS, LINEAR_ADD, LINEAR_SCALE_ADD
 
 __all__ = [
     "BACKWARD_ACTIVATION_BIAS",

@@ -10,7 +10,7 @@ import torch
 from opfuse.compiler.rules import fusion, is_, is_not, maybe, one_of, run
 from opfuse.core.context import Context, Value
 from opfuse.numerics.pointwise import compute_dtype
-from opfuse.ops.chains import run_chain_backward, run_chain_backward_stored
+from opfuse.ops.pointwise import run_chain_backward, run_chain_backward_stored
 
 
 def backward_activation_bias(dy: torch.Tensor, *, quantize: Context | None, chain: Sequence[Context]) -> Any:

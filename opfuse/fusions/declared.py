@@ -14,8 +14,7 @@ from opfuse.core.context import Context, Value
 from opfuse.core.operation import BasicOperation, FusibleOperation
 from opfuse.errors import FusionError, describe, nearest
 from opfuse.fusions.backward import backward_activation_bias
-from opfuse.fusions.chain import elementwise
-from opfuse.fusions.epilogue import epilogue
+from opfuse.fusions.epilogue import elementwise, epilogue
 from opfuse.ops import OPS
 
 PRODUCER, ELEMENTWISE = "producer", "elementwise"

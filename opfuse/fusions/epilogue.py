@@ -1,4 +1,4 @@
-"""Forward rules: a producer, the elementwise ops that follow it, and the cast for the next product, in one kernel."""
+"""Forward rules: what makes a tensor, elementwise ops that follow it, and the cast for the next product, in one kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from opfuse.compiler.rules import fusion, is_, maybe, one, one_of, run
 from opfuse.core.context import Context, Value
 from opfuse.events import ProductChosen, emit, listeners
-from opfuse.fusions.chain import elementwise
 from opfuse.kernels.products.chained import OF_EXPERTS
 from opfuse.numerics.pointwise import compute_dtype
-from opfuse.ops.chains import run_chain
 from opfuse.ops.grouped_linear import GroupedLinear
 from opfuse.ops.linear import BasicLinear
-from opfuse.ops.pointwise import write_in_place
+from opfuse.ops.pointwise import run_chain, write_in_place
 
 UNGATED = "products of experts: the one launch of a product and its chain is made of one group"
 """Why ungated chains behind products of experts are launches of their own, beside :data:`OF_EXPERTS`."""
@@ -46,6 +44,17 @@ def epilogue(x: Value, *, producer: Context, chain: Sequence[Context], quantize:
     if chain:
         return run_chain(result, chain, made, dtype=producer.dtype_of(x), rounding=producer.env.rounding)
     return result if made is None else made(result)
+
+
+def elementwise(x: torch.Tensor, *, chain: Sequence[Context], quantize: Context | None) -> Any:
+    """Elementwise ops without a producer, and the cast of their result, in one kernel; saved state as the unfused ops leave it.
+
+    Also what a declared rule may emit as ``chain``.
+    """
+    made = None if quantize is None else quantize.op.by(*quantize.extras)
+    result = run_chain(x, chain, made, dtype=chain[0].dtype_of(x), rounding=chain[0].env.rounding)
+    chain[0].input_dtype = x.dtype
+    return result
 
 
 def epilogue_groups(x: Value, *, producer: Context | None, chain: Sequence[Context], quantize: Context) -> Any:
@@ -91,4 +100,10 @@ EPILOGUE = fusion(
     "epilogue",
     {"producer": one("producer"), "chain": run("elementwise"), "quantize": maybe("builtin_cast")},
     forward=epilogue,
+)
+
+ELEMENTWISE = fusion(
+    "elementwise",
+    {"chain": run("elementwise", low=1), "quantize": maybe("builtin_cast")},
+    forward=elementwise,
 )

@@ -19,7 +19,7 @@ from opfuse.kernels.norms.cast import norm_cast
 from opfuse.kernels.norms.norm import norm_backward, norm_forward
 from opfuse.numerics.chain import Rounding
 from opfuse.numerics.norm import Norm, NormGradients, NormKind, Statistics, bias_gradient
-from opfuse.ops.chains import remake_chain
+from opfuse.ops.pointwise import remake_chain
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage
 

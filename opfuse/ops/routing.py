@@ -18,7 +18,7 @@ from opfuse.core.watched import METHODS
 from opfuse.errors import DtypeError, ShapeError, SpecError, describe, number_of
 from opfuse.kernels.combine import combine_rows, combine_rows_backward
 from opfuse.numerics import pointwise
-from opfuse.ops.chains import remake_chain
+from opfuse.ops.pointwise import remake_chain
 from opfuse.tensors.gemm import gemm
 
 

@@ -43,7 +43,7 @@ from opfuse.core.context import Context
 from opfuse.core.signature import Env
 from opfuse.errors import FusionError, KeyValueError, closest
 from opfuse.fusions import RULES
-from opfuse.ops.chains import run_chain, run_chain_backward
+from opfuse.ops.pointwise import run_chain, run_chain_backward
 from opfuse.recipes import DelayedScaling, MXFP8BlockScaling, Recipe
 from opfuse.runtime.fuser import OperationFuser
 from opfuse.tensors.storage import QuantizedStorage

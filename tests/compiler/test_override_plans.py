@@ -15,7 +15,7 @@ from opfuse.compiler.graph import QUANTIZE
 from opfuse.compiler.registry import RuleSet
 from opfuse.compiler.rules import JOINT, PASSES, Fusion, above, at_least, at_most, fusion, is_, is_not, maybe, multiple_of, one_of
 from opfuse.fusions.declared import declared, extended
-from opfuse.ops.chains import run_chain, run_chain_backward
+from opfuse.ops.pointwise import run_chain, run_chain_backward
 from opfuse.recipes import CustomRecipe, MXFP8BlockScaling, QuantizerRole, Recipe
 from opfuse.recipes.recipe import TENSOR_TYPES
 from opfuse.tensors.quantizers import MXFP8Quantizer, NVFP4Quantizer, Quantizer

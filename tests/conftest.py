@@ -92,7 +92,7 @@ def undrawn(monkeypatch):
 @pytest.fixture
 def own_pipelines(monkeypatch):
     """A trace has the pipelines that a test makes, and not the thousands that earlier tests have left in caches."""
-    from opfuse.core.tracers import all_enrolled
+    from opfuse.core.watched import all_enrolled
 
     before = {id(each): each for each in all_enrolled()}
     monkeypatch.setattr(

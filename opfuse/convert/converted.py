@@ -27,8 +27,8 @@ from opfuse.convert.report import Conversion, Report
 from opfuse.convert.states import METHODS, States
 from opfuse.convert.weights import replica, run_with
 from opfuse.core.operation import BasicOperation
-from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, enroll, enrolled, outside, prepared
-from opfuse.core.watched import Tree
+from opfuse.core.tracers import any_transformed, break_graph, check_exported, check_partial, outside
+from opfuse.core.watched import Tree, enroll, enrolled, prepared
 from opfuse.errors import ConversionError, Described, OpfuseWarning, describe, notice
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe

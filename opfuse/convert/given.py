@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from opfuse.convert.weights import stand_ins
-from opfuse.core.tracers import enroll
+from opfuse.core.watched import enroll
 from opfuse.torch_private.stack import module_that_calls
 
 FORWARD = "forward"

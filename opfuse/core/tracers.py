@@ -7,29 +7,22 @@ everything else is refused. On the way of a call stand cheap flags alone.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Self
-from zlib import crc32
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.autograd import forward_ad
 
 from opfuse.errors import UnsupportedError, describe
-from opfuse.sources import class_code, package_code
 from opfuse.torch_private.autograd import in_forward_mode, is_followed
 from opfuse.torch_private.compiler import break_graph as break_graph_because
 from opfuse.torch_private.compiler import (
     compiled_autograd,
-    constant_when_traced,
     frame_callback,
-    in_body,
     in_export,
     in_fullgraph,
 )
-from opfuse.torch_private.dispatch import is_batched_gradient, is_transformed, without_modes
+from opfuse.torch_private.dispatch import is_batched_gradient, is_transformed
 
 WHY = "opfuse runs its own plans: a call is no op of a graph of torch.compile with "
 """How the reason of a graph break begins."""
@@ -78,75 +71,6 @@ def check_proxy(label: str, x: object) -> None:
     if isinstance(x, torch.fx.Proxy):
         cure = "make the pipeline a leaf (override Tracer.is_leaf_module), or " + _TORCH
         _refuse(label, "a torch.Tensor", "a torch.fx.Proxy: symbolic tracing does not run a call", cure)
-
-
-_enrolled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers, _sites = itertools.count(1), itertools.count(1)
-
-
-def enroll(thing: Any) -> torch.Tensor:
-    """A ticket by which a graph knows an object of this process: an int64 tensor () that holds the object's number.
-
-    Dynamo treats a number or a name as a constant and compiles anew for each object; a tensor is an input of the graph.
-    """
-    number = next(_numbers)
-    _enrolled[number] = thing
-    with torch.inference_mode(False), without_modes():
-        return torch.tensor(number, dtype=torch.int64, device="cpu")
-
-
-def enrolled(number: int) -> Any:
-    """The object of that number; UnsupportedError if there is none."""
-    thing = _enrolled.get(number)
-    if thing is None:
-        got, cure = "a graph that outlived it", "compile the model anew"
-        _refuse(f"pipeline {number} in a graph of torch.compile", "a model that is alive", got, cure)
-    return thing
-
-
-def all_enrolled() -> list[Any]:
-    """The objects that are alive, oldest first."""
-    # ``values()`` runs Python code, in which another thread, or a finalizer, may change what is iterated over.
-    return [thing for ref in _enrolled.valuerefs() if (thing := ref()) is not None]
-
-
-@constant_when_traced
-def prepared(ticket: torch.Tensor, form: str = "") -> tuple[int, ...]:
-    """Get the object of a ticket ready to be traced; returns its number, one for the place of the call, whether that is in a
-    checkpoint, and those that keep files of compilers apart: for the object's code, or that of its ops, for its form, and for the
-    code of this package.
-
-    Dynamo runs this function while it traces, without looking into it. The result becomes a constant of the graph, guarded by
-    ``form``: objects of one form share the graph. They all get ready now, since what is made later fails a guard.
-    """
-    number = int(ticket)
-    thing = enrolled(number)
-    thing.get_ready()
-    for other in all_enrolled():
-        if type(other) is type(thing) and hasattr(thing, "resembles") and other.resembles(thing):
-            other.get_ready()
-    code = getattr(thing, "code", None) or class_code(type(op) for op in getattr(thing, "ops", ()))
-    return number, next(_sites), int(in_body()), code, crc32(form.encode()), package_code()
-
-
-class Enrolled(nn.Module):
-    """A module that graphs of torch.compile know by ``ticket``, which a copy has anew."""
-
-    ticket: torch.Tensor
-
-    def __new__(cls, *_: object, **__: object) -> Self:
-        check_constructed_outside(cls.__name__)
-        made = super().__new__(cls)
-        made.__dict__["ticket"] = enroll(made)
-        return made
-
-    def get_ready(self) -> Any:
-        """Make what dynamo reads but must not follow the making of."""
-
-    def resembles(self, other: Any) -> bool:
-        """Whether a graph that was made for ``other``, of the same class, may do for this one."""
-        mine, others = self.__dict__.get("spec"), other.__dict__.get("spec")
-        return bool(mine == others)
 
 
 def check_exported(label: str) -> None:

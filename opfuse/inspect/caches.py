@@ -9,7 +9,7 @@ from torch import nn
 
 from opfuse.core.operation import FusibleOperation
 from opfuse.core.protocol import runs_ops
-from opfuse.core.tracers import Enrolled
+from opfuse.core.watched import Enrolled
 from opfuse.errors import PipelineError, describe, number_of
 from opfuse.runtime.fuser import OperationFuser
 from opfuse.runtime.plans.cache_info import CacheInfo, info_of

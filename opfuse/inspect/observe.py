@@ -22,8 +22,7 @@ from opfuse.kernels.engine.variants import VECTOR
 from opfuse.recipes import current_recipe
 from opfuse.recipes.delayed import DelayedScalingStates
 from opfuse.recipes.passes import Pass, running
-from opfuse.runtime.interpret.call_checks import check_tensors
-from opfuse.runtime.plans.misses import trial_plans
+from opfuse.runtime.plans.misses import check_tensors, trial_plans
 from opfuse.runtime.weights.cast_cache import scopes_of
 from opfuse.tensors.masters import stored_in
 from opfuse.tensors.storage import QuantizedStorage

@@ -13,8 +13,7 @@ from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, values_of
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import Size, hyper_parameters, new_parameter
-from opfuse.core.tracers import all_enrolled
-from opfuse.core.watched import METHODS, WatchedClass, place
+from opfuse.core.watched import METHODS, WatchedClass, all_enrolled, place
 from opfuse.domains import numbers
 from opfuse.errors import PipelineError, ShapeError, SpecError, describe, number_of
 from opfuse.kernels.casts.encoding import Encoding, WithOriginal, apart

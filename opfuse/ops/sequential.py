@@ -14,8 +14,8 @@ from opfuse.compiler.lower import check_channels
 from opfuse.compiler.plan import PlanKey
 from opfuse.compiler.registry import RuleSet, checked_rules
 from opfuse.core.operation import BasicOperation, FusibleOperation, cure_of_extras
-from opfuse.core.tracers import Enrolled, check_exported, check_proxy, prepared
-from opfuse.core.watched import WatchedModule
+from opfuse.core.tracers import check_exported, check_proxy
+from opfuse.core.watched import Enrolled, WatchedModule, prepared
 from opfuse.domains import INTEGER
 from opfuse.errors import OpfuseWarning, PipelineError, PipelineIndexError, PipelineTypeError, describe, number_of
 from opfuse.recipes import current_recipe

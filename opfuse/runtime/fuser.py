@@ -23,17 +23,8 @@ from opfuse.compiler.registry import RuleSet, active_rules
 from opfuse.core.fused import FusedOperation
 from opfuse.core.operation import BasicOperation, Channel, FusibleOperation
 from opfuse.core.signature import Env, TensorSig, input_signature, parameter_signatures
-from opfuse.core.tracers import (
-    break_graph,
-    check_exported,
-    check_followed,
-    check_partial,
-    check_proxy,
-    enroll,
-    outside,
-    prepared,
-)
-from opfuse.core.watched import ParameterPlaces, Tree, WatchedModule
+from opfuse.core.tracers import break_graph, check_exported, check_followed, check_partial, check_proxy, outside
+from opfuse.core.watched import ParameterPlaces, Tree, WatchedModule, enroll, prepared
 from opfuse.errors import OpfuseWarning, PipelineError, describe
 from opfuse.events import PlanMissed, PlanUsed, emit, listeners
 from opfuse.kernels.engine.variants import VECTOR
@@ -45,10 +36,18 @@ from opfuse.recipes.standing import standing_here
 from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance
 from opfuse.runtime.compile.saved_call import CallInside, RepeatedCalls
-from opfuse.runtime.interpret.call_checks import check_call, check_count, check_tensors, resolved
 from opfuse.runtime.interpret.checkpoint_replay import repeated
 from opfuse.runtime.plans.cache_info import CacheInfo, info_of
-from opfuse.runtime.plans.misses import ThrashingDetector, check_miss, plan_policy, warn_of_machine
+from opfuse.runtime.plans.misses import (
+    ThrashingDetector,
+    check_call,
+    check_count,
+    check_miss,
+    check_tensors,
+    plan_policy,
+    resolved,
+    warn_of_machine,
+)
 from opfuse.runtime.plans.trace import PlanRecord, since_start
 from opfuse.runtime.replay.dispatch import repeats_here
 from opfuse.runtime.segment import outlined, run_grouped, run_plan

@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opfuse.compiler.registry import active_rules
-from opfuse.core.tracers import all_enrolled
-from opfuse.core.watched import Tree, WatchedModule
+from opfuse.core.watched import Tree, WatchedModule, all_enrolled
 from opfuse.recipes.delayed import DelayedScalingState, DelayedScalingStates
 from opfuse.runtime.replay.recorder import PLAIN
 from opfuse.torch_private.modules import hooks_of as hooks_of_module

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from opfuse import ops
-from opfuse.core.tracers import all_enrolled, enrolled
+from opfuse.core.watched import all_enrolled, enrolled
 from opfuse.errors import PipelineError, UnsupportedError
 from tests.ops.test_op_errors import raised
 

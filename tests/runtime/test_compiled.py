@@ -612,7 +612,7 @@ def test_a_file_of_a_compiler_is_of_these_ops_and_this_code(monkeypatch):
 
     def of_another(name, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(f"opfuse.core.tracers.{name}", lambda *_: 7)
+            patch.setattr(f"opfuse.core.watched.{name}", lambda *_: 7)
             return numbers(pipeline(*args))
 
     known = {kind: numbers(pipeline(kind)) for kind in (ops.GELU, ops.SwiGLU, Halved)}

@@ -23,7 +23,7 @@ import torch
 
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
-from opfuse.core.tracers import enrolled, prepared
+from opfuse.core.watched import enrolled, prepared
 from opfuse.errors import SavedTensorError, UnsupportedError, describe
 from opfuse.runtime.compile.saved_call import CallInside, apart, autocast_dtype, autocast_like, saved_call_of, token_of
 from opfuse.runtime.compile.write_version import write_version

@@ -26,7 +26,7 @@ import torch
 import opfuse
 from opfuse.compiler import plain as plans
 from opfuse.compiler.plan import Plan, PlanKey
-from opfuse.core.tracers import all_enrolled
+from opfuse.core.watched import all_enrolled
 from opfuse.domains import checked_arguments
 from opfuse.environment import OTHERS, VARIABLES, variable
 from opfuse.errors import OpfuseWarning, OutputError, TraceError, describe, os_error_text

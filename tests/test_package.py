@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from setuptools import find_namespace_packages
 
 import opfuse
-from opfuse.config.examples import examples
+from opfuse.config.load import examples
 from opfuse.torch_private.names import TRIED
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+import opfuse
 from opfuse import ops
 from opfuse.compiler.registry import RuleSet
 from opfuse.config.document import MAX_BYTES, Document, read
-from opfuse.config.examples import examples
 from opfuse.config.expand import expand
 from opfuse.config.expect import PlannedCall, unmet
 from opfuse.config.findings import Finding, Loc, Span, guesses, refuse, shown, similar
@@ -202,3 +202,15 @@ def _with_places(rules: RuleSet, root: Root, document: Document) -> RuleSet:
     placed = tuple(replace(rule, source=found.get(rule.name, rule.source)) for rule in rules.rules)
     source = document.source(("fusions", "level")) if "level" in _keys(document, "fusions") else DEFAULT
     return replace(rules, rules=placed, source=source)
+
+
+_PACKAGE = Path(opfuse.__file__).parent
+
+PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+"""Where an installed package has the configurations that come with it, and where a checkout has."""
+
+
+def examples() -> dict[str, Path]:
+    """The configurations that come with the package, which every command takes by name: ``quickstart``."""
+    place = next((place for place in PLACES if place.is_dir()), None)
+    return {} if place is None else {path.stem: path for path in sorted(place.glob("*.yaml"))}

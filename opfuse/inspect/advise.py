@@ -17,7 +17,7 @@ from opfuse.domains import SIZE, checked_arguments
 from opfuse.errors import ConversionError, describe, nearest, number_of
 from opfuse.inspect.alike import alike, counted, starred
 from opfuse.inspect.heads import HEADS, OUTPUT_HEAD, heads_of
-from opfuse.recipes.rates import BF16, RATES, RECORD
+from opfuse.recipes.availability import BF16, RATES, RECORD
 
 BANDWIDTH = 4.1e12
 """Bytes/s that a copy moves, which casts reach to about nine tenths."""

@@ -245,3 +245,13 @@ def is_mxfp8_available(*, return_reason: bool = False, native: bool = False) -> 
 def is_nvfp4_available(*, return_reason: bool = False, native: bool = False) -> bool | tuple[bool, str]:
     """Whether NVFP4 runs here; with ``native``, whether it does without emulation."""
     return _available("nvfp4", return_reason=return_reason, native=native)
+
+
+# -- rates of products, measured on one H200: what advice and warnings estimate from -------------------------------------------
+
+BF16 = 810e12
+RATES: Mapping[str, float] = {"fp8_current": 1465e12, "fp8_block": 1270e12, "mxfp8": 680e12, "nvfp4": 690e12}
+"""FLOP/s of products in bf16 and by kind of recipe: means over the three products and both sizes of the record."""
+
+RECORD = "benchmarks/results/h200.json"
+"""Where the rates were measured."""

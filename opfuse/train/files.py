@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import tempfile
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opfuse.errors import OpfuseWarning, OutputError, describe, os_error_text
 from opfuse.runtime.plans.written import OWNER_ONLY, owner_only
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 REPORT, VALUES, PLOT = "report.json", "values.jsonl", "loss.png"
 """Files of a run that has ended: what it found, what its casts did to values, and its losses as a picture."""
@@ -69,3 +75,18 @@ def sole_writer(path: Path) -> Iterator[None]:
             text = describe(str(path.parent), wanted=wanted, got=os_error_text(error), cure=cure)
             warnings.warn(text, OpfuseWarning, stacklevel=3)
         yield
+
+
+# -- plots, where matplotlib is installed: it is an extra of the package -------------------------------------------------------
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def png(figure: Figure) -> bytes:
+    """``figure`` as a PNG with 120 dots per inch."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    return image.getvalue()

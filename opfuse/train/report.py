@@ -13,9 +13,8 @@ from opfuse.runtime.plans.trace import process, versions
 from opfuse.runtime.plans.written import sealed
 from opfuse.train.comparison import Comparison
 from opfuse.train.data import Corpus
-from opfuse.train.files import PLOT, REPORT, VALUES, write
+from opfuse.train.files import PLOT, REPORT, VALUES, can_plot, png, write
 from opfuse.train.loop import Curve
-from opfuse.train.plots import can_plot, png
 
 SMOOTHING = 0.9
 """Decay of the running mean that the plot draws through the losses."""

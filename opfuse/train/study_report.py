@@ -9,8 +9,7 @@ from typing import Any
 
 from opfuse.formats import dtype_name
 from opfuse.runtime.plans.trace import versions
-from opfuse.train.files import write
-from opfuse.train.plots import can_plot, png
+from opfuse.train.files import can_plot, png, write
 from opfuse.train.study import KEPT, OVERRIDE, Agreement, Key, Measurement, Study, mean, over_steps, recipes_of
 
 FULL = "float32"

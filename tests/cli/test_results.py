@@ -28,7 +28,7 @@ train: {batch_size: 32, steps: 2}
 
 @pytest.fixture
 def tiny(tmp_path: Path, few_samples: None, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("opfuse.train.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("opfuse.train.files.find_spec", lambda name: None)
     (tmp_path / "tiny.yaml").write_text(TINY)
     return str(tmp_path / "tiny.yaml")
 

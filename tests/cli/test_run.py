@@ -107,7 +107,7 @@ def test_exit_codes(options: list[str], code: int, tiny: Path, tmp_path: Path, c
 def test_a_missing_matplotlib_is_one_line(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opfuse.train.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("opfuse.train.files.find_spec", lambda name: None)
     assert main(["run", str(tiny), "--json", "--out", str(tmp_path / "x")]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["name"] == "tiny"

@@ -14,7 +14,7 @@ from opfuse import ops
 from opfuse.cli.app import main
 from opfuse.errors import ConversionError
 from opfuse.inspect.advise import BANDWIDTH
-from opfuse.recipes.rates import BF16, RATES, RECORD
+from opfuse.recipes.availability import BF16, RATES, RECORD
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {"bf16": "bf16", "fp8_current": "fp8 per tensor", "fp8_block": "fp8 blocks", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}

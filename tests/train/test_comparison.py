@@ -123,7 +123,7 @@ def test_the_plot_is_drawn(quickstart: Comparison, tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_there_is_no_plot(quickstart: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.train.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("opfuse.train.files.find_spec", lambda name: None)
     assert write_plot(quickstart, tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 

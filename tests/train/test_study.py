@@ -372,7 +372,7 @@ def test_a_pipeline_in_float32_has_one_column_of_that_dtype() -> None:
 
 
 def test_without_matplotlib_there_is_no_plot(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opfuse.train.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("opfuse.train.files.find_spec", lambda name: None)
     assert [path.name for path in write_study(study, tmp_path)] == ["overrides.json", "overrides.md"]
 
 

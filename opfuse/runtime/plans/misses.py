@@ -34,8 +34,7 @@ from opfuse.errors import (
 )
 from opfuse.kernels.engine.launch import is_capturing
 from opfuse.keys import Miss
-from opfuse.recipes.availability import Arch, support
-from opfuse.recipes.rates import BF16, RATES, RECORD
+from opfuse.recipes.availability import BF16, RATES, RECORD, Arch, support
 from opfuse.recipes.recipe import Recipe
 from opfuse.tensors.quantizers.base import is_library_code
 from opfuse.tensors.tensor import QuantizedTensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from opfuse.cli.memory import StepOptions, estimated
+from opfuse.cli.memory import estimated
 from opfuse.cli.output import echo, echo_json
 from opfuse.cli.transformers_models import model_of_transformers
 from opfuse.config import Config, load
@@ -25,7 +25,7 @@ def advise(model: Path, *, kind: str, rows: int, budget: str | None, as_json: bo
         raise ConfigError(describe(f"{model} --budget", wanted="a model with a loss", got="a configuration of opfuse", cure=cure))
     made = model_of_transformers(model) if is_other else None
     found = advise_model(made, kind=kind, rows=rows) if made is not None else _of_configuration(load(model), kind, rows)
-    step = None if budget is None else estimated(model, StepOptions(1, rows, kind, budget=budget))
+    step = None if budget is None else estimated(model, batch=1, sequence=rows, recipe=kind, budget=budget)
     if as_json:
         echo_json(found.to_dict() | ({} if step is None else {"memory": step.to_dict()}))
     else:

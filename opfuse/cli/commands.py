@@ -382,10 +382,11 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """Estimate what a training step of a transformers model in bf16 takes of each GPU's memory; needs no GPU."""
-    from opfuse.cli.memory import StepOptions, memory
+    from opfuse.cli.memory import memory
 
-    how = checkpointing.value, loss.value, main_grads, budget
-    memory(model, StepOptions(batch, sequence, recipe, keep, optimizer, world, *how), html=html, as_json=as_json)
+    how = {"checkpointing": checkpointing.value, "loss": loss.value, "main_grads": main_grads, "budget": budget}
+    step = {"batch": batch, "sequence": sequence, "recipe": recipe, "keep": keep, "optimizer": optimizer, "world": world, **how}
+    memory(model, html=html, as_json=as_json, **step)
 
 
 def init(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,36 +18,22 @@ PLAIN = "none"
 """The kind of no recipe."""
 
 
-@dataclass(frozen=True)
-class StepOptions:
-    """A training step. recipe: its kind, or :data:`PLAIN`."""
-
-    batch: int
-    sequence: int
-    recipe: str
-    keep: str | None = None
-    optimizer: str = "adamw"
-    world: int = 1
-    checkpointing: str = "none"
-    loss: str = "own"
-    main_grads: bool = False
-    budget: str | None = None
-
-
-def memory(model: Path, options: StepOptions, *, html: Path | None, as_json: bool) -> None:
-    """Print the estimate, or write its page too."""
-    found = estimated(model, options)
+def memory(model: Path, *, html: Path | None, as_json: bool, **step: Any) -> None:
+    """Print the estimate, or write its page too. step: as of :func:`estimated`."""
+    found = estimated(model, **step)
     if html is not None:
         written(html, found.html().encode(), "name another file: --html FILE")
     echo_json(found.to_dict()) if as_json else echo(str(found))
 
 
-def estimated(model: Path, options: StepOptions) -> Memory:
-    """Of the causal language model of a ``config.json``, in bf16, which computes its loss and keeps no keys and values."""
+def estimated(model: Path, *, batch: int, sequence: int, recipe: str, keep: str | None = None, **settings: Any) -> Memory:
+    """Of the causal language model of a ``config.json``, in bf16, which computes its loss and keeps no keys and values.
+
+    recipe: its kind, or :data:`PLAIN`. settings: further ones of :func:`opfuse.memory`.
+    """
     made = model_of_transformers(model).to(torch.bfloat16)
     made.train()
     made.config.use_cache = False  # type: ignore[union-attr]
-    ids = torch.zeros(options.batch, options.sequence, dtype=torch.int64, device="meta")
-    recipe = None if options.recipe == PLAIN else recipe_of(options.recipe, {"keep": options.keep})
-    others = {name: value for name, value in vars(options).items() if name not in ("batch", "sequence", "recipe", "keep")}
-    return memory_of(made, recipe=recipe, input_ids=ids, labels=ids, **others)
+    ids = torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
+    chosen = None if recipe == PLAIN else recipe_of(recipe, {"keep": keep})
+    return memory_of(made, recipe=chosen, input_ids=ids, labels=ids, **settings)

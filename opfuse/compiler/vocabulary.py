@@ -44,11 +44,11 @@ class NodeKind(NamedTuple):
     parameters: tuple[str, ...] = PARAMETERS
 
 
-def _below(cls: type[Base]) -> Iterator[type[Base]]:
+def with_subclasses(cls: type[Base]) -> Iterator[type[Base]]:
     """Every class that derives from ``cls``, and itself."""
     yield cls
     for child in cls.__subclasses__():
-        yield from _below(child)
+        yield from with_subclasses(child)
 
 
 def declared_traits(cls: type[BasicOperation]) -> frozenset[str]:
@@ -68,7 +68,7 @@ _declared: WeakKeyDictionary[type, NodeKind] = WeakKeyDictionary()
 def kinds() -> tuple[NodeKind, ...]:
     """Every kind of node that there can be now."""
     casts = (NodeKind(frozenset(words), CastSpec) for words in (CAST_WORDS, (QUANTIZE_GROUPS,)))
-    for cls in _below(BasicOperation):
+    for cls in with_subclasses(BasicOperation):
         if cls.kind and cls not in _declared:
             _declared[cls] = _kind(cls)
     return (*casts, *_declared.values())
@@ -76,7 +76,7 @@ def kinds() -> tuple[NodeKind, ...]:
 
 def classes_named(word: str) -> list[type[BasicOperation]]:
     """Every class of ops whose kind is ``word``; none for a trait, and for what ops are called that share a kind."""
-    return [cls for cls in _below(BasicOperation) if cls.kind == word]
+    return [cls for cls in with_subclasses(BasicOperation) if cls.kind == word]
 
 
 def check_rules(rules: Iterable[Fusion]) -> None:
@@ -130,7 +130,11 @@ def _of_env(step: str) -> Lookup:
 def _of_recipe(step: str) -> Lookup:
     """Fields of every recipe that there is, and what a custom one's factory answered."""
     answers = (f"{tensor}_quantizer" for tensor in TENSOR_TYPES)
-    return {*DERIVED[Recipe], *answers, *(name for cls in _below(cast(Any, Recipe)) for name in _names(cls))}, _of_anything
+    return {
+        *DERIVED[Recipe],
+        *answers,
+        *(name for cls in with_subclasses(cast(Any, Recipe)) for name in _names(cls)),
+    }, _of_anything
 
 
 def _of_node(kinds: Sequence[NodeKind]) -> PathReader:

@@ -22,7 +22,7 @@ from opfuse.config.models import FileSection
 from opfuse.config.report import report
 from opfuse.convert.policy import Said
 from opfuse.errors import RecipeError, closest
-from opfuse.recipes import Recipe, recipe_of
+from opfuse.recipes import Recipe
 
 
 class Default(FileSection):
@@ -57,12 +57,11 @@ class PolicyFile(FileSection):
 
 
 def _said(pattern: str, section: Any, document: Document) -> Said:
-    if section.kind in (recipes.NO_RECIPE, "default"):
-        return None if section.kind == recipes.NO_RECIPE else "default"
+    if section.kind == "default":
+        return "default"
     place = ("policy", pattern)
-    given = {name: getattr(section, name) for name in section.model_fields_set - {"kind"}}
     try:
-        return recipe_of(section.kind, given, {name: document.source((*place, name)) for name in given})
+        return recipes.recipe_at(section, document, *place)
     except RecipeError as error:
         raise Refused(Problem("refused-recipe", *sentence(str(error)), place)) from None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 
 from pydantic import AfterValidator, Field, ValidationInfo, create_model
 
+from opfuse.config.document import Document
 from opfuse.config.fields import field_type
 from opfuse.config.models import FileSection
 from opfuse.recipes import RECIPES, Recipe, recipe_of
@@ -41,18 +42,20 @@ MODELS: Mapping[str, type[FileSection]] = {
 """The model of a recipe section by its kind."""
 
 
-def to_recipe(section: Any, info: ValidationInfo) -> Recipe | None:
+def recipe_at(section: Any, document: Document, *place: str) -> Recipe | None:
     """The recipe that ``section`` describes, whose fields know where they were written. RecipeError if they do not agree."""
     if section.kind == NO_RECIPE:
         return None
     given = {name: getattr(section, name) for name in section.model_fields_set - {"kind"}}
-    document = info.context
-    sources = {name: document.source(("recipe", name)) for name in given} if document is not None else {}
-    return recipe_of(section.kind, given, sources)
+    return recipe_of(section.kind, given, {name: document.source((*place, name)) for name in given})
+
+
+def _to_recipe(section: Any, info: ValidationInfo) -> Recipe | None:
+    return recipe_at(section, cast(Document, info.context), "recipe")
 
 
 if TYPE_CHECKING:
     RecipeSection = Recipe | None
 else:
-    RecipeSection = Annotated[Union[tuple(MODELS.values())], Field(discriminator="kind"), AfterValidator(to_recipe)]  # noqa: UP007
+    RecipeSection = Annotated[Union[tuple(MODELS.values())], Field(discriminator="kind"), AfterValidator(_to_recipe)]  # noqa: UP007
 """A recipe section; validates to a Recipe, or None for kind ``none``."""

@@ -159,15 +159,9 @@ def _missing_key(line: ReportLine, sections: Sections) -> list[Problem]:
     known, not_here = getattr(section, "model_fields", {}), getattr(section, "not_here", {})
     if key in guesses(line["input"].keys() - not_here.keys(), known).values():
         return []  # the misspelt one is told
-    return [
-        Problem(
-            "missing-key", f"{_inside(_names(tuple(above)), sections)} needs a key {shown(key)}", f"add `{key}: ...`", on="key"
-        )
-    ]
-
-
-def _inside(names: tuple[str, ...], sections: Sections) -> str:
-    return f"'{names[-1]}'" if names else "the file"
+    names = _names(tuple(above))
+    where = f"'{names[-1]}'" if names else "the file"
+    return [Problem("missing-key", f"{where} needs a key {shown(key)}", f"add `{key}: ...`", on="key")]
 
 
 def _unknown_choice(line: ReportLine, sections: Sections) -> list[Problem]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 
-from opfuse.core.context import Value
+from opfuse.core.context import Value, plain, values_of
 from opfuse.formats import Element
 from opfuse.kernels.casts.figures import cast_figures
 from opfuse.numerics.hadamard import rotate
 from opfuse.tensors.groups import GroupedPlane
 from opfuse.tensors.storage import Plane, QuantizedStorage
-from opfuse.tensors.tensor import QuantizedTensor
 
 BINS = 16
 """The most powers of two in a histogram of scales, the most frequent ones."""
@@ -75,7 +74,7 @@ def figures(given: Value, storage: QuantizedStorage) -> Iterator[DeviceFigures]:
     planes = [plane for plane in (storage.rowwise, storage.columnwise) if plane is not None and plane.format.element is not None]
     for plane in planes[:1] + [plane for plane in planes[1:] if plane.format.rht]:
         if storage.shape.numel():
-            yield _figures(_plain(given).detach().reshape(storage.matrix_shape), plane)
+            yield _figures(values_of(plain(given)).detach().reshape(storage.matrix_shape), plane)
 
 
 def _figures(x: torch.Tensor, plane: Plane) -> DeviceFigures:
@@ -99,26 +98,14 @@ def _summed(x: torch.Tensor, plane: Plane) -> tuple[torch.Tensor, torch.Tensor]:
         x = rotate(F.pad(x, (0, 0, 0, plane.shape[0] - len(x))).mT, plane.format.rht).mT
         plane = replace(plane, format=plane.format.replace(rht=()))
     q, scale = (each[: len(x)] for each in (plane.dequantize(torch.float32), _scale(plane)))
-    return cast_figures(x, q, scale, reach=_reach(_element(plane)))
-
-
-def _plain(value: Value) -> torch.Tensor:
-    if isinstance(value, QuantizedTensor):
-        return value.detach().dequantize()
-    return value.dequantize() if isinstance(value, QuantizedStorage) else value
-
-
-def _element(plane: Plane) -> Element:
-    if (element := plane.format.element) is None:
-        raise TypeError("a plane without an element is no cast")
-    return element
+    return cast_figures(x, q, scale, reach=_reach(cast(Element, plane.format.element)))
 
 
 def _scale(plane: Plane) -> torch.Tensor:
     """The decode scale of each element, (M, K), or one of all: what codes of 1 are decoded to."""
     if plane.format.family == "tensor" and plane.scale is not None and plane.scale.numel() == 1:
         return plane.scale
-    element = _element(plane)
+    element = cast(Element, plane.format.element)
     one = element.bias << element.mantissa_bits
     byte = one | one << 4 if element.bits == 4 else one
     ones = torch.full_like(plane.data.view(torch.uint8), byte).view(plane.data.dtype)

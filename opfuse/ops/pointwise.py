@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
 
+from opfuse.compiler.vocabulary import with_subclasses
 from opfuse.core.cast import Cast
 from opfuse.core.context import Context, Value, values_of
 from opfuse.core.operation import BasicOperation
@@ -50,7 +51,7 @@ class PointwiseClass(WatchedClass):
 
     def _write(cls, name: str, write: Callable[[], None]) -> None:
         """Write an attribute, and update subclasses whose ``saves`` follows from their math, and all objects."""
-        kinds = [*_family(cls)] if name in DECLARED else []
+        kinds: list[Any] = [*with_subclasses(cls)] if name in DECLARED else []  # type: ignore[arg-type]
         following = [kind for kind in kinds if hasattr(kind, "math") and kind.saves == _saved(kind, kind.math)]
         super()._write(name, write)
         for kind in kinds:
@@ -60,13 +61,6 @@ class PointwiseClass(WatchedClass):
         for op in all_enrolled() if kinds else ():
             if isinstance(op, cls):
                 op._follow_math()
-
-
-def _family(cls: Any) -> Iterator[Any]:
-    """The class, and all below it."""
-    yield cls
-    for subclass in cls.__subclasses__():
-        yield from _family(subclass)
 
 
 class PointwiseOperation(BasicOperation, metaclass=PointwiseClass):

@@ -249,16 +249,13 @@ class Writer:
                 describe(f"trace {self.path}", wanted="a file to write", got=got, cure=cure), OpfuseWarning, stacklevel=2
             )
 
-    def plan_missed(self, event: PlanMissed) -> None:
-        """A plan was made."""
-        self._plan(event.pipeline, event.record, event.plan)
-
     def catch_up(self) -> None:
         """Write the plans that pipelines made before this writer listened."""
         for pipeline, one in in_order(traced()):
-            self._plan(pipeline, one, dict(pipeline.cache.items()).get(one.key))
+            self.plan(pipeline, one, dict(pipeline.cache.items()).get(one.key))
 
-    def _plan(self, pipeline: TracedPipeline, record: PlanRecord, plan: Plan | None) -> None:
+    def plan(self, pipeline: TracedPipeline, record: PlanRecord, plan: Plan | None) -> None:
+        """Write a plan that was made, once."""
         if record.number not in self.written:
             self.written.add(record.number)
             self.pipelines[pipeline.handle] = pipeline
@@ -309,7 +306,7 @@ def _write_missed(event: PlanMissed) -> None:
     named = [_writer(os.path.abspath(directory), os.getpid())] if directory else []
     for writer in dict.fromkeys((*_recording, *named)):
         if writer.pid == os.getpid():  # and not that of a process which has forked this one
-            writer.plan_missed(event)
+            writer.plan(event.pipeline, event.record, event.plan)
 
 
 subscribe_everywhere(_write_missed, PlanMissed)

@@ -95,10 +95,11 @@ class Settings:
 
     tokens: of the run; it sets the length of the schedule. step_tokens: of a step. sequence: tokens of a window. micro: windows
     of a micro-batch. groups: heads of keys. vocabulary: rows of embedding and head, of which the text uses as many as its
-    tokenizer has. keep: of the recipe, "default" or one of its values. optimizer: of :data:`UPDATES`. rate: the highest learning rate, reached after warm_up of the steps; a cosine
-    brings it down to floor of it. decay: of matrices. clip: norm of the gradient. validation_tokens: held out, the same ones
-    every ``every`` steps. compile: whether torch.compile takes each layer. graph: whether passes and clipping are repeated as one
-    CUDA graph; the optimizer steps outside, since torchao's counts its steps on the CPU.
+    tokenizer has. keep: of the recipe, "default" or one of its values. optimizer: of :data:`UPDATES`. rate: the highest learning
+    rate, reached after warm_up of the steps; a cosine brings it down to floor of it. decay: of matrices. clip: norm of the
+    gradient. validation_tokens: held out, the same ones every ``every`` steps. compile: whether torch.compile takes each layer.
+    graph: whether passes and clipping are repeated as one CUDA graph; the optimizer steps outside, since torchao's counts its
+    steps on the CPU.
     """
 
     recipe: str = PLAIN

@@ -9,8 +9,8 @@ import torch
 from opfuse.cli.output import echo, echo_json
 from opfuse.config import Config, load
 from opfuse.errors import ConfigError, describe
+from opfuse.inspect.explain import Explanation
 from opfuse.inspect.explain import explain as explain_call
-from opfuse.inspect.render import Explanation
 from opfuse.recipes.autocast import under
 from opfuse.train import usable
 

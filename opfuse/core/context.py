@@ -33,7 +33,9 @@ def plain_or_none(value: Value | None) -> torch.Tensor | None:
 
 def values_of(x: Value) -> torch.Tensor:
     """An input, or what was saved of it, as kernels take it: dequantized; the caller saves a quantized tensor as it came."""
-    return x.detach().dequantize() if isinstance(x, QuantizedTensor) else plain(x)
+    if isinstance(x, QuantizedTensor):
+        return x.detach().dequantize()
+    return x.dequantize(x.dtype) if isinstance(x, QuantizedStorage) else x
 
 
 def in_memory(value: Any) -> Any:

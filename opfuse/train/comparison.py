@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from opfuse.config import Config, Text, Train, Watching
 from opfuse.errors import ConfigError, UnsupportedError, describe, nearest
 from opfuse.formats import dtype_name
+from opfuse.inspect.watch import RECORDS, watch
 from opfuse.recipes import Recipe, Support, support
 from opfuse.train.checkpoints import Checkpoints, RunState
 from opfuse.train.data import Corpus, corpus, random_batches, spread_batches
 from opfuse.train.loop import Curve, TrainStep, fit
 from opfuse.train.model import ByteModel
-from opfuse.train.watching import Found, watched
 
 EVALUATION_SAMPLES = 2048
 """Samples of one evaluation, rounded up to whole batches."""
 
 OnNamedStep = Callable[[str, TrainStep], None]
 """Takes a label of :attr:`Comparison.labels` and where that run stands."""
+
+Found = tuple[Mapping[str, Any], ...]
+"""What was found of each cast, in order."""
 
 AUTO = "auto"
 """A GPU where there is one, else the CPU."""
@@ -170,3 +176,47 @@ def usable(device: str | torch.device) -> torch.device:
         cure = f"choose one of {', '.join(here)}{nearest(str(device), here)}"
         raise UnsupportedError(describe("device", wanted="a device that torch can use here", got=got, cure=cure))
     return found
+
+
+# -- the casts of a run looked at, as its file asks ----------------------------------------------------------------------------
+
+
+@contextmanager
+def watched(model: nn.Module, watching: Watching | None, *, step: int = 0, before: Found = ()) -> Iterator[Callable[[], Found]]:
+    """Look at ``model``, after ``step`` steps in which ``before`` was found. ConfigError without the writer's package."""
+    if watching is None:
+        yield tuple
+        return
+    alarms = watching.alarms.model_dump()
+    with _writer(watching.to) as writer, watch(model, every=watching.every, to=writer, alarms=alarms) as looking:
+        looking.step = step
+        yield lambda: (*before, *looking.records)[-RECORDS:]
+
+
+@contextmanager
+def _writer(to: str) -> Iterator[Any]:
+    """The writer of a package that need not be here, closed at the end; None: records go into a file beside the report."""
+    writer, close = _opened(to)
+    try:
+        yield writer
+    finally:
+        close()
+
+
+def _opened(to: str) -> tuple[Any, Callable[[], None]]:
+    """A writer, and the function that flushes and closes it."""
+    if to == "jsonl":
+        return None, lambda: None
+    try:
+        if to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter()
+            return writer, writer.close
+        import wandb
+
+        run = wandb.init()
+        return run, run.finish
+    except ImportError as error:
+        cure = f"pip install {to}, or write `to: jsonl`"
+        raise ConfigError(describe("watch.to", wanted=f"an installed {to}", got=str(error), cure=cure)) from None

@@ -9,10 +9,9 @@ from opfuse.errors import OpfuseWarning
 from opfuse.formats import COLUMNWISE, E4M3, ROWWISE, mxfp8
 from opfuse.kernels.casts.tensor import _mx_work
 from opfuse.kernels.engine import compiling, launch
-from opfuse.kernels.engine.compiling import Variant, compile_variant
+from opfuse.kernels.engine.compiling import Variant, compile_variant, rungs
 from opfuse.kernels.engine.cubins import CubinCache
 from opfuse.kernels.engine.joining import joined_variant
-from opfuse.kernels.engine.ladder import rungs
 from opfuse.numerics.layouts import Layout
 
 # Half as many values as `VALUES` are live at once, in blocks of 512 threads.

@@ -193,9 +193,10 @@ def backward_call(
     rounding: Rounding,
     dtype: torch.dtype | None,
     *,
+    casts: bool = False,
     stores: bool = True,
 ) -> ChainCall | None:
-    """The call of ``numerics.chain.backward_chain``; None if a kernel cannot take it. dx is needed, stored or not."""
+    """The call of ``numerics.chain.backward_chain``; None if a kernel cannot take it. ``casts``: dx is needed, stored or not."""
     dtype = dtype or dy.dtype
     shapes = _gradient_shapes(dy, stages)
     operands = _operands(stages, shapes[1:], lambda stage: stage.math.backward_reads & set(stage.math.operands))
@@ -209,7 +210,7 @@ def backward_call(
     made = [{name: grad for name, grad in of_stage.items() if grad is not dy} for of_stage in grads]
     codes = tuple(_stage_code(s, operands[i], made[i], saved.get(i)) for i, s in enumerate(stages))
     new = None if dx is dy else dx
-    code = ChainCode("backward", codes, *_flow(dy.dtype, dtype, rounding), stores=new is not None, casts=True).interned
+    code = ChainCode("backward", codes, *_flow(dy.dtype, dtype, rounding), stores=new is not None, casts=casts).interned
     tensors = [dy, *saved.values(), *_flat(operands), *_one(new), *_flat(made)]
     return ChainCall(code, tensors, dy.shape, _constants(stages), dtype, dx, {}, grads)
 

@@ -95,7 +95,7 @@ def backward_chain_cast(
 ) -> BackwardResult:
     """Reads ``dy``, saved tensors and operands once."""
     known = type(encode) in CASTS
-    call = backward_call(dy, stages, saved_inputs, rounding, dtype, stores=stores) if known else None
+    call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True, stores=stores) if known else None
     planes = None if call is None else _run_cast(launch, call, encode)
     if call is None or planes is None:
         return backward_then_cast(dy, stages, saved_inputs, encode, rounding=rounding, dtype=dtype, stores=stores)

@@ -70,7 +70,7 @@ def backward_chain(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensors]:
     """Reads ``dy``, saved tensors and operands once. Gradients of operands are summed in two steps, in a fixed order."""
-    call = backward_call(dy, stages, saved_inputs, rounding, dtype)
+    call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
     if call is None or call.result is None or not _has_kernel(call):
         return definition.backward_chain(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     if not call.is_nothing:
@@ -136,7 +136,7 @@ def backward_chain_amax(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensors, Tensor]:
     """Finds the amax while it stores dx: nothing is read twice."""
-    call = backward_call(dy, stages, saved_inputs, rounding, dtype)
+    call = backward_call(dy, stages, saved_inputs, rounding, dtype, casts=True)
     if call is None or call.result is None or not _has_kernel(call):
         return backward_then_amax(dy, stages, saved_inputs, rounding=rounding, dtype=dtype)
     amax = torch.zeros(1, dtype=torch.float32, device=dy.device)

@@ -167,8 +167,8 @@ def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def compiled_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Of the model that ``of_pipelines``, ``of_converted`` or a test's own parameters name. What it compiled is shared by tests
-    that leave the model as it is."""
+    """Of the model that ``of_pipelines``, ``of_converted`` or ``of_both`` name. What it compiled is shared by tests that leave
+    the model as it is; pytest runs those of a model one after the other."""
     with fresh():
         made = [Pair(request.param)]
         yield made[0]
@@ -199,11 +199,14 @@ of_pipelines, of_converted = (
 )
 """One model runs every time and the other with -m slow; each is called until it is repeated, for every test."""
 
+of_both = pytest.mark.parametrize("compiled_pair", MODELS, indirect=True)
 
-@pytest.mark.parametrize(("kind", "start"), in_turn(MODELS, [0, 1], of=2))
-def test_every_recipe_has_the_numbers_of_eager_calls(kind, start):
+
+@of_both
+@pytest.mark.few
+@pytest.mark.parametrize("start", [0, 1])
+def test_every_recipe_has_the_numbers_of_eager_calls(pair, start):
     """Every second one, in one model."""
-    pair = Pair(kind)
     for recipe in [*KINDS.values()][start::2]:
         for _ in range(6):
             pair.step(recipe)
@@ -387,7 +390,9 @@ ALIKE = {"rules without fusions", "torch.autocast", "no plans"}
 """What a call is repeated inside of, by a key of its own."""
 
 
-@pytest.mark.parametrize(("compiled_pair", "start"), in_turn(MODELS, [0, 1], of=2), indirect=["compiled_pair"])
+@of_both
+@pytest.mark.few
+@pytest.mark.parametrize("start", [0, 1])
 def test_what_stands_around_a_call(pair, start):
     """Every second one, around one model."""
     for around in [*AROUND][start::2]:
@@ -403,11 +408,10 @@ def test_what_stands_around_a_call(pair, start):
             assert (pair.functions() > least + STEPS) is (around not in ALIKE), around
 
 
-@pytest.mark.parametrize(
-    ("compiled_pair", "reentrant", "recipe"),
-    in_turn(MODELS, [False, True], ["current", "delayed"], of=3),
-    indirect=["compiled_pair"],
-)
+@of_both
+@pytest.mark.few
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_checkpoints_repeat_a_call_under_its_first_recipe(pair, reentrant, recipe):
     for _ in range(3):
         pair.step(KINDS[recipe])
@@ -433,14 +437,14 @@ def test_a_call_in_a_checkpoint_is_repeated_as_a_whole(pair):
     assert checkpointed_calls < pair.functions(seen)
 
 
-UNREAD = {"pipelines": {"first.2.bias", "second.2.bias"}, "converted": {"mlp.down.bias"}}
+UNREAD = {"first.2.bias", "second.2.bias", "mlp.down.bias"}
 """Parameters that no backward pass reads, not even as a neighbour of one in the same memory."""
 
 
-@pytest.mark.parametrize("kind", UNREAD)
-def test_a_write_to_what_was_saved_is_refused(kind):
+@of_both
+def test_a_write_to_what_was_saved_is_refused(pair):
     """To the last part of a joined product too, of which a program saves the first one's memory."""
-    pair, found = Pair(kind), set()
+    found = set()
     for name, p in pair.models[0].named_parameters():
         with opfuse.autocast(recipe=KINDS["high precision"]):
             for _ in range(5):
@@ -448,18 +452,19 @@ def test_a_write_to_what_was_saved_is_refused(kind):
             y = pair.compiled(torch.randn(2, 64, 64).bfloat16().requires_grad_()).sum()
         with torch.no_grad():
             p.mul_(1.0)
-        if name in UNREAD[kind]:
+        if name in UNREAD:
             y.backward()
             continue
         with raised(SavedTensorError, RuntimeError, "saved tensors as the forward pass left them", "changed in place"):
             y.backward()
         found.add(name)
-    assert found | UNREAD[kind] == dict(pair.models[0].named_parameters()).keys()
+    assert found == dict(pair.models[0].named_parameters()).keys() - UNREAD
 
 
-def test_what_is_saved_of_an_input_is_a_copy():
+@of_converted
+def test_what_is_saved_of_an_input_is_a_copy(pair):
     """A compiler may overwrite an argument that its graph reads no more."""
-    pair, found = Pair("converted"), []
+    found = []
     for written in (False, False, False, False, True):
         torch.manual_seed(1)
         x = torch.randn(2, 64, 64).bfloat16().requires_grad_()
@@ -524,10 +529,8 @@ def test_other_rules_have_plans_of_their_own():
         assert first.cache_info().misses == missed + 1
 
 
-def test_a_plan_that_was_dropped_is_made_anew():
-    pair = Pair("pipelines")
-    for _ in range(5):
-        pair.step()
+@pytest.mark.parametrize("compiled_pair", ["pipelines"], indirect=True)
+def test_a_plan_that_was_dropped_is_made_anew(pair):
     first, missed = pair.models[0].first, pair.models[0].first.cache_info().misses
     for run in first.runs():
         run.cache.clear()
@@ -585,10 +588,11 @@ def alive() -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
+@of_converted
 @pytest.mark.parametrize("recipe", in_turn(["current", "high precision"], of=2))
-def test_a_call_as_a_whole_keeps_no_more_than_its_steps(recipe):
+def test_a_call_as_a_whole_keeps_no_more_than_its_steps(pair, recipe):
     """Neither its inputs nor what a backward pass has read."""
-    pair, kept = Pair("converted"), []
+    kept = []
     for call in range(5):
         x = torch.randn(2, 64, 64).bfloat16().requires_grad_()
         before = alive() if call > 2 else 0  # when it is made as a whole, and when somebody looks

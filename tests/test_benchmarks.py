@@ -275,6 +275,8 @@ def test_a_gather_is_covered_where_other_kernels_run() -> None:
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: model)
+    monkeypatch.setattr(converted, "SETTLES", 1)
+    monkeypatch.setattr(converted, "wall_time", lambda call, calls: call() or 1.0)
     native = [("none", None, None), *(each for each in models.settings() if each[0] in calls.MOST_WALL)]
     monkeypatch.setattr(calls, "settings", lambda: native)
 
@@ -341,6 +343,7 @@ def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: py
 def test_whole_steps_are_compared_with_the_first_in_bf16_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("transformers", "torchao"):
         pytest.importorskip(library, reason="of the extra `test`")
+    monkeypatch.setattr(steps, "WORDS", 512)
     sizes = {"layers": 1, "hidden": 64, "inner": 64, "heads": 2, "groups": 1, "vocabulary": steps.WORDS, "compile": False}
     few = {"sequence": 16, "micro": 2, "step_tokens": 32, "validation_tokens": 32, "tokens": 512}
     monkeypatch.setattr(steps, "SIZES", {name: replace(each, **sizes, **few) for name, each in steps.SIZES.items()})

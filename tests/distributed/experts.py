@@ -5,6 +5,8 @@ On a CPU all sums have one order, so bits are compared. On GPUs, products of oth
 
 from __future__ import annotations
 
+import copy
+import functools
 import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -115,9 +117,16 @@ class Experts(nn.Module):
         return x @ weight if self.transposed else nn.functional.linear(x, weight)
 
 
-def converted(case: Mixture, device: str, mesh: Any = None, **options: Any) -> Experts:
-    model = Experts(case).to(device)
+@functools.cache
+def _converted(biased: bool, transposed: bool, device: str) -> Experts:
+    """Converting takes longer than a step: it is done once for cases alike, which take copies."""
+    model = Experts(Mixture("none", biased=biased, transposed=transposed)).to(device)
     opfuse.fuse_(model)
+    return model
+
+
+def converted(case: Mixture, device: str, mesh: Any = None, **options: Any) -> Experts:
+    model = copy.deepcopy(_converted(case.biased, case.transposed, device))
     return model if mesh is None else parallelize_module(model, mesh, opfuse.ExpertParallel(**options))  # type: ignore[return-value]
 
 

@@ -322,13 +322,10 @@ def check_wire(recipe: str, rank: int, ranks: int, device: str) -> list[str]:
 WIRES: list[Task] = [(check_wire, name) for name in RECIPES if name != "none"]
 
 FEW = [
-    Case("none", mixed=True, micro=2),
     Case("delayed"),
-    Case("current", stored=True),
     Case("mxfp8", stored=True, mixed=True, micro=2),
     Case("nvfp4", stored=True, reshard=False),
-    Case("block rows", stored=True, recompute=True),
-    Case("mxfp8", stored=True, recompute=True, offload=True),
+    Case("block rows", stored=True, recompute=True, offload=True),
     Case("mxfp8", converted=True),
     Case("delayed", wrap="ddp", micro=2),
     Case("mxfp8", stored=True, wrap="ddp"),

@@ -165,9 +165,6 @@ def names(pairs: Sequence[tuple[str, Backend]]) -> list[str]:
 def test_a_right_product_passes(family: str, row: Backend, library: Callable[..., None]) -> None:
     library(row)
     assert examine(family, row, native.library_product, CPU).fault == ""
-    tried = [trial.name for trial in trials(family, row)]
-    assert len(tried) >= 12
-    assert any("columnwise" in name for name in tried)
 
 
 ONE_E5M2 = {("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")}

@@ -179,7 +179,7 @@ def nvfp4_values(codes: np.ndarray, byte: np.ndarray, amax: np.ndarray, encode_m
     return integer.multiply(integer.multiply(integer.decode(codes, "e2m1"), integer.decode(byte, "e4m3")), level)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few
 @planes("sorted", "shuffled", "finite")
 @pytest.mark.parametrize(
     ("form", "rows"),

@@ -114,11 +114,12 @@ def test_torchtitan_converts_on_the_meta_device(capsys):
 
 
 @pytest.mark.row("X16")
-@pytest.mark.parametrize("mixture", in_turn([False, True], of=2))
-def test_the_policy_that_acts_is_the_one_that_learns(mixture):
-    rewards, differences = script("rl").main(updates=6, mixture=mixture)
-    assert differences == [0.0] * 6
-    assert rewards[-1] > 1.5 * rewards[0]
+@pytest.mark.parametrize(("mixture", "updates"), in_turn([False, True], [2, 6], of=4))
+def test_the_policy_that_acts_is_the_one_that_learns(mixture, updates):
+    """After its first update, too; what it learns shows after six."""
+    rewards, differences = script("rl").main(updates=updates, mixture=mixture)
+    assert differences == [0.0] * updates
+    assert updates < 6 or rewards[-1] > 1.5 * rewards[0]
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ def with_buffers(model):
     return model
 
 
-MORE = {"linear, FP8 stored", "linear, MXFP8 stored", "grouped"}
+MORE = {"linear, FP8 stored", "linear, MXFP8 stored", "grouped", "main_grad, stored"}
 """What a graph does as under NVFP4, whose codes share bytes, with weights that live quantized in other ops, and with buffers."""
 
 

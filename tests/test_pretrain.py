@@ -219,8 +219,8 @@ def test_moments_in_8_bits_are_all_that_is_held_beside_weights_and_gradients(rec
 
 @pytest.mark.usefixtures("_eager")
 def test_moments_in_8_bits_train_as_fp32_masters_do(found: corpus.Corpus, tmp_path: Path) -> None:
-    """As far as 40 steps of a tiny model tell."""
-    long = replace(TINY, recipe="fp8_current", tokens=40 * TINY.step_tokens, micro=4, every=40)
+    """As far as 20 steps of a tiny model tell."""
+    long = replace(TINY, recipe="fp8_current", tokens=20 * TINY.step_tokens, micro=4, every=20)
     made = [
         pretrain.pretrain(each, Data(found, each), tmp_path, device="cpu")
         for each in (long, replace(long, optimizer="adamw8bit"))

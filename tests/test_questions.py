@@ -25,6 +25,7 @@ CASES = [
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the pages speak of a machine without a GPU")
 
 
+@pytest.mark.usefixtures("few_samples")
 @pytest.mark.parametrize(("page", "question"), CASES)
 def test_the_answer_is_what_the_page_says(page: str, question: questions.Question) -> None:
     printed = questions.answer(question, questions.prelude(page))

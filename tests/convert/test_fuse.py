@@ -609,9 +609,9 @@ def trained(calls, inputs, recipe):
 
 @pytest.mark.cpu
 @pytest.mark.row("H26")
-@pytest.mark.parametrize("make", [GatedMLP, TransposedMLP, Residual, Layer])
+@pytest.mark.parametrize("make", [pytest.param(GatedMLP, marks=pytest.mark.slow), TransposedMLP, Residual, Layer])
 def test_converted_modules_are_ops_of_one_graph(make, dynamo):
-    """The products of one tensor are one op: bit for bit what runs without a compiler.
+    """The products of one tensor are one op: bit for bit what runs without a compiler. A ``Layer`` holds a ``GatedMLP``.
 
     Without a recipe a sum of gradients inside of an op comes before one outside: it may differ in its last digit.
     """

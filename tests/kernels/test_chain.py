@@ -58,9 +58,8 @@ ERF = ("bias", "gelu_erf", "geglu_erf")
 def test_the_exact_gelu_compiles_without_spills_in_both_directions(arch):
     for kernel, way in ((forward_chain, "forward"), (backward_chain, "backward")):
         args, kwargs = getattr(ChainCase(ERF, (33, 64)), way)(torch.device("cpu"))
-        for variant, entry in launched(kernel, *args, **kwargs)[0]:
-            made = compiling.compile_text(compiling.assemble(variant), arch)
-            assert made.entries[entry].spills == 0
+        for variant in {variant for variant, _ in launched(kernel, *args, **kwargs)[0]}:
+            assert compiling.compile_text(compiling.assemble(variant), arch).spills == 0
 
 
 def test_r14_rows_and_constants_compile_nothing_and_structure_does():

@@ -43,7 +43,7 @@ def wide() -> Iterator[None]:
 @pytest.mark.parametrize("kernel", list(CASES), ids=lambda kernel: kernel.name)
 def test_a_launch_gives_the_tensors_of_its_definition(kernel):
     """The default device has no values, so that what is computed there cannot be taken for a result."""
-    for name, case in list(CASES[kernel].items())[::7]:
+    for name, case in list(CASES[kernel].items())[::14]:
         with torch.device("meta"):
             (args, kwargs), again = case(CPU), case(CPU)
             with wide():

@@ -168,7 +168,7 @@ def test_b35_quantized_casts_what_follows_from_the_kept_input_under_its_own_amax
 
 
 @pytest.mark.row("B35")
-@pytest.mark.parametrize("kind", ["delayed", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["delayed", "fp8_block", pytest.param("fp8_current", marks=pytest.mark.slow)])
 def test_b35_a_chain_that_rounds_once_has_the_same_bits_by_default(kind):
     """There ``keep="recompute"`` is refused, since an activation reads more bits than are saved; a norm rounds either way."""
     model, recipe = made(), recipe_for(kind, rounding="single")
@@ -177,7 +177,7 @@ def test_b35_a_chain_that_rounds_once_has_the_same_bits_by_default(kind):
 
 
 @pytest.mark.row("B35")
-@pytest.mark.parametrize("kind", ["delayed", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["delayed", "fp8_block", pytest.param("fp8_current", marks=pytest.mark.slow)])
 def test_b35_interpreter_programs_fusions_and_checkpoints_agree(kind):
     model, recipe = made(), recipe_for(kind, keep="quantized")
     wanted = steps(model, recipe)
@@ -245,7 +245,7 @@ def test_b35_casts_of_experts_are_made_anew_group_by_group(kind, override, singl
 
 
 @pytest.mark.row("B35")
-@pytest.mark.parametrize("kind", ["delayed", "fp8_block", "fp8_current"])
+@pytest.mark.parametrize("kind", ["delayed", "fp8_block", pytest.param("fp8_current", marks=pytest.mark.slow)])
 def test_b35_casts_of_experts_run_as_interpreted_and_beside_kept_weights(kind):
     model, recipe = experts(single=False, bias=False), recipe_for(kind, keep="quantized")
     wanted = expert_steps(model, recipe)

@@ -39,6 +39,9 @@ KINDS = {
 }
 
 
+REPEATED = {"current", "block", "delayed", "high precision"}
+"""Recipes under which tests of something else compare calls that are repeated."""
+
 STEPS = 16
 """Functions that the steps of a call enter at least, beside those of one that is made as a whole."""
 
@@ -204,12 +207,10 @@ of_both = pytest.mark.parametrize("compiled_pair", MODELS, indirect=True)
 
 @of_both
 @pytest.mark.few
-@pytest.mark.parametrize("start", [0, 1])
-def test_every_recipe_has_the_numbers_of_eager_calls(pair, start):
-    """Every second one, in one model."""
-    for recipe in [*KINDS.values()][start::2]:
-        for _ in range(6):
-            pair.step(recipe)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in REPEATED)) for kind in KINDS])
+def test_every_recipe_has_the_numbers_of_eager_calls(pair, kind):
+    for _ in range(6):
+        pair.step(KINDS[kind])
 
 
 @of_converted

@@ -462,10 +462,9 @@ def test_a_write_to_what_was_saved_is_refused(pair):
     assert found == dict(pair.models[0].named_parameters()).keys() - UNREAD
 
 
-@of_converted
-def test_what_is_saved_of_an_input_is_a_copy(pair):
+def test_what_is_saved_of_an_input_is_a_copy():
     """A compiler may overwrite an argument that its graph reads no more."""
-    found = []
+    pair, found = Pair("converted"), []
     for written in (False, False, False, False, True):
         torch.manual_seed(1)
         x = torch.randn(2, 64, 64).bfloat16().requires_grad_()

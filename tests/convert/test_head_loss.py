@@ -387,15 +387,28 @@ def test_what_changes_logits_or_the_loss_later_is_an_error(change):
 
 
 @pytest.mark.cpu
-def test_a_graph_of_torch_compile_agrees_and_notices_what_its_forward_reads():
-    model = llama(num_hidden_layers=1)
+@pytest.mark.parametrize(
+    ("made", "change", "refused"),
+    [
+        (lambda: llama(num_hidden_layers=1), counted, f"wants a loss over the {WORDS} words"),
+        pytest.param(
+            lambda: tiny("Gemma2ForCausalLM", "Gemma2Config", final_logit_softcapping=2.0, num_hidden_layers=1),
+            capped,
+            r"the softcap is 3\.0",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["words", "softcap"],
+)
+def test_a_graph_of_torch_compile_agrees_and_notices_what_its_forward_reads(made, change, refused):
+    model = made()
     plain = copy.deepcopy(model)
     opfuse.fuse_(model, loss="fused")
     compiled = torch.compile(model, backend="aot_eager")
     agree(compiled, plain, batch())
     assert compiled(**batch()).logits is None
-    counted(model)
-    with pytest.raises(ConversionError, match=f"wants a loss over the {WORDS} words"):
+    change(model)
+    with pytest.raises(ConversionError, match=refused):
         compiled(**batch())
 
 

@@ -368,6 +368,9 @@ def memory(
     sequence: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 8192,
     recipe: Annotated[str, typer.Option(help="The kind of recipe; none: bf16.")] = "none",
     keep: Annotated[str | None, typer.Option(help="What the recipe keeps for the backward pass.", show_default=False)] = None,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A YAML file with recipe and policy, in their place.", show_default=False)
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="none, sgd, sgd_momentum, adamw, adamw_foreach, adamw_masters or adamw8bit.")
     ] = "adamw",
@@ -385,7 +388,8 @@ def memory(
     from opfuse.cli.memory import memory
 
     how = {"checkpointing": checkpointing.value, "loss": loss.value, "main_grads": main_grads, "budget": budget}
-    step = {"batch": batch, "sequence": sequence, "recipe": recipe, "keep": keep, "optimizer": optimizer, "world": world, **how}
+    chosen = {"recipe": recipe, "keep": keep, "policy": policy}
+    step = {"batch": batch, "sequence": sequence, "optimizer": optimizer, "world": world, **chosen, **how}
     memory(model, html=html, as_json=as_json, **step)
 
 

@@ -484,6 +484,12 @@ def test_the_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["recipe"] == "none"
     assert sum(found["at_peak"].values()) == found["peak"]
+    policy = config.parent / "policy.yaml"
+    policy.write_text('version: 1\nrecipe: {kind: fp8_current}\npolicy: {"*.down_proj": {kind: none}}\n')
+    assert main(["memory", str(config), "--sequence", "256", "--policy", str(policy), "--json"]) == 0
+    assert found["saved"] > json.loads(capsys.readouterr().out)["saved"]
+    assert main(["memory", str(config), "--policy", str(policy), "--keep", "all"]) == 1
+    assert "wants a recipe in the file alone" in capsys.readouterr().err
     assert main(["memory", str(config), "--recipe", "fp8"]) == 1
     assert "wants a kind of recipe" in capsys.readouterr().err
 

@@ -55,6 +55,9 @@ PLAIN = "bf16"
 KINDS = (PLAIN, *(kind for kind in recipes.RECIPES if kind != "custom"))
 FUSED, QUANTIZED = "fused", "quantized"
 LOSSES = ("plain", "compiled", FUSED, QUANTIZED)
+OF_HEADS: Mapping[str, Any] = {"delayed": recipes.Float8CurrentScaling()}
+"""Recipes of a head whose loss is fused, where that of the layers does not do: it keeps no scales from step to step."""
+
 DEFAULT = "default"
 KEEPS = (DEFAULT, "all", "recompute", "quantized")
 """transformers' own; the same in torch.compile; that of ``fuse_(loss="fused")``, in bf16 around a model that is torch's but for
@@ -181,7 +184,8 @@ def model_of(settings: Settings, device: str) -> Any:
     model: Any = llama(settings, device)
     keep = {} if settings.keep == DEFAULT else {"keep": settings.keep}
     recipe = None if settings.recipe == PLAIN else recipes.recipe_of(settings.recipe, keep)
-    is_fused, head = settings.loss in (FUSED, QUANTIZED), {"lm_head": "default"} if settings.loss == QUANTIZED else None
+    is_fused = settings.loss in (FUSED, QUANTIZED)
+    head = {"lm_head": OF_HEADS.get(settings.recipe, "default")} if settings.loss == QUANTIZED else None
     if recipe is not None:
         opfuse.fuse_(model, recipe, policy=head, pack=True, loss="fused" if is_fused else "own")
     elif is_fused:

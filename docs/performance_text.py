@@ -288,13 +288,13 @@ A step of a whole Llama with random weights on 32 768 tokens (1.1 B parameters) 
 and packed, head, loss, the gradient's norm and the optimizer. *adamw* is torch's fused one over fp32 masters, *adamw8bit*
 torchao's with moments in 8 bits on bf16 weights that are rounded at random ([moments in 8 bits](howto.md#moments-in-8-bits)).
 *compiled loss* is transformers' own under torch.compile, *fused loss* that of `fuse_(loss="fused")`, which never has the logits
-of all tokens; for *quantized loss* a policy has the head's products in FP8, too. Each row is relative to the first row in bf16
-of its table: of 1.1 B parameters with fp32 masters, of 8 B with moments in 8 bits, since masters would not fit. Each case ran by
-itself (`python -m benchmarks.steps`). Under torchao's optimizer the GPU waits for the CPU, so machines differ: in a trace of a
-step with 128 256 words and the fused loss the kernels took 415 ms (408 with the compiled loss), and the step 480 to 515 (460 to
-480). torchao 0.18 calls torch.compile for each parameter at each step: for the 199 parameters here that takes 58 of the 103 ms
-that its step takes the host (measured on a CPU, with small parameters). On another H200 of the same day the 8 B took 619 ms
-under current and 684 under block scaling, 1.32 and 1.19 times the speed of bf16.
+of all tokens; for *quantized loss* a policy has the head's products in FP8, too (current scaling where the layers have delayed).
+Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with moments in 8 bits,
+since masters would not fit. Each case ran by itself (`python -m benchmarks.steps`). Under torchao's optimizer the GPU waits for
+the CPU, so machines differ: in a trace of a step with 128 256 words and the fused loss the kernels took 415 ms (408 with the
+compiled loss), and the step 480 to 515 (460 to 480). torchao 0.18 calls torch.compile for each parameter at each step: for the
+199 parameters here that takes 58 of the 103 ms that its step takes the host (measured on a CPU, with small parameters). On
+another H200 of the same day the 8 B took 619 ms under current and 684 under block scaling, 1.32 and 1.19 times the speed of bf16.
 
 Of the 415 ms the head and its loss take 87 ms: products 76, the loss kernel 11. Torch's ops for the same losses, timed by
 themselves, take 42. Compiled, head and loss take 80, with one product in place of 16.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import opfuse
 from benchmarks import corpus, pretrain
 from benchmarks.pretrain import Data, Settings
 from docs import performance, pretraining
@@ -125,6 +126,15 @@ def test_windows_come_again_in_another_order() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
     assert pretrain.windows_of(10, 3, 7, 16) == [*epochs[0][7:], *epochs[1], *epochs[2][:3]]
     assert pretrain.windows_of(10, 4, 0, 10) != epochs[0]
+
+
+@pytest.mark.parametrize(("recipe", "of_head"), [("delayed", "Float8CurrentScaling"), ("fp8_block", "Float8BlockScaling")])
+def test_a_quantized_loss_has_a_recipe_that_its_head_takes(recipe: str, of_head: str) -> None:
+    model = pretrain.model_of(replace(TINY, recipe=recipe, loss="quantized", compile=False), "cpu")
+    assert opfuse.report(model)[""].recipe == of_head
+    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.lm_head.weight.grad.isfinite().all()
 
 
 @pytest.fixture

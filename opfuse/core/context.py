@@ -137,11 +137,17 @@ class Context:
         cast = self.casts.get(role)
         return x if cast is None else cast(x, *by)
 
+    def keeps_codes(self, x: torch.Tensor) -> bool:
+        """Whether the recipe's ``keep`` has an activation or a norm save codes of ``x``: not where no cast takes it, nor of rows
+        so narrow that codes and a scale are no fewer bytes.
+        """
+        if self.env.keep != "quantized" or isinstance(x, QuantizedTensor) or not x.dim() or x.dtype not in INPUT_DTYPES:
+            return False
+        return x.shape[-1] + torch.float32.itemsize < x.shape[-1] * x.dtype.itemsize
+
     def kept_input(self, x: torch.Tensor) -> Value:
-        """``x`` as the recipe's ``keep`` has an activation or a norm save it; what no cast takes, as it is."""
-        if self.env.keep != "quantized" or isinstance(x, QuantizedTensor):
-            return x
-        return KEPT_INPUT.quantize(x) if x.dim() and x.dtype in INPUT_DTYPES else x
+        """``x`` as the recipe's ``keep`` has an activation or a norm save it."""
+        return KEPT_INPUT.quantize(x) if self.keeps_codes(x) else x
 
     def save(self, **values: Value | None) -> None:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""

@@ -469,6 +469,19 @@ def test_b35_quantized_keeps_inputs_of_norms(norm):
 
 
 @pytest.mark.row("B35")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_b35_quantized_saves_no_more_bytes_of_narrow_rows(dtype):
+    """A row of one column would have a scale of four bytes for its code."""
+    for width in range(1, 8):
+        for op in (ops.GELU(), ops.RMSNorm((8, width)), ops.LayerNorm((8, width))):
+            x, totals = randn(ROWS, 8, width, dtype=dtype).requires_grad_(), []
+            for keep in ("recompute", "quantized"):
+                with opfuse.autocast(recipe=MXFP8BlockScaling(keep=keep)):
+                    totals.append(sum(value.bytes for value in opfuse.saved(to(ops.Sequential(op), dtype), x).values))
+            assert totals[1] == totals[0] - ROWS * 8 * max(0, width * (dtype.itemsize - 1) - 4)
+
+
+@pytest.mark.row("B35")
 def test_b35_quantized_leaves_what_no_cast_takes():
     for dtype, size in ((torch.float64, (ROWS, WIDTH)), (torch.float32, ())):
         x = torch.randn(size, dtype=dtype, requires_grad=True)

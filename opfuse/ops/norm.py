@@ -94,8 +94,18 @@ class _Normalization(BasicOperation):
         """This op as a value; with a context, as it was in that forward pass."""
 
     def _save(self, ctx: Context, x: torch.Tensor, statistics: Statistics, **parameters: torch.Tensor | None) -> None:
-        """Keep what the backward pass reads: the statistics are always those of the input that was normalised."""
-        kept = {"x": ctx.kept_input(x), **statistics._asdict()} if self._reads_input(ctx) else {}
+        """Keep what the backward pass reads: the statistics are always those of the input that was normalised.
+
+        Codes have few bits, which a mean that is large beside the deviations from it would take: theirs are those of the input
+        less that mean in its dtype, and what is left of the mean is saved with them.
+        """
+        kept: dict[str, Value | None] = {}
+        if self._reads_input(ctx):
+            if statistics.mean is not None and ctx.keeps_codes(x):
+                mean = statistics.mean.to(x.dtype)
+                x = x - mean.reshape(*mean.shape, *[1] * (x.dim() - mean.dim()))
+                statistics = statistics._replace(mean=statistics.mean - mean)
+            kept = {"x": ctx.kept_input(x), **statistics._asdict()}
         ctx.save(**{name: (parameters | kept).get(name) for name in self.saves})
 
     def _reads_input(self, ctx: Context) -> bool:

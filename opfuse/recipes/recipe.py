@@ -148,7 +148,7 @@ class Recipe(ABC):
         for casts of weights, which take a byte for each parameter of the model, of results of norms, and of rows for experts.
         ``"all"``: these, too. ``"recompute"``: only the inputs that ops save; casts of results of activations are made anew as
         well. No bit changes. ``"quantized"``: as ``"recompute"``, and inputs of activations and norms are saved in E4M3, with a
-        scale for each 128 columns of a row, so that gradients are those of the dequantized input.
+        scale for each 128 columns of a row (of a LayerNorm less its mean), so that gradients are those of the dequantized input.
     batch_invariant: a row of the result of a forward pass has the same bits whatever other rows are in the batch. Inputs are cast
         row by row, under scales of their own or scales that were there before the batch, and each product has one order of sums
         for any number of rows. Gradients of parameters are sums over all rows of the batch.

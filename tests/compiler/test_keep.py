@@ -461,11 +461,31 @@ def test_b35_quantized_keeps_inputs_of_norms(norm):
     dx, dw, *_ = torch.autograd.grad(y, [x, *model.parameters()], dy)
     centre = x.detach().double().mean(-1, keepdim=True) if norm is ops.LayerNorm else 0.0
     rstd = (x.detach().double() - centre).square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-    xhat, g = (kept_of(x).double() - centre) * rstd, dy.double() * model[0].weight.detach().double()
+    codes_of = x.detach() - centre.float() if norm is ops.LayerNorm else x
+    xhat, g = kept_of(codes_of).double() * rstd, dy.double() * model[0].weight.detach().double()
     mean = g.mean(-1, keepdim=True) if norm is ops.LayerNorm else 0.0
     torch.testing.assert_close(dx.double(), rstd * (g - mean - xhat * (g * xhat).mean(-1, keepdim=True)), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(dw.double(), (dy.double() * xhat).sum(0), rtol=1e-4, atol=1e-4)
     assert not torch.equal(kept_of(x), x)
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_b35_a_mean_takes_no_bits_of_what_a_layer_norm_keeps(dtype):
+    """The mean of some rows is a hundred times the deviations from it; a norm covers two dimensions."""
+    model = to(ops.Sequential(ops.LayerNorm((3, 64))), dtype)
+    x, dy, grads = randn(ROWS, 3, 64, dtype=torch.float32), randn(ROWS, 3, 64, seed=9, dtype=dtype), []
+    x = (x + torch.logspace(-1, 2, ROWS)[:, None, None]).to(dtype).requires_grad_()
+    for keep in (None, "quantized"):
+        for _ in range(3):  # interpreted, recorded, repeated
+            with opfuse.autocast(recipe=MXFP8BlockScaling(keep=keep)):
+                y = model(x)
+            grads.append(torch.autograd.grad(y, [x, *model.parameters()], dy))
+    exact, got = grads[2], grads[5]
+    assert all(equal(grads[3], each) for each in grads[4:])
+    assert not torch.equal(got[1], exact[1])
+    for a, b in zip(got, exact):
+        assert (a - b).float().norm() < 0.05 * b.float().norm()
 
 
 @pytest.mark.row("B35")

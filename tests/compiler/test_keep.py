@@ -389,6 +389,16 @@ def test_b35_rows_for_experts_are_made_anew_for_every_reader(behind, routing, gr
         assert equal(routed_steps(model, recipe.replace(keep=keep), frozen=frozen), wanted), keep
 
 
+@pytest.mark.row("B35")
+def test_b35_quantized_measures_rows_for_experts_once():
+    """They follow from an input that is saved as it is, so that their amax is that of the forward pass."""
+    model, x, chosen = routed(permute(), grouped=False), randn(ROWS, WIDTH).requires_grad_(), torch.zeros(ROWS, 2).long()
+    for keep in (None, "quantized"):
+        with opfuse.autocast(recipe=Float8CurrentScaling(keep=keep)):
+            names = [value.name for value in opfuse.saved(model, x, *[chosen] * model[0].num_extra_inputs).values]
+        assert names.count("amax") == 2, keep  # of the rows, and of the weight
+
+
 class Squared(ops.TokenPermute):
     """Code of one's own where rows are found."""
 
@@ -472,10 +482,10 @@ def test_b35_quantized_keeps_inputs_of_norms(norm):
 @pytest.mark.row("B35")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_b35_a_mean_takes_no_bits_of_what_a_layer_norm_keeps(dtype):
-    """The mean of some rows is a hundred times the deviations from it; a norm covers two dimensions."""
+    """The mean of every other row is a hundred times the deviations from it; a norm covers two dimensions."""
     model = to(ops.Sequential(ops.LayerNorm((3, 64))), dtype)
     x, dy, grads = randn(ROWS, 3, 64, dtype=torch.float32), randn(ROWS, 3, 64, seed=9, dtype=dtype), []
-    x = (x + torch.logspace(-1, 2, ROWS)[:, None, None]).to(dtype).requires_grad_()
+    x = (x + torch.tensor([0.1, 100.2]).repeat(ROWS // 2)[:, None, None]).to(dtype).requires_grad_()  # in bf16 the mean is 100
     for keep in (None, "quantized"):
         for _ in range(3):  # interpreted, recorded, repeated
             with opfuse.autocast(recipe=MXFP8BlockScaling(keep=keep)):
@@ -494,11 +504,14 @@ def test_b35_quantized_saves_no_more_bytes_of_narrow_rows(dtype):
     """A row of one column would have a scale of four bytes for its code."""
     for width in range(1, 8):
         for op in (ops.GELU(), ops.RMSNorm((8, width)), ops.LayerNorm((8, width))):
-            x, totals = randn(ROWS, 8, width, dtype=dtype).requires_grad_(), []
+            x, found = randn(ROWS, 8, width, dtype=dtype).requires_grad_(), []
+            fewer = max(0, width * (dtype.itemsize - 1) - 4)
             for keep in ("recompute", "quantized"):
                 with opfuse.autocast(recipe=MXFP8BlockScaling(keep=keep)):
-                    totals.append(sum(value.bytes for value in opfuse.saved(to(ops.Sequential(op), dtype), x).values))
-            assert totals[1] == totals[0] - ROWS * 8 * max(0, width * (dtype.itemsize - 1) - 4)
+                    found.append(opfuse.saved(to(ops.Sequential(op), dtype), x).values)
+            plain, quantized = (sum(value.bytes for value in values) for values in found)
+            assert quantized == plain - ROWS * 8 * fewer
+            assert (found[1][0].format == "plain") == (fewer == 0)
 
 
 @pytest.mark.row("B35")
@@ -516,3 +529,15 @@ def test_b35_quantized_leaves_what_no_cast_takes():
 def test_b35_an_input_that_its_op_caches_is_no_other_under_quantized():
     model = to(ops.Sequential(ops.GELU(cache_quantized_input=True)), torch.bfloat16)
     assert equal(steps(model, MXFP8BlockScaling(keep="quantized")), steps(model, MXFP8BlockScaling()))
+
+
+@pytest.mark.row("B35")
+@pytest.mark.parametrize("norm", [ops.RMSNorm, ops.LayerNorm])
+def test_b35_quantized_leaves_an_input_that_came_quantized(norm):
+    """Gradients are those of the values that came, and no second cast of them."""
+    model, x, found = to(ops.Sequential(norm(WIDTH)), torch.bfloat16), MXFP8Quantizer()(randn(ROWS, WIDTH)), []
+    for keep in ("recompute", "quantized"):
+        with opfuse.autocast(recipe=MXFP8BlockScaling(keep=keep)):
+            assert opfuse.saved(model, x).values[0].format == "mxfp8_e4m3"
+            found.append(torch.autograd.grad(model(x), list(model.parameters()), randn(ROWS, WIDTH, seed=9)))
+    assert equal(*found)

@@ -147,7 +147,7 @@ class Context:
 
     def kept_input(self, x: torch.Tensor) -> Value:
         """``x`` as the recipe's ``keep`` has an activation or a norm save it."""
-        return KEPT_INPUT.quantize(x) if self.keeps_codes(x) else x
+        return KEPT_INPUT.quantize(x) if self.env.keep == "quantized" and self.keeps_codes(x) else x
 
     def save(self, **values: Value | None) -> None:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""

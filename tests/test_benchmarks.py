@@ -340,6 +340,13 @@ def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: py
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_case_of_steps_says_what_its_recipe_keeps() -> None:
+    case = steps.Case(steps.ONE, "delayed", keep="recompute")
+    assert case.settings.keep == "recompute"
+    assert "delayed keep=recompute + adamw" in str(case)
+    assert "keep" not in str(steps.BASES[steps.ONE])
+
+
 def test_whole_steps_are_compared_with_the_first_in_bf16_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("transformers", "torchao"):
         pytest.importorskip(library, reason="of the extra `test`")

@@ -137,6 +137,15 @@ def test_a_quantized_loss_has_a_recipe_that_its_head_takes(recipe: str, of_head:
     assert model.lm_head.weight.grad.isfinite().all()
 
 
+def test_a_run_saves_what_its_recipe_keeps() -> None:
+    ids = torch.arange(LENGTH).view(1, LENGTH)
+    saved = {}
+    for keep in ("default", "quantized"):
+        model = pretrain.model_of(replace(TINY, recipe="fp8_current", keep=keep, compile=False), "cpu")
+        saved[keep] = sum(value.bytes for value in opfuse.saved(model, input_ids=ids).values if value.name == "x")
+    assert saved["quantized"] < saved["default"]
+
+
 @pytest.fixture
 def _eager() -> Iterator[None]:
     """torchao compiles its step, which takes long."""

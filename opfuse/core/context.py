@@ -147,7 +147,8 @@ class Context:
 
     def kept_input(self, x: torch.Tensor) -> Value:
         """``x`` as the recipe's ``keep`` has an activation or a norm save it."""
-        return KEPT_INPUT.quantize(x) if self.env.keep == "quantized" and self.keeps_codes(x) else x
+        keeps = self.env.keep == "quantized" and self.keeps_codes(x)  # every activation of every call asks the first
+        return KEPT_INPUT.quantize(x) if keeps else x
 
     def save(self, **values: Value | None) -> None:
         """Keep named values for the backward pass. SavedTensorError unless the names are the ones the op declares."""

@@ -330,11 +330,15 @@ def decayed(tensors: Iterable[torch.Tensor], decay: float) -> list[Record]:
 
 
 def clipped(tensors: Iterable[torch.Tensor], most: float) -> torch.Tensor:
-    """The norm of all gradients, in fp32 whatever their dtype; then it is ``most`` at most."""
+    """The norm of all gradients, in fp32 whatever their dtype; then it is ``most`` at most.
+
+    torch scales all gradients in a few launches if the factor has their dtype, else in one launch each at a quarter of the speed.
+    So of gradients in bf16 the factor is rounded, to the same number for all.
+    """
     given = [each for each in tensors if each.grad is not None]
-    norms = [torch.linalg.vector_norm(each.grad, dtype=torch.float32) for each in given if each.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    nn.utils.clip_grads_with_norm_(given, most, norm)
+    gradients = [each.grad for each in given if each.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]))
+    nn.utils.clip_grads_with_norm_(given, most, norm.to(gradients[0].dtype))
     return norm
 
 

@@ -347,7 +347,25 @@ def test_a_case_of_steps_says_what_its_recipe_keeps() -> None:
     assert "keep" not in str(steps.BASES[steps.ONE])
 
 
-def test_whole_steps_are_compared_with_the_first_in_bf16_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_steps_are_compared_with_bf16_before_and_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, eight = (steps.Case(size, "fp8_current") for size in (steps.ONE, steps.EIGHT))
+    ran: list[steps.Case] = []
+    seconds = iter((3.0, 2.0, 5.0, 7.0, 4.0, 9.0))
+
+    def measured(case: steps.Case, rounds: int, device: str) -> tuple[float, int]:
+        ran.append(case)
+        return next(seconds), 100
+
+    monkeypatch.setattr(steps, "measured", measured)
+    found = {(each["name"], each["unit"]): each["value"] for each in steps.records(cases=(one, eight), device="cpu")}
+    bases = [steps.BASES[case.size] for case in (one, eight)]
+    assert ran == [bases[0], one, bases[0], bases[1], eight, bases[1]]
+    speeds = [found[f"{case}, step", "x torch.compile bf16"] for case in (one, eight)]
+    assert speeds == [4.0 / 2.0, 8.0 / 4.0]
+    assert [found[f"{base}, step", "ms"] for base in bases] == [4000.0, 8000.0]
+
+
+def test_a_whole_step_is_compared_with_one_in_bf16_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("transformers", "torchao"):
         pytest.importorskip(library, reason="of the extra `test`")
     monkeypatch.setattr(steps, "WORDS", 512)

@@ -101,8 +101,8 @@ class Settings:
     tokenizer has. keep: of the recipe, "default" or one of its values. optimizer: of :data:`UPDATES`. rate: the highest learning
     rate, reached after warm_up of the steps; a cosine brings it down to floor of it. decay: of matrices. clip: norm of the
     gradient. validation_tokens: held out, the same ones every ``every`` steps. compile: whether torch.compile takes each layer.
-    graph: whether passes and clipping are repeated as one CUDA graph; the optimizer steps outside, since torchao's counts its
-    steps on the CPU.
+    graph: whether passes, clipping and a step of ``adamw8bit`` are repeated as one CUDA graph. Masters are updated outside of it,
+    since their gradients stay from step to step.
     """
 
     recipe: str = PLAIN
@@ -251,8 +251,10 @@ class Data:
 class OnMasters:
     """torch's fused AdamW over fp32 masters of the weights, whose gradients are the sums of those of micro-batches.
 
-    updated: what the optimizer updates, by the names of the weights.
+    updated: what the optimizer updates, by the names of the weights. in_graph: whether a CUDA graph of a step has the update.
     """
+
+    in_graph = False
 
     def __init__(self, weights: Mapping[str, torch.Tensor], settings: Settings) -> None:
         self.weights = weights
@@ -271,13 +273,20 @@ class OnMasters:
                 target.add_(gradient, alpha=part)
             weight.grad = None
 
-    def step(self, rate: float) -> None:
-        """Update at a learning rate, and forget the gradients."""
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+    def step(self) -> None:
+        """Update, and forget the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
         self.cast()
+
+    def load(self, state: Record) -> None:
+        """What the optimizer knew."""
+        self.optimizer.load_state_dict(state)
 
     @torch.no_grad()
     def cast(self) -> None:
@@ -289,8 +298,11 @@ class OnMasters:
 class OnWeights:
     """torchao's AdamW with moments in 8 bits on the bf16 weights themselves, rounded at random; nothing else is held.
 
-    Gradients are those that autograd leaves: in bf16 if a step is one micro-batch, else summed in fp32.
+    Gradients are those that autograd leaves: in bf16 if a step is one micro-batch, else summed in fp32. torchao makes its
+    learning rate and its counts of steps on the default device: here on that of the weights, for a CUDA graph to read them.
     """
+
+    in_graph = True
 
     def __init__(self, weights: Mapping[str, torch.Tensor], settings: Settings) -> None:
         from torchao.optim import AdamW8bit
@@ -299,19 +311,33 @@ class OnWeights:
         if settings.step_tokens > settings.micro * settings.sequence:
             for weight in weights.values():
                 weight.grad_dtype = torch.float32
+        self._device = next(iter(weights.values())).device
         groups = decayed(weights.values(), settings.decay)
-        self.optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=settings.rate, betas=BETAS, bf16_stochastic_round=True)
+        with self._device:
+            self.optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=settings.rate, betas=BETAS, bf16_stochastic_round=True)
 
     def backward(self, loss: torch.Tensor, part: float) -> None:
         """Add the gradients of ``part`` of a micro-batch's loss."""
         (loss * part).backward()
 
-    def step(self, rate: float) -> None:
-        """Update at a learning rate, which torchao's compiled step reads from a tensor, and forget the gradients."""
+    def set_rate(self, rate: float) -> None:
+        """The learning rate of the next step, a tensor."""
         for group in self.optimizer.param_groups:
             group["lr"].fill_(rate)
-        self.optimizer.step()
+
+    def step(self) -> None:
+        """Update, and forget the gradients."""
+        with self._device:
+            self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def load(self, state: Record) -> None:
+        """What the optimizer knew: torch moves neither the learning rate nor the counts to the device of the weights."""
+        self.optimizer.load_state_dict(state)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"].to(self._device)
+        for known in self.optimizer.state.values():
+            known["step"] = known["step"].to(self._device)
 
     def cast(self) -> None:
         """Weights are what is updated."""
@@ -351,7 +377,11 @@ class Run:
         self.model = model_of(settings, device)
         self.weights = dict(self.model.named_parameters())
         self.update = UPDATES[settings.optimizer](self.weights, settings)
-        self._gradients = opfuse.graphed_step(self.passes, self.model) if settings.graph else self.passes
+        if self.update.in_graph:
+            step, parts = self.passes_and_update, (self.model, self.update.optimizer)
+        else:
+            step, parts = self.passes, (self.model,)
+        self._step = opfuse.graphed_step(step, *parts) if settings.graph else step
         self.held_out = data.held_out()
         self.step = self.first = 0
         self.curve: Curve = {name: [] for name in COLUMNS}
@@ -380,8 +410,10 @@ class Run:
         """One step."""
         start = time.perf_counter()
         rate, parts = self.settings.rate_of(self.step), self.data.of_step(self.step).split(self.settings.micro)
-        loss, norm = self._gradients([part.to(self.device) for part in parts])
-        self.update.step(rate)
+        self.update.set_rate(rate)
+        loss, norm = self._step([part.to(self.device) for part in parts])
+        if not self.update.in_graph:
+            self.update.step()
         self.step += 1
         row = (self.step, self.tokens, loss.item(), rate, norm.item(), time.perf_counter() - start)
         for name, value in zip(COLUMNS, row):
@@ -401,6 +433,12 @@ class Run:
             self.update.backward(loss, part)
             whole += part * loss.detach().float()
         return whole, clipped(self.update.updated.values(), self.settings.clip)
+
+    def passes_and_update(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and the weights follow the gradients."""
+        found = self.passes(parts)
+        self.update.step()
+        return found
 
     def validate(self) -> None:
         """The loss of what is held out, in evaluation mode."""
@@ -447,7 +485,7 @@ class Run:
                 updated.copy_(found["updated"][name])
         self.update.cast()
         self.model.load_state_dict({**{name: weight.detach() for name, weight in self.weights.items()}, **found["others"]})
-        self.update.optimizer.load_state_dict(found["optimizer"])
+        self.update.load(found["optimizer"])
         torch.set_rng_state(found["generators"]["cpu"])
         if self.device == "cuda":
             torch.cuda.set_rng_state(found["generators"]["cuda"])

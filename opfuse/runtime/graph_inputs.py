@@ -229,13 +229,13 @@ def _is_filled(cell: Any) -> bool:
 
 def memory_of(value: Any) -> Any:
     """Of a tensor, where and how it lies, or, if it wraps others, that of these; all else is itself."""
-    if type(value) in PLAIN:
-        return value.data_ptr(), value.shape, value.stride(), value.dtype
-    if not isinstance(value, torch.Tensor):
-        return value
-    flatten = getattr(value, "__tensor_flatten__", None)
-    lies = value.data_ptr(), value.shape, value.stride(), value.dtype
-    return lies if flatten is None else [memory_of(getattr(value, name)) for name in flatten()[0]]
+    if type(value) not in PLAIN:
+        if not isinstance(value, torch.Tensor):
+            return value
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is not None:
+            return [memory_of(getattr(value, name)) for name in flatten()[0]]
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def _settings_of_torch() -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """``opfuse.graphed_step`` on the device: steps that graphs repeat have the bits of steps that run, and tell of changes."""
 
+import contextlib
 import copy
 import gc
 import random
@@ -28,6 +29,7 @@ class Training:
         settings = {"capturable": True, **settings} if make is torch.optim.AdamW else settings
         self.optimizer = make(self.model.parameters(), lr=rate, **settings)
         self.recipe, self.zeroes, self.device = recipe, zeroes, device
+        self.around_update = contextlib.nullcontext()
 
     def __call__(self, x, weight=1.0):
         if self.recipe is None:
@@ -37,7 +39,8 @@ class Training:
                 y = self.model(x)
         loss = ((y - x).float().square() * weight).mean()
         loss.backward()
-        self.optimizer.step()
+        with self.around_update:
+            self.optimizer.step()
         if self.zeroes:
             self.optimizer.zero_grad()
         return {"loss": loss, "y": y}
@@ -590,6 +593,36 @@ def test_numbers_of_the_cpu(device):
     eight = pytest.importorskip("torchao.optim").AdamW8bit
     with raised(UnsupportedError, RuntimeError, "on the CPU", "AdamW8bit"):
         Training(device, make=eight).graphed()(batch(0, device))
+
+
+def test_moments_in_8_bits_step_in_the_graph(device):
+    """torchao makes its rate and its counts of steps on the default device, and rounds by numbers that the device draws."""
+    eight = pytest.importorskip("torchao.optim").AdamW8bit
+
+    def made():
+        with torch.device(device):
+            training = Training(device, RECIPES["current"](), make=eight, bf16_stochastic_round=True)
+        training.around_update = torch.device(device)
+        return training
+
+    one, other = made(), made()
+    graph = one.graphed()
+    for step in range(STEPS):
+        x = batch(step, device)
+        for each in (one, other):
+            each.optimizer.param_groups[0]["lr"].fill_(1e-2 / (1 + step))
+        torch.cuda.manual_seed(step)
+        got = graph(x)
+        torch.cuda.manual_seed(step)
+        assert torch.equal(got["loss"], other(x)["loss"]), step
+        assert same([*one.model.parameters()], [*other.model.parameters()]), step
+    assert graph.replays == STEPS - 3
+    states = [[*each.optimizer.state.values()] for each in (one, other)]
+    for name in ("exp_avg", "exp_avg_sq"):
+        codes = [[state[name].codes for state in some if hasattr(state[name], "codes")] for some in states]
+        assert codes[0]
+        assert same(*codes)
+    assert {state["step"].item() for state in states[0]} == {STEPS}
 
 
 def test_schedulers_inside(device):

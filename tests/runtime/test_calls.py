@@ -92,7 +92,8 @@ def test_an_update_is_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch, *, keeps: bool = True, single: bool = True) -> int:
     """All calls of a step, those of torch included, of experts whose weights may be kept, on a device that does nothing.
 
-    But for those that move an argument whose address the allocator has changed, each with a look into a dictionary.
+    But for what depends on addresses, which the allocator chooses: calls that move an argument, each with a look into a
+    dictionary, and graphs of launches.
     """
     model = to(ops.GroupedLinear(experts, SIZE, SIZE, bias=False, single_grouped_weight=single), torch.bfloat16)
     splits, x = torch.full((experts,), 256 // experts), randn(256, SIZE).to(torch.bfloat16).requires_grad_()
@@ -103,6 +104,7 @@ def calls_of_experts(experts: int, monkeypatch: pytest.MonkeyPatch, *, keeps: bo
         torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))
 
     with monkeypatch.context() as patch, torch.autograd.set_multithreading_enabled(False):
+        patch.setenv("OPFUSE_LAUNCH_GRAPHS", "0")
         patch.setattr(RaggedProducts, "supported_on", lambda *_: True)
         with fake_device(patch), launches_seen(patch), opfuse.kept_weights(model) if keeps else nullcontext():
             patch.setattr("opfuse.runtime.replay.codegen.driver", lambda: SimpleNamespace(launchKernel=lambda *_: None))

@@ -32,15 +32,39 @@ from opfuse.core.watched import Tree, enroll, enrolled, prepared
 from opfuse.errors import ConversionError, Described, OpfuseWarning, describe, notice
 from opfuse.inspect.alike import short
 from opfuse.recipes import Recipe, autocast, current_recipe
-from opfuse.recipes.autocast import in_region
+from opfuse.recipes.autocast import in_region, mark_region_used
 from opfuse.runtime.compile.backward_tape import BackwardTape
 from opfuse.runtime.compile.custom_op import follow, hindrance, parameters_of
 from opfuse.runtime.compile.saved_call import CallInside
 from opfuse.runtime.interpret.checkpoint_replay import CheckpointedCall, repeated
+from opfuse.sources import site
 from opfuse.torch_private.compiler import constant_when_traced
 
 SHOWN = "extra_repr"
 """The method that ``print`` asks, which a module may have of its own."""
+
+
+class _ModuleRegion(autocast):
+    """The region of a converted module of class ``kind``: where a call is not for its pipeline, nothing runs under the recipe."""
+
+    def __init__(self, recipe: Recipe, kind: type[nn.Module], *, tells: bool) -> None:
+        """tells: whether something would have been cast."""
+        super().__init__(recipe=recipe)
+        self._kind, self._tells = kind, tells
+
+    def tell_unused(self, recipe: Recipe) -> None:
+        """An OpfuseWarning, once; Python shows one of all modules of a class, for which the text is the same."""
+        if self._tells:
+            self._tells = False
+            got = f"a call that its pipeline is not for ran in high precision, and not under {recipe!r}"
+            cure = "pass contiguous tensors in the dtype of its weights, with the arguments and in the mode that docs/fuse.md "
+            cure += "names; opfuse.explain(model, ...) says what runs"
+            text = notice(self._kind.__name__, got=got, cure=cure)
+            warnings.warn_explicit(text, OpfuseWarning, *site(), registry=_SHOWN)
+
+
+_SHOWN: dict[Any, Any] = {}
+"""What Python has shown of such warnings, as it keeps it for a module."""
 
 
 class Converted(GivenForward):
@@ -74,7 +98,7 @@ class Converted(GivenForward):
         self.guard = ModuleGuard(module, self.label, members)
         self.proven = proven
         self.recipe = recipe
-        self.region = None if recipe is None else autocast(recipe=recipe)
+        self.region = None if recipe is None else _ModuleRegion(recipe, type(module), tells=bool(run.casting()))
         self.warned = False
         self.in_graph: InGraph | None = None
 
@@ -137,7 +161,10 @@ class Converted(GivenForward):
         if current_recipe() is None or any_transformed((*args, *kwargs.values(), *self._parameters())):
             return self._unfused(args, kwargs)
         given = self._given(args, kwargs)
-        if given is None or not self._is_proven(given) or self.is_changed():
+        if given is None or not self._is_proven(given):
+            return self._unfused(args, kwargs)
+        if self.is_changed():
+            mark_region_used()  # a warning has told of the change
             return self._unfused(args, kwargs)
         x, *arguments = given
         return self.compute(x, arguments)

@@ -126,7 +126,17 @@ class autocast(contextlib.ContextDecorator):
             for hook in region.hooks.values():
                 hook(kind is None)
             if kind is None and region.recipe is not None and not region.used:
-                _warn_unused(region.recipe)
+                self.tell_unused(region.recipe)
+
+    def tell_unused(self, recipe: Recipe) -> None:
+        """An OpfuseWarning at the region that ends now, in which nothing ran under ``recipe``, once for each place."""
+        file, line, level = place_of_block(contextlib.__file__)  # which calls it for a decorator
+        place = file, line
+        if place not in _warned:
+            _warned.add(place)
+            cure = "call a module that is made of opfuse.ops, such as ops.Linear, inside; or leave out the region"
+            where, wanted = f"autocast region of {recipe!r}", "ops of opfuse that run under the recipe"
+            warnings.warn(describe(where, wanted=wanted, got="none", cure=cure), OpfuseWarning, stacklevel=level)
 
 
 def under(recipe: Recipe | None) -> autocast:
@@ -136,17 +146,6 @@ def under(recipe: Recipe | None) -> autocast:
 
 _warned: set[tuple[str, int]] = set()
 """Places of regions that were warned of."""
-
-
-def _warn_unused(recipe: Recipe) -> None:
-    """An OpfuseWarning at the region that ends now, once for each place."""
-    file, line, level = place_of_block(contextlib.__file__)  # which calls it for a decorator
-    place = file, line
-    if place not in _warned:
-        _warned.add(place)
-        cure = "call a module that is made of opfuse.ops, such as ops.Linear, inside; or leave out the region"
-        where, wanted = f"autocast region of {recipe!r}", "ops of opfuse that run under the recipe"
-        warnings.warn(describe(where, wanted=wanted, got="none", cure=cure), OpfuseWarning, stacklevel=level)
 
 
 def mark_region_used() -> None:

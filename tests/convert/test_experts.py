@@ -333,6 +333,7 @@ def test_the_result_has_the_dtype_of_the_tokens_whatever_the_weights_have():
         model(x, chosen, weights)  # as without opfuse
 
 
+@pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
 def test_tokens_that_are_a_transpose_keep_their_layout():
     """A forward that begins with ``zeros_like`` returns the layout of its tokens; rows with gaps give a result without any."""
     model, (x, chosen, weights) = Mixture(), routed()

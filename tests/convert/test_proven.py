@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import opfuse
 from opfuse.convert.leaves import norm_of
-from opfuse.recipes import DelayedScaling, MXFP8BlockScaling
+from opfuse.errors import OpfuseWarning
+from opfuse.recipes import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from tests.convert.blocks import Attention, GatedMLP, Residual
 from tests.convert.test_fuse import EXACT, FP8
 from tests.plans import plans_used
@@ -273,6 +274,7 @@ def test_what_torch_autocast_may_cast_otherwise_is_left_to_it(name):
     assert found.dtype == wanted.dtype
 
 
+@pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
 def test_fp64_is_left_alone_by_torch_autocast_and_another_dtype_is_refused_as_before():
     model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).double(), torch.randn(8, 32).double()
     wanted = model(x)
@@ -322,6 +324,7 @@ FOLLOWED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_no_pipeline_can_run_is_the_forward_of_the_module(name):
     """In high precision, as it would be without opfuse."""
@@ -330,6 +333,23 @@ def test_what_no_pipeline_can_run_is_the_forward_of_the_module(name):
     wanted = FOLLOWED[name](model, x)
     opfuse.fuse_(model, FP8)
     torch.testing.assert_close(FOLLOWED[name](model, x), wanted)
+
+
+def test_a_module_says_once_that_a_call_ran_in_high_precision():
+    """Where nothing of it ran under its recipe, at the line of the call; a norm alone casts nothing, and has nothing to say."""
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), torch.randn(8, 32)
+    opfuse.fuse_(model, FP8)
+    text = r"Sequential: a call that its pipeline is not for ran in high precision, and not under Float8CurrentScaling\(\)"
+    with pytest.warns(OpfuseWarning, match=text) as told:
+        found = torch.func.vmap(model)(x)
+    assert [each.filename for each in told] == [__file__]
+    torch.testing.assert_close(torch.func.vmap(model)(x), found)
+    with plans_used() as plans:
+        model(x)
+    assert plans
+    norm = nn.Sequential(nn.RMSNorm(32))
+    opfuse.fuse_(holder := nn.ModuleDict({"norm": norm, "model": model}), Float8CurrentScaling(keep="quantized"))
+    torch.func.vmap(holder["norm"])(x)
 
 
 # -- what others could notice ----------------------------------------------------------------------------------------------------

@@ -931,6 +931,7 @@ def test_weights_of_one_half_type_under_autocast_of_the_other(dtype, other):
         torch.testing.assert_close(model(x), plain(x), rtol=2**-5, atol=2**-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
 def test_a_sparse_parameter_is_multiplied_by_the_module():
     plain, x = Attention(), torch.randn(16, 32)
     model = copy.deepcopy(plain)
@@ -990,6 +991,7 @@ class Hearing(nn.Parameter):
         return 2 * y if function is nn.functional.linear else y
 
 
+@pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
 @pytest.mark.parametrize("name", ["q.weight", "o.weight", "k.bias"])
 def test_a_parameter_whose_class_hears_of_functions_is_multiplied_by_the_module(name):
     plain, x = Attention(), torch.randn(2, 16, 32)

@@ -5,7 +5,7 @@ gradient's norm, and the optimizer. Its tokens are random, as neither time nor m
 bf16, compiled in the same way; both are compared with bf16 under torch's AdamW over fp32 masters, or, of 8 B parameters, where
 those would not fit, with bf16 under the optimizer that fits.
 
-"graph": passes and clipping are one CUDA graph (``opfuse.graphed_step``), while which runs the host queues the optimizer's step.
+"graph": passes and clipping are one CUDA graph (``opfuse.graphed_step``), and so is the step of torchao's optimizer.
 
 Each case runs by itself, since most of them take the greater part of a GPU: one after another in a process, from an empty GPU.
 What the cases of a size are compared with runs before them and again behind them, since a GPU slows down as it warms up.

@@ -358,8 +358,8 @@ def decayed(tensors: Iterable[torch.Tensor], decay: float) -> list[Record]:
 def clipped(tensors: Iterable[torch.Tensor], most: float) -> torch.Tensor:
     """The norm of all gradients, in fp32 whatever their dtype; then it is ``most`` at most.
 
-    torch scales all gradients in a few launches if the factor has their dtype, else in one launch each at a quarter of the speed.
-    So of gradients in bf16 the factor is rounded, to the same number for all.
+    torch scales all gradients in a few launches if the factor has their dtype, else in one launch each: on an H200 201 gradients
+    in bf16 took 5.0 ms by a factor in fp32, and 2.4 ms in fp32. So of gradients in bf16 the factor is rounded, the same for all.
     """
     given = [each for each in tensors if each.grad is not None]
     gradients = [each.grad for each in given if each.grad is not None]
@@ -381,7 +381,7 @@ class Run:
             step, parts = self.passes_and_update, (self.model, self.update.optimizer)
         else:
             step, parts = self.passes, (self.model,)
-        self._step = opfuse.graphed_step(step, *parts) if settings.graph else step
+        self._train_step = opfuse.graphed_step(step, *parts) if settings.graph else step
         self.held_out = data.held_out()
         self.step = self.first = 0
         self.curve: Curve = {name: [] for name in COLUMNS}
@@ -411,7 +411,7 @@ class Run:
         start = time.perf_counter()
         rate, parts = self.settings.rate_of(self.step), self.data.of_step(self.step).split(self.settings.micro)
         self.update.set_rate(rate)
-        loss, norm = self._step([part.to(self.device) for part in parts])
+        loss, norm = self._train_step([part.to(self.device) for part in parts])
         if not self.update.in_graph:
             self.update.step()
         self.step += 1

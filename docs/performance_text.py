@@ -290,13 +290,13 @@ torchao's with moments in 8 bits on bf16 weights that are rounded at random ([mo
 *compiled loss* is transformers' own under torch.compile, *fused loss* that of `fuse_(loss="fused")`, which never has the logits
 of all tokens; for *quantized loss* a policy has the head's products in FP8, too (current scaling where the layers have delayed).
 Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with moments in 8 bits,
-since masters would not fit. Each case ran by itself, bf16 before and behind those that are compared with it
-(`python -m benchmarks.steps`). Under torchao's optimizer the GPU may wait for the CPU, so machines differ: a step of it over
-1.1 B parameters takes the host 97 ms and the GPU 22, where torch's fused AdamW over fp32 masters takes 10 in all. torchao 0.18
-calls torch.compile for each parameter at each step: for the 199 parameters here that is 58 of the 103 ms that its step takes the
-host of another machine, with small parameters. On another H200 of the same day, 32 768 words, delayed scaling with 8-bit
-moments had 1.28 times the speed of bf16 with the loss fused, 1.26 with the head in FP8, and the 8 B 1.36 under current and 1.47
-under delayed scaling without a graph.
+since masters would not fit. Each case ran by itself, bf16 before and behind those that are compared with it (`python -m
+benchmarks.steps`); in this record torchao's optimizer stepped outside of the graph. Under torchao's optimizer the GPU may wait
+for the CPU, so machines differ: a step of it over 1.1 B parameters takes the host 97 ms and the GPU 22, where torch's fused
+AdamW over fp32 masters takes 10 in all. torchao 0.18 calls torch.compile for each parameter at each step: for the 199
+parameters here that is 58 of the 103 ms that its step takes the host of another machine, with small parameters. On another H200
+of the same day, 32 768 words, delayed scaling with 8-bit moments had 1.28 times the speed of bf16 with the loss fused, 1.26
+with the head in FP8, and the 8 B 1.36 under current and 1.47 under delayed scaling without a graph.
 
 In a trace of a step with 128 256 words, kernels took 415 ms with the fused loss and 408 with the compiled
 one. Of the 415 ms the head and its loss take 87 ms: products 76, the loss kernel 11. Torch's ops for the same losses, timed by

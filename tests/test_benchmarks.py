@@ -339,7 +339,6 @@ def test_a_converted_model_is_measured_as_called_and_as_compiled(monkeypatch: py
     assert all(f"| {kind} {how} |" in page for kind in converted.KINDS for how in ("called", "compiled"))
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_case_of_steps_says_what_its_recipe_keeps() -> None:
     case = steps.Case(steps.ONE, "delayed", keep="recompute")
     assert case.settings.keep == "recompute"

@@ -52,7 +52,7 @@ class _ModuleRegion(autocast):
         super().__init__(recipe=recipe)
         self._kind, self._tells = kind, tells
 
-    def tell_unused(self, recipe: Recipe) -> None:
+    def _tell_unused(self, recipe: Recipe) -> None:
         """An OpfuseWarning, once; Python shows one of all modules of a class, for which the text is the same."""
         if self._tells:
             self._tells = False

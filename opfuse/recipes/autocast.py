@@ -126,9 +126,9 @@ class autocast(contextlib.ContextDecorator):
             for hook in region.hooks.values():
                 hook(kind is None)
             if kind is None and region.recipe is not None and not region.used:
-                self.tell_unused(region.recipe)
+                self._tell_unused(region.recipe)
 
-    def tell_unused(self, recipe: Recipe) -> None:
+    def _tell_unused(self, recipe: Recipe) -> None:
         """An OpfuseWarning at the region that ends now, in which nothing ran under ``recipe``, once for each place."""
         file, line, level = place_of_block(contextlib.__file__)  # which calls it for a decorator
         place = file, line

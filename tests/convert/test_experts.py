@@ -12,7 +12,7 @@ from opfuse.convert.leaves import GATED
 from opfuse.errors import OpfuseWarning
 from opfuse.ops import SwiGLU
 from opfuse.recipes import MXFP8BlockScaling
-from tests.convert.test_fuse import EXACT, called, converted_exactly
+from tests.convert.test_fuse import EXACT, MAY_RUN_PLAIN, called, converted_exactly
 from tests.ops.test_routing import made_by
 from tests.plans import plans_used
 
@@ -333,7 +333,7 @@ def test_the_result_has_the_dtype_of_the_tokens_whatever_the_weights_have():
         model(x, chosen, weights)  # as without opfuse
 
 
-@pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
+@MAY_RUN_PLAIN
 def test_tokens_that_are_a_transpose_keep_their_layout():
     """A forward that begins with ``zeros_like`` returns the layout of its tokens; rows with gaps give a result without any."""
     model, (x, chosen, weights) = Mixture(), routed()

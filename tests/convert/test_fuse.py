@@ -36,6 +36,9 @@ def nothing_quantized(role):
 EXACT = CustomRecipe(qfactory=nothing_quantized)
 """Pipelines run under it, and cast nothing."""
 
+MAY_RUN_PLAIN = pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
+"""For tests of calls that run the module's own forward, which a warning says."""
+
 
 def sequential():
     return nn.Sequential(

@@ -27,7 +27,7 @@ from opfuse.convert.converted import converted
 from opfuse.errors import ConversionError, OpfuseWarning
 from opfuse.recipes import DelayedScaling, Float8BlockScaling, MXFP8BlockScaling
 from tests.convert.blocks import Attention
-from tests.convert.test_fuse import EXACT, FP8, called, converted_exactly
+from tests.convert.test_fuse import EXACT, FP8, MAY_RUN_PLAIN, called, converted_exactly
 from tests.plans import plans_used
 
 
@@ -931,7 +931,7 @@ def test_weights_of_one_half_type_under_autocast_of_the_other(dtype, other):
         torch.testing.assert_close(model(x), plain(x), rtol=2**-5, atol=2**-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
+@MAY_RUN_PLAIN
 def test_a_sparse_parameter_is_multiplied_by_the_module():
     plain, x = Attention(), torch.randn(16, 32)
     model = copy.deepcopy(plain)
@@ -991,7 +991,7 @@ class Hearing(nn.Parameter):
         return 2 * y if function is nn.functional.linear else y
 
 
-@pytest.mark.filterwarnings("ignore:.*a call that its pipeline is not for:opfuse.errors.OpfuseWarning")
+@MAY_RUN_PLAIN
 @pytest.mark.parametrize("name", ["q.weight", "o.weight", "k.bias"])
 def test_a_parameter_whose_class_hears_of_functions_is_multiplied_by_the_module(name):
     plain, x = Attention(), torch.randn(2, 16, 32)

@@ -9,6 +9,8 @@ from benchmarks import calls
 from benchmarks.adapters import ALL, BF16, GRAPH, OURS, SHORT
 from benchmarks.converted import COMPILED, LLAMA, STEP
 from benchmarks.libraries import AS_GRAPH, TORCHAO
+from benchmarks.pretrain import QUANTIZED
+from benchmarks.steps import EIGHT, MANY, ONE, Case
 from docs import performance_text as prose
 from docs.performance_figures import of_script
 from docs.tables import llama_speeds
@@ -32,6 +34,7 @@ def gains(record: Record, several: Record, h100: Record) -> str:
         **mixtures(record),
         **compiled(record),
         **memory(record),
+        **steps(record),
         **emulated(record),
     )
 
@@ -161,6 +164,22 @@ def memory(record: Record) -> dict[str, str]:
         )
         for key, setting in settings.items()
         for what in ("saved", "peak")
+    }
+
+
+def steps(record: Record) -> dict[str, str]:
+    """Speeds of whole training steps over bf16, and peaks in percent of its."""
+    whole = {"whole": [Case(EIGHT, kind, "adamw8bit") for kind in ("fp8_current", "delayed")]}
+    whole |= {"whole_graph": [Case(EIGHT, kind, "adamw8bit", graph=True) for kind in ("fp8_block", "fp8_current")]}
+    least = {name: Case(size, "delayed", "adamw8bit", QUANTIZED, graph=True) for name, size in (("small", ONE), ("large", MANY))}
+
+    def speed(case: Case) -> float:
+        return value(record, "steps", f"{case}, step", f"x {COMPILED}")
+
+    return {
+        **{name: between(map(speed, cases)) for name, cases in whole.items()},
+        **{f"{name}_speed": f"{speed(case):.2f}" for name, case in least.items()},
+        **{f"{name}_peak": f"{value(record, 'steps', f'{case}, peak', f'% of {COMPILED}'):.0f}" for name, case in least.items()},
     }
 
 

@@ -15,9 +15,10 @@ bf16, and gathers {fsdp_bytes} of the bytes. Compiled, under current and block s
 of bf16 with 4096 tokens and {tokens_16384} with 16384, and {torchao_16384} times that of torchao. With few tokens the CPU
 decides ({tokens_512} with 512): as one CUDA graph (`opfuse.graphed_step`) a step has {graph_512} times the speed of compiled
 bf16 with 512 tokens, {graph_1024} with 1024 and {graph_2048} with 2048, which is {graphs_512} and {graphs_2048} times that of
-bf16 as a graph with 512 and 2048. Not measured: all layers of an 8B model, more than {ranks} GPUs. A 1.1 B Llama was [trained
-for 8 M tokens](#a-11-b-llama). [Llama](#llama-converted-with-fuse_), [beside torchao](#llama-beside-torchao), [CPU
-time](#cpu-time), [several GPUs](#several-gpus).
+bf16 as a graph with 512 and 2048. A whole step of all 32 layers on one H200, 8192 tokens, with torchao's moments in 8 bits:
+{whole} times the speed of bf16, and {whole_graph} as one CUDA graph. Not measured: more than {ranks} GPUs. A 1.1 B Llama was
+[trained for 8 M tokens](#a-11-b-llama). [Llama](#llama-converted-with-fuse_), [beside torchao](#llama-beside-torchao), [whole
+steps](#whole-training-steps), [CPU time](#cpu-time), [several GPUs](#several-gpus).
 
 **I fine-tune on an RTX 4090.** Nothing was measured: no GPU of compute capability 8.9 was at hand. FP8 with one scale per
 tensor or row is native there, and compared with exact products on first use; blocks, MXFP8 and NVFP4 are emulated.
@@ -43,9 +44,12 @@ With experts spread over {ranks} GPUs, a layer has {spread_mixtral} times the sp
 layers of ops are one graph for all recipes, with {breaks} graph breaks and {recompilations} recompilations; its first call
 takes {first_compiled} s. [Llama](#llama-converted-with-fuse_), [torch.compile](#cuda-graphs-torchcompile-offload).
 
-**Memory is short.** Four decoder layers (8192 tokens, current and block scaling) save {saved_kept} % of what bf16 saves for
-the backward pass, with a peak of {peak_kept} %; with `keep="recompute"` {saved_recomputed} %, with a peak of
-{peak_recomputed} %. Parameters and optimizer states are as in bf16. [Memory](#memory).
+**Memory is short.** Four decoder layers (8192 tokens, current and block scaling) save {saved_kept} % of what bf16 saves for the
+backward pass, with a peak of {peak_kept} %; with `keep="recompute"` {saved_recomputed} %, with a peak of {peak_recomputed} %.
+Parameters and optimizer states are as in bf16. [Memory](#memory). A whole step of a 1.1 B Llama as one CUDA graph, with a fused
+loss, the head in FP8, delayed scaling and moments in 8 bits, takes {small_peak} % of the peak of compiled bf16 with fp32
+masters, at {small_speed} times its speed (32 768 words; {large_peak} % and {large_speed} with 128 256). [Whole
+steps](#whole-training-steps).
 
 **I want MXFP8 or NVFP4.** The GPUs of these records emulate both: a step takes {emulated} times as long as in bf16. They are
 native from compute capability 10.0 on, where nothing was measured.
@@ -288,19 +292,29 @@ A step of a whole Llama with random weights on 32 768 tokens (1.1 B parameters) 
 and packed, head, loss, the gradient's norm and the optimizer. *adamw* is torch's fused one over fp32 masters, *adamw8bit*
 torchao's with moments in 8 bits on bf16 weights that are rounded at random ([moments in 8 bits](howto.md#moments-in-8-bits)).
 *compiled loss* is transformers' own under torch.compile, *fused loss* that of `fuse_(loss="fused")`, which never has the logits
-of all tokens; for *quantized loss* a policy has the head's products in FP8, too (current scaling where the layers have delayed).
-Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with moments in 8 bits,
-since masters would not fit. Each case ran by itself, bf16 before and behind those that are compared with it (`python -m
-benchmarks.steps`); in this record torchao's optimizer stepped outside of the graph. Under torchao's optimizer the GPU may wait
-for the CPU, so machines differ: a step of it over 1.1 B parameters takes the host 97 ms and the GPU 22, where torch's fused
-AdamW over fp32 masters takes 10 in all. torchao 0.18 calls torch.compile for each parameter at each step: for the 199
-parameters here that is 58 of the 103 ms that its step takes the host of another machine, with small parameters. On another H200
-of the same day, 32 768 words, delayed scaling with 8-bit moments had 1.28 times the speed of bf16 with the loss fused, 1.26
-with the head in FP8, and the 8 B 1.36 under current and 1.47 under delayed scaling without a graph.
+of all tokens; for *quantized loss* a policy has the head's products in FP8, too (current scaling where the layers have
+delayed). Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with moments
+in 8 bits, since masters would not fit. bf16 is in no graph. Each case ran by itself, bf16 before and behind those that are
+compared with it (`python -m benchmarks.steps`).
 
-In a trace of a step with 128 256 words, kernels took 415 ms with the fused loss and 408 with the compiled
-one. Of the 415 ms the head and its loss take 87 ms: products 76, the loss kernel 11. Torch's ops for the same losses, timed by
-themselves, take 42. Compiled, head and loss take 80, with one product in place of 16.
+torchao's optimizer steps in the graph, where there is one ([torch.md](torch.md#a-whole-step)). Outside of it the GPU may wait
+for the CPU: a step of it over 1.1 B parameters takes the host 97 ms and the GPU 22, where torch's fused AdamW over fp32 masters
+takes 10 in all. torchao 0.18 calls torch.compile for each parameter at each step: for the 199 parameters here that is 58 of the
+103 ms that its step takes the host of another machine, with small parameters. On another H200, under delayed scaling with the
+head in FP8, a step with it in the graph took 334 ms in place of 387 with 32 768 words, and 399 in place of 433 with 128 256.
+
+Memory that torch has from the GPU grows as it needs it here (`PYTORCH_ALLOC_CONF=expandable_segments:True`). Without that a
+graph holds pieces that no tensor fits in: with the optimizer in the graph 41.9 GiB in place of 37.2 with 32 768 words
+(`recompute`, head in FP8), and 49.2 in place of 43.6 with 128 256 (chunks of 2048 tokens).
+
+Runs differ by a point or two: on another H200 of the same day the three cases with 8-bit moments that are nearest to their
+limits, delayed with 32 768 words, fused and quantized, and with 128 256, `keep="all"`, had 1.30, 1.32 and 1.30 times the speed
+of bf16.
+
+In a trace of a step with 128 256 words and chunks of 2048 tokens, kernels took 415 ms with the fused loss and 408 with the
+compiled one. Of the 415 ms the head and its loss take 87 ms: products 76, the loss kernel 11. Torch's ops for the same losses,
+timed by themselves, take 42. Compiled, head and loss take 80, with one product in place of 16. Chunks of 4096 tokens, as the
+record has them, took 5 ms less of a step with the head in FP8, and 1.5 GiB more.
 
 """
 

@@ -402,7 +402,8 @@ def _check_optimizer(optimizer: Optimizer, known: Sequence[Optimizer]) -> None:
     values = tree_leaves((settings_of(optimizer), [*optimizer.state.values()]))
     if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values):
         got = f"{name}, which has a count of steps or a setting there"
-        cure = f"{name}(..., capturable=True) if it takes that, with settings on the GPU; else step outside of the graph"
+        cure = f"{name}(..., capturable=True) if it takes that, with settings on the GPU; "
+        cure += "of torchao, make it and step `with torch.device('cuda')`; else step outside of the graph"
         raise UnsupportedError(describe(WHERE, wanted="no tensor on the CPU", got=got, cure=cure))
 
 

@@ -129,14 +129,19 @@ def test_a_loss_has_the_same_bits_in_any_chunk_under_a_batch_invariant_recipe():
 
 
 @pytest.mark.parametrize(
-    ("words", "rows"),
-    [(128256, 2048), (32768, 8192), (32000, 8320), (151936, 1664), (256000, 1024), (10**6, 1024), (53, 5064704)],
+    ("words", "of", "rows"),
+    [
+        *(
+            (128256, of, rows)
+            for of, rows in ((512, 2048), (8192, 2048), (16384, 2048), (20000, 2432), (32768, 4096), (10**6, 4096))
+        ),
+        *((words, 8192, rows) for words, rows in ((32768, 4096), (65536, 4096), (151936, 1664), (262144, 1024), (10**6, 1024))),
+        (53, 8, 4096),
+    ],
 )
-def test_a_chunk_has_a_gibibyte_of_logits_unless_it_is_given(words, rows):
-    assert ops.LinearCrossEntropy(8, words, device="meta").rows == rows
-    assert rows % 128 == 0
-    assert 4 * words * rows <= 2**30 or rows == 1024
-    assert ops.LinearCrossEntropy(8, words, chunk=100, device="meta").rows == 100
+def test_a_chunk_has_a_gibibyte_of_logits_or_an_eighth_of_all_unless_it_is_given(words, of, rows):
+    assert ops.LinearCrossEntropy(8, words, device="meta").rows_at_a_time(of) == rows
+    assert ops.LinearCrossEntropy(8, words, chunk=100, device="meta").rows_at_a_time(of) == 100
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -430,7 +435,7 @@ def by_definition(op, x, targets, recipe):
             return operand.dequantize(fp32, COLUMNWISE).double()
         return (plain if override == "high_precision" else operand.dequantize(fp32, ROWWISE)).double()
 
-    for piece, aims in zip(x.split(op.rows), targets.split(op.rows)):
+    for piece, aims in zip(*(each.split(op.rows_at_a_time(len(x))) for each in (x, targets))):
         rows = casts["input"].quantize(piece)
         logits = gemm("fprop", rows, weight, dtype=fp32, mixed=True) + op.bias
         wide = not override and fp32 in casts["grad_output"].input_dtypes

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import permutations, product
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,7 +33,7 @@ from opfuse.convert.record import (
     required_arguments,
     training_or_not,
 )
-from opfuse.convert.weights import LocalParameters, MadeParameters
+from opfuse.convert.weights import LocalParameters, MadeParameters, replica
 from opfuse.core.operation import BasicOperation
 from opfuse.core.spec import spec_fields
 from opfuse.ops.activation import GEGLU, ClampedSwiGLU, GatedActivation, ScaledGEGLU, ScaledSwiGLU, SwiGLU
@@ -105,7 +104,8 @@ def experts_of(module: nn.Module) -> Experts | None:
         return None
     if len(required_arguments(module)) not in (1, 3) or getattr(module, "_is_expert_parallel", False):
         return None
-    found = once(("experts", likeness(module)), partial(_experts_of, module, shapes, matrices, biases))
+    # A copy is tried, with matrices of its own, since other threads may call the module meanwhile.
+    found = once(("experts", likeness(module)), lambda: _experts_of(replica(module, plain=True), shapes, matrices, biases))
     return found and found._replace(module=module, gate=copy.deepcopy(found.gate))
 
 
@@ -161,8 +161,12 @@ _TRIED: tuple[tuple[str, torch.dtype, int], ...] = (
 """Modes, dtypes and numbers of tokens."""
 
 
+DRAWS = "rand", "normal"
+"""How names of functions begin that draw numbers from nothing. A generator's state would not tell: other threads draw."""
+
+
 class _OnlyFunctions(TorchFunctionMode):
-    """Ends a forward that does anything else to floats, such as a comparison, or that takes a part of integers.
+    """Ends a forward that does anything else to floats, such as a comparison, that takes a part of integers, or draws numbers.
 
     bounds: those that it may clamp at.
     """
@@ -176,6 +180,8 @@ class _OnlyFunctions(TorchFunctionMode):
         name = NAMES.get(name, name)
         given = [*args, *(kwargs or {}).values()]
         floats = any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given)
+        if name.startswith(DRAWS):  # of floats none is allowed
+            raise NotRecorded(f"the call of {name}", "no random numbers")
         if name == "__getitem__" and not floats and _cuts(args[1]):
             raise NotRecorded("a slice of what is routed", "all tokens that are routed to an expert")
         clamps = name == "clamp" and inspect.signature(_bounds).bind(*args, **(kwargs or {}))
@@ -229,12 +235,9 @@ def _computes(found: Experts, each: str, dtype: torch.dtype, tokens: int) -> boo
         with _OnlyFunctions(bounds):
             return inspect.unwrap(type(found.module).forward)(found.module, x, index, weights)
 
-    state = torch.get_rng_state()
     with mode(each) as training, training_or_not(found.module, training):
         given = [each.to(dtype) for each in (x, both, down, weights, *biases)]
         got = _with_gradients(theirs, *given)
-        if not torch.equal(torch.get_rng_state(), state):
-            return False
         wanted = _with_gradients(ours, *[each.double() for each in given])
     if got is None or wanted is None or got[0].shape != wanted[0].shape:
         return False
@@ -324,8 +327,10 @@ class Routed(Converted):
             or not weights.is_floating_point()
         ):
             return False
-        cast = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # which does not know meta
-        return cast or all(p is None or p.dtype == x.dtype for p in self.module._parameters.values())
+        dtypes = {x.dtype, *(p.dtype for p in self.module._parameters.values() if p is not None)}
+        if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # which does not know meta
+            return len(dtypes) == 1
+        return torch.float64 not in dtypes  # which torch.autocast leaves alone
 
     def outline(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """A tensor like the tokens; which expert gets which token depends on values."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +17,8 @@ from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.recipes import Recipe, as_recipe
 from opfuse.torch_private.compiler import not_traced
+
+_CONVERTING = threading.RLock()
 
 FALLBACK = "grouped_mm"
 """transformers' experts in one grouped product, which run outside of recipes, and where opfuse has none for a layout."""
@@ -63,13 +67,19 @@ class ExpertsForward:
 
     @not_traced
     def _convert(self, module: nn.Module) -> bool:
-        """Whether the module is converted now."""
-        if module in self.why:
-            return False
-        try:
-            fuse_(module, self.recipe)
-        except ConversionError as error:
-            self.why[module] = str(error)
-            text = f"{error} Until then transformers' {FALLBACK} runs for this {type(module).__name__}."
-            warnings.warn(text, OpfuseWarning, stacklevel=5)
-        return module not in self.why
+        """Whether the module is converted now: by one thread at a time, and in a thread of its own, where the call's inference
+        mode, and the hooks of a checkpoint around it on what is saved, do not reach what fuse_ tries.
+        """
+        with _CONVERTING:
+            if module in self.why or converted(module) is not None:
+                return module not in self.why
+            with ThreadPoolExecutor(1) as apart:
+                error = apart.submit(fuse_, module, self.recipe).exception()
+        if error is None:
+            return True
+        if not isinstance(error, ConversionError):
+            raise error
+        self.why[module] = str(error)
+        text = f"{error} Until then transformers' {FALLBACK} runs for this {type(module).__name__}."
+        warnings.warn(text, OpfuseWarning, stacklevel=5)
+        return False

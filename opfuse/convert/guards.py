@@ -130,8 +130,10 @@ COMPARED = (*CONSTANTS, *FUNCTIONS, property)
 DEPTH = 4
 """How deep configs in configs, and lists in lists, are compared."""
 
-SIZES = ("in_features", "out_features")
-"""Attributes that are compared even if no forward reads them: code that resizes a module sets them."""
+ALWAYS = ("in_features", "out_features", "_apply_gate")
+"""Attributes that are compared even if no forward reads them: code that resizes a module sets the first two, and the grouped
+products of transformers' experts call the last, where the forward of the class does not.
+"""
 
 
 _SAVED = frozenset({"architectures", "dtype", "quantization_config", "transformers_version"})
@@ -143,8 +145,8 @@ class Settings(NamedTuple):
     """What forwards read of a module beside tensors.
 
     readers: the classes whose forwards may. attributes: by name; of an object, such as a config, its fields that they may read.
-    parameters: names and shapes. submodules: by name. of_class: the forward of its class. Not the mode: a chain is the same in
-    all.
+    parameters: names and shapes, None of those that are None. submodules: by name. of_class: the forward of its class. call: its
+    ``__call__``, which runs the forward. Not the mode: a chain is the same in all.
     """
 
     readers: tuple[type[nn.Module], ...]
@@ -152,11 +154,12 @@ class Settings(NamedTuple):
     parameters: tuple[Any, ...]
     submodules: tuple[Any, ...]
     of_class: Any
+    call: Any
 
     def hold(self, module: nn.Module) -> bool:
         """Whether ``module`` is unchanged. Asked at every call, so identical objects are not compared further."""
         own, kind = vars(module), type(module)
-        if kind.forward is not self.of_class:
+        if kind.forward is not self.of_class or kind.__call__ is not self.call:
             return False
         for name, before in self.attributes:
             now = own[name] if name in own else getattr(kind, name, None)
@@ -174,7 +177,7 @@ class Settings(NamedTuple):
     @property
     def named(self) -> dict[str, Any]:
         """All of them by name, for messages."""
-        rest = {"parameters": self.parameters, "forward of its class": self.of_class}
+        rest = {"parameters": self.parameters, "forward of its class": self.of_class, "__call__ of its class": self.call}
         return {**dict(self.attributes), **dict(self.submodules), **rest}
 
 
@@ -182,9 +185,10 @@ def settings_of(module: nn.Module, readers: tuple[type[nn.Module], ...]) -> Sett
     """The settings of a module as it is now."""
     own, kind, read = vars(module), cast(Any, type(module)), names_read(readers)
     of_classes = {name for base in kind.__mro__[: kind.__mro__.index(nn.Module)] for name in vars(base)}
-    names = [name for name in sorted({*read, *SIZES}) if name in own or name in of_classes]
+    names = [name for name in sorted({*read, *ALWAYS}) if name in own or name in of_classes]
     attributes = tuple((name, _seen(own[name], read) if name in own else _seen_in_class(kind, name, read)) for name in names)
-    return Settings(readers, attributes, _present(own["_parameters"]), tuple(own["_modules"].items()), kind.forward)
+    parameters = _present(own["_parameters"])
+    return Settings(readers, attributes, parameters, tuple(own["_modules"].items()), kind.forward, kind.__call__)
 
 
 def _reached(
@@ -249,7 +253,7 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 def _present(parameters: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple([(name, value.shape) for name, value in parameters.items() if value is not None])
+    return tuple([(name, None if value is None else value.shape) for name, value in parameters.items()])
 
 
 class Outside:
@@ -373,8 +377,12 @@ def _apart(one: Any, other: Any) -> tuple[Any, Any]:
 
 
 def _shortened(value: object) -> str:
-    """A value in at most :data:`SHOWN` characters; of a module that holds others its class alone."""
+    """A value in at most :data:`SHOWN` characters; of a module that holds others its class alone, and of a method its name, since
+    the module that it is bound to may be asked here how it shows itself.
+    """
     if isinstance(value, nn.Module) and [*value.children()]:
         return f"a {type(value).__qualname__} of {type(value).__module__}"
+    if isinstance(value, MethodType):
+        return f"the method {value.__qualname__} of {type(value.__self__).__qualname__}"
     text = " ".join(repr(value).split())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"

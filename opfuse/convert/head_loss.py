@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
+from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -22,6 +23,7 @@ from opfuse.convert.given import FORWARD, GivenForward, given_forward
 from opfuse.convert.guards import ModuleGuard
 from opfuse.convert.leaves import obstacle
 from opfuse.convert.policy import Choice
+from opfuse.convert.record import training_or_not
 from opfuse.convert.weights import borrowing, replica
 from opfuse.core.spec import spec_of
 from opfuse.core.tracers import outside
@@ -82,6 +84,7 @@ class ModelLoss(GivenForward):
         self.at_head = HeadForward(head, next(name for name, part in model.named_modules(prefix=path) if part is head))
         self.own: Callable[..., torch.Tensor] = model.loss_function  # type: ignore[assignment]
         self.held = LOSS in vars(model)
+        self.called, self.computing = _called(head), _computing(model, self.own, self.held)
         self.loss = LossFunction(self)
         self.ops: dict[Any, LinearCrossEntropy] = {}
         for reduction in ("mean", "sum"):  # now, since nothing can make ops in compiled code
@@ -106,18 +109,18 @@ class ModelLoss(GivenForward):
             output = own(self.module, *args, **kwargs)
         finally:
             _CALL.reset(token)
-        return _without_logits(output)
+        return _without_logits(output, self.head)
 
     def change(self) -> str:
         """What has changed since ``fuse_``, of which the loss would hear nothing: logits are not made; empty: nothing."""
         if self.module.get_output_embeddings() is not self.head:  # type: ignore[operator]
             return "another output head, such as an adapter around it"
-        if not isinstance(given_forward(self.head), HeadForward):
-            return "an output head whose forward was replaced"
+        if not isinstance(given_forward(self.head), HeadForward) or _called(self.head) != self.called:
+            return "an output head whose forward was replaced, or that of its class, or torch's linear"
         if has_hooks(self.head) or has_global_hooks():
             return "a hook on the output head, or on all modules, that may change its result"
-        if vars(self.module).get(LOSS) is not self.loss:
-            return "another loss_function"
+        if vars(self.module).get(LOSS) is not self.loss or _computing(self.module, self.own, self.held) != self.computing:
+            return "another loss_function, or other functions in it"
         return self._other_logits()
 
     def _other_logits(self) -> str:
@@ -168,6 +171,19 @@ class ModelLoss(GivenForward):
                 vars(module)[LOSS] = self.own
 
 
+def _called(head: nn.Module) -> tuple[object, ...]:
+    """What a call of the head runs."""
+    return type(head).__call__, type(head).forward, nn.functional.linear
+
+
+def _computing(model: nn.Module, own: Callable[..., Any], held: bool) -> tuple[object, ...]:
+    """What the model computes its loss by: transformers' table says it anew at each call, and the function looks others up."""
+    names: Mapping[str, Any] = vars(inspect.getmodule(own))
+    table = names["LOSS_MAPPING"]
+    listed = None if held else table.get(getattr(model, "loss_type", None), table.get("ForCausalLM"))
+    return listed, names["fixed_cross_entropy"], nn.functional.cross_entropy
+
+
 def _change(loss: ModelLoss) -> str:
     return loss.change()
 
@@ -202,10 +218,11 @@ class LossFunction:
         return loss / (items.to(loss.device) if isinstance(items, torch.Tensor) else items)
 
 
-def _without_logits(output: Any) -> Any:
-    """The output of a model without its logits, which are those of no tokens."""
+def _without_logits(output: Any, head: nn.Module) -> Any:
+    """The output of a model without its logits, which are those of no tokens: in a tuple, others may stand before them."""
     if isinstance(output, tuple):
-        return output[0], *output[2:]
+        empty = 0, len(head.weight)  # type: ignore[arg-type]
+        return tuple(each for each in output if not (isinstance(each, torch.Tensor) and each.shape[-2:] == empty))
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
@@ -217,11 +234,12 @@ class _OtherLossError(Exception):
 
 
 class ReachedLoss(NamedTuple):
-    """What a forward gave its loss function."""
+    """What a forward gave its loss function, and what it returned as the loss where the function returned 1."""
 
     logits: Any
     labels: Any
     words: Any
+    result: Any
 
 
 def head_of_loss(model: nn.Module) -> nn.Module | None:
@@ -279,8 +297,13 @@ def _checked_head(model: nn.Module, converted: Mapping[nn.Module, Any]) -> nn.Li
     if (hindered := obstacle(head, called=True)) is not None:
         raise _OtherLossError("an output head without extras", hindered[0])
     loss = getattr(model, "loss_function", None)
-    if (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) != OWN_LOSS:
-        raise _OtherLossError("the loss ForCausalLMLoss", getattr(loss, "__name__", repr(loss)))
+    place, name = OWN_LOSS
+    inner = getattr(loss, "__globals__", {}).get("fixed_cross_entropy")
+    for each, wanted in ((loss, name), (inner, "fixed_cross_entropy")):
+        if (getattr(each, "__module__", ""), getattr(each, "__name__", "")) != (place, wanted):
+            raise _OtherLossError(f"the loss {wanted}", getattr(each, "__name__", repr(each)))
+        if hasattr(each, "__wrapped__"):
+            raise _OtherLossError(f"the loss {wanted} of transformers", "one that wraps it")
     return head
 
 
@@ -294,38 +317,21 @@ def _softcap(model: nn.Module, head: nn.Linear) -> float | None:
     decoder, at_head = getattr(twin, "base_model", twin), twin.get_output_embeddings()  # type: ignore[operator]
     if decoder is twin or not {decoder, at_head} <= {*twin.modules()}:
         raise _OtherLossError("a decoder under the name base_model_prefix", "none")
-    words, features = head.weight.shape
+    words, _ = head.weight.shape
     draw = torch.Generator().manual_seed(0)
     made = 40 * torch.randn(1, TOKENS, words, generator=draw, device="cpu")
-    labels = torch.zeros(1, TOKENS, dtype=torch.int64, device="cpu")
-    found: list[ReachedLoss] = []
-
-    def record(logits: Any = None, labels: Any = None, vocab_size: Any = None, **_: Any) -> torch.Tensor:
-        found.append(ReachedLoss(logits, labels, vocab_size))
-        return torch.zeros((), device="cpu")
-
-    takes = inspect.signature(type(model).forward).parameters
-    options = {name: False for name in ("output_router_logits",) if name in takes}  # a decoder that is not there routes nothing
-    hidden = torch.zeros(1, TOKENS, features, device="cpu")
-    for part, result in ((decoder, _Outputs(hidden)), (at_head, made)):
-        vars(part).update({FORWARD: partial(_given, result), **{name: {} for name in HOOKS}})
-    vars(twin)[LOSS] = record
-    with torch.no_grad():
-        try:
-            type(model).forward(twin, input_ids=labels, labels=labels, **options)
-        except Exception as error:  # of a stranger's forward, which wants something else
-            raise _OtherLossError(
-                "a forward of decoder, output head and loss_function", f"{type(error).__name__}: {error}"[:200]
-            ) from error
-    if len(found) != 1 or found[0].labels is not labels:
-        raise _OtherLossError(
-            "one call of loss_function with the labels", "none" if not found else "other labels, or several calls"
-        )
-    logits, _, counted = found[0]
-    if counted != words:
-        raise _OtherLossError(f"a loss over the {words} words of the output head", f"one over {counted}")
-    if not isinstance(logits, torch.Tensor) or logits.shape != made.shape:
-        raise _OtherLossError("a loss of all logits", "one of a part of them")
+    few = made[:, :0]  # as in calls: what the forward makes of logits beside the loss shows in its result
+    tried = [_tried(twin, (decoder, at_head), *each) for each in product((made, few), (True, False), (True, False))]
+    logits = tried[0].logits
+    for each in tried:
+        if each.words != words:
+            raise _OtherLossError(f"a loss over the {words} words of the output head", f"one over {each.words}")
+        if not isinstance(each.logits, torch.Tensor) or each.logits.shape[-2:] not in (made.shape[-2:], few.shape[-2:]):
+            raise _OtherLossError("a loss of all logits", "one of a part of them")
+        if each.logits.shape == made.shape and not torch.equal(each.logits, logits):
+            raise _OtherLossError("the same logits in training and in evaluation, with a mask and without", "others")
+        if each.result != tried[0].result:
+            raise _OtherLossError("logits that nothing but the loss reads", "a loss to which the forward adds some of them")
     if torch.equal(logits, made):
         return None
     cap = getattr(model.config, "final_logit_softcapping", None)
@@ -336,8 +342,44 @@ def _softcap(model: nn.Module, head: nn.Linear) -> float | None:
     )
 
 
-def _given(result: Any, *_: Any, **__: Any) -> Any:
-    return result
+def _tried(twin: nn.Module, parts: tuple[nn.Module, Any], made: torch.Tensor, training: bool, masked: bool) -> ReachedLoss:
+    """What the forward gives its loss function where the head makes ``made``; _OtherLossError if it does not, or not once."""
+    labels = torch.zeros(1, TOKENS, dtype=torch.int64, device="cpu")
+    decoder, at_head = parts
+    hidden = torch.zeros(1, TOKENS, at_head.weight.shape[1], device="cpu")
+    found: list[ReachedLoss] = []
+    calls: list[nn.Module] = []
+
+    def record(logits: Any = None, labels: Any = None, vocab_size: Any = None, **_: Any) -> torch.Tensor:
+        found.append(ReachedLoss(logits, labels, vocab_size, None))
+        return torch.ones((), device="cpu")
+
+    def given(of: nn.Module, result: Any, *_: Any, **__: Any) -> Any:
+        calls.append(of)
+        return result
+
+    takes = inspect.signature(type(twin).forward).parameters
+    options: dict[str, Any] = {name: False for name in ("output_router_logits",) if name in takes}  # no decoder routes here
+    if masked and "attention_mask" in takes:
+        options["attention_mask"] = torch.ones_like(labels)
+    for part, result in ((decoder, _Outputs(hidden)), (at_head, made)):
+        vars(part).update({FORWARD: partial(given, part, result), **{name: {} for name in HOOKS}})
+    vars(twin)[LOSS] = record
+    with torch.no_grad(), training_or_not(twin, training):
+        try:
+            output = type(twin).forward(twin, input_ids=labels, labels=labels, **options)
+        except Exception as error:  # of a stranger's forward, which wants something else
+            raise _OtherLossError(
+                "a forward of decoder, output head and loss_function", f"{type(error).__name__}: {error}"[:200]
+            ) from error
+    if len(found) != 1 or found[0].labels is not labels:
+        raise _OtherLossError(
+            "one call of loss_function with the labels", "none" if not found else "other labels, or several calls"
+        )
+    if calls.count(at_head) != 1:
+        raise _OtherLossError("one call of the output head", f"{calls.count(at_head)}")
+    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+    return found[0]._replace(result=loss.item() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss)
 
 
 class _Outputs:

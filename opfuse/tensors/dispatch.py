@@ -6,11 +6,14 @@ express the result; then, as for any operator without a handler, the operation r
 
 from __future__ import annotations
 
+import functools
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from opfuse.errors import OpfuseWarning, QuantizedTensorError, describe, notice
 from opfuse.tensors import exchange
@@ -28,18 +31,6 @@ aten = torch.ops.aten
 
 DECODED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SLICE = "rows cut from a larger tensor"
-_STEPS = frozenset(
-    {
-        aten.addcdiv_.default,
-        aten._foreach_addcdiv_.Scalar,
-        aten._foreach_addcdiv_.ScalarList,
-        aten._fused_adam_.default,
-        aten._fused_adam_.tensor_lr,
-        aten._fused_adamw_.default,
-        aten._fused_adamw_.tensor_lr,
-    }
-)
-"""What only optimizers do to weights: the last operation of a step of Adam and its relatives."""
 _STEPPED = notice(
     "a step on weights stored in low precision",
     got="each update is rounded to their format at once, so small ones are lost",
@@ -89,11 +80,36 @@ def compute(cls: type[Quantized], func: Any, args: Sequence[Any], kwargs: dict[s
             raise QuantizedTensorError(describe(where, wanted="an unchanged shape", got=tuple(shape), cure=cure))
     for tensor in targets:
         tensor.quantize_(plain[id(tensor)])
-    if func in _STEPS and any(fmt.family != "identity" for tensor in targets for fmt in formats_of(tensor.record).values()):
-        warnings.warn(_STEPPED, OpfuseWarning, stacklevel=2)
+    if any(fmt.family != "identity" for tensor in targets for fmt in formats_of(tensor.record).values()):
+        _WRITES.count += 1
+        _watch_steps()
     wrappers = {id(plain[id(tensor)]): tensor for tensor in targets}
     result = tree_map(lambda x: wrappers.get(id(x), x), result)
     return copied_views(result) if func.is_view else result
+
+
+class _Writes(threading.local):
+    """How often operations of this thread have written what is stored in low precision, and how often until its last step."""
+
+    count = 0
+    seen = 0
+
+
+_WRITES = _Writes()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """From the first such write on, which may be in a step: nobody else pays for the hooks."""
+    register_optimizer_step_pre_hook(lambda *_: setattr(_WRITES, "seen", _WRITES.count))
+    register_optimizer_step_post_hook(_tell_of_step)
+
+
+def _tell_of_step(*_: Any) -> None:
+    """OpfuseWarning if a step of an optimizer wrote so. Masters are not written here, nor are their weights."""
+    if _WRITES.count > _WRITES.seen:
+        _WRITES.seen = _WRITES.count
+        warnings.warn(_STEPPED, OpfuseWarning, stacklevel=3)
 
 
 def _alias(func: Any, t: Quantized, *_: Any, **__: Any) -> Any:

@@ -120,6 +120,7 @@ def test_u01_u13_training_and_inference_alternate(name, override, stages, stored
 @pytest.mark.few(apart=True)
 @pytest.mark.row("U01")
 @pytest.mark.parametrize(("name", "override"), in_turn(QUANTIZED, of=2))
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_u01_validation_between_steps_changes_no_training(name, override):
     """Validation sees other data than training, of another size."""
     recipe, x = recipe_for(name, override), randn(32, 64)
@@ -255,6 +256,7 @@ def test_u11_quantizers_are_known_before_the_first_call(name, override):
 @pytest.mark.row("U12")
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("write", ["copy_", "optimizer"])
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_u12_a_write_reaches_both_planes_and_the_next_call(name, write):
     recipe, x = recipe_for(name), randn(32, 64)
     if name == "nvfp4":

@@ -77,6 +77,25 @@ def lose_a_bias(model):
     model[1].bias = None
 
 
+def get_a_plain_bias(model):
+    del model[1].bias
+    model[1].bias = torch.ones(64)
+
+
+def get_a_buffered_bias(model):
+    del model[1].bias
+    model[1].register_buffer("bias", torch.ones(64))
+
+
+class Calling(nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def another_call(model):
+    model[1].__class__ = Calling
+
+
 def get_a_bias(model):
     model[1].bias = nn.Parameter(torch.ones(64))
 
@@ -303,8 +322,11 @@ CHANGES = {
         "2 has changed since fuse_: 'approximate'",
     ),
     "eps": (block, lambda model: setattr(model[0], "eps", 0.5), "Sequential.0 has changed since fuse_: 'eps' was .*, is 0.5"),
-    "a bias that is gone": (block, lose_a_bias, r"is \(\('weight', [^b]*\)\)?,\). Cure"),
-    "a bias": (lambda: block(bias=False), get_a_bias, "'parameters' was .*, is .*'weight'.*'bias'"),
+    "a bias that is gone": (block, lose_a_bias, r"'parameters' was \('bias', torch.Size.*, is \('bias', None\). Cure"),
+    "a bias": (lambda: block(bias=False), get_a_bias, r"'parameters' was \('bias', None\), is \('bias', torch.Size"),
+    "a bias that is a tensor": (lambda: block(bias=False), get_a_plain_bias, "'parameters' was .*'bias', None"),
+    "a bias that is a buffer": (lambda: block(bias=False), get_a_buffered_bias, "'parameters' was .*'bias', None"),
+    "a call": (block, another_call, "'__call__ of its class' was "),
     "other sizes": (block, widened, "Sequential.1 has changed since fuse_: 'out_features' was 64, is 96"),
     "a weight norm": (
         block,

@@ -272,6 +272,17 @@ def test_a_mixture_computes_the_same(make):
     assert converted_exactly(model, both).fused == {"": f"TokenPermute → GroupedLinear → {unit} → GroupedLinear → TokenCombine"}
 
 
+def test_autocast_leaves_fp64_alone():
+    model = Mixture().double()
+    x, chosen, weights = routed(torch.float64)
+    opfuse.fuse_(model, MXFP8BlockScaling())
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(OpfuseWarning, match="ran in high precision"):
+        y = model(x, chosen, weights)
+    opfuse.unfuse_(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(y, model(x, chosen, weights))
+
+
 def test_rows_of_an_expert_need_not_fill_blocks():
     model, recipe = Mixture(), MXFP8BlockScaling()
     x, chosen, weights = routed()

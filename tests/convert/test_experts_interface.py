@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import opfuse
+from opfuse.convert.converted import converted
 from opfuse.errors import ConversionError, OpfuseWarning, RecipeError
 from opfuse.recipes import DelayedScaling, Float8CurrentScaling
 from tests.convert.test_fuse import EXACT
@@ -65,6 +68,56 @@ def test_without_a_recipe_transformers_experts_run():
     with opfuse.autocast(recipe=Float8CurrentScaling()), plans_used() as plans:
         step(model)
     assert plans
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "inference"])
+def test_a_first_call_inside_of_something_converts_as_well(around):
+    model = registered(MIXTURES[0], Float8CurrentScaling())
+    if around == "checkpoint":
+        model.gradient_checkpointing_enable()
+        step(model)
+    else:
+        with torch.inference_mode():
+            model(**arguments(model))
+    assert all(converted(each) is not None for each in experts_of(model))
+    step(model)
+
+
+def test_a_first_call_in_several_threads_converts_once():
+    """Other threads draw random numbers meanwhile, and the parameters stay."""
+    for _ in range(4):
+        model = registered(MIXTURES[0], Float8CurrentScaling())
+        before, given, losses = dict(model.named_parameters()), arguments(model), []
+
+        def call(model=model, given=given, losses=losses):
+            torch.randn(100)
+            losses.append(model(**given).loss.item())
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        after = dict(model.named_parameters())
+        assert before.keys() == after.keys()
+        assert all(before[name] is after[name] for name in before)
+        assert losses == [model(**given).loss.item()] * 4
+
+
+@pytest.mark.parametrize("kind", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+def test_a_unit_that_is_another_later_counts(kind):
+    """transformers' grouped products call it by its name, where the forward that they stand for does not."""
+    model = registered(kind, EXACT)
+    plain = copy.deepcopy(model)
+    plain.set_experts_implementation("grouped_mm")
+    step(model)
+    for each in (plain, model):
+        for experts in experts_of(each):
+            experts._apply_gate = types.MethodType(lambda self, x: x.chunk(2, -1)[0], experts)
+    with pytest.warns(OpfuseWarning, match="Experts has changed since fuse_: '_apply_gate' was .*, is the method"):
+        found = step(model)
+    for one, other in zip(found, step(plain), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_another_implementation_takes_over():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.loss import loss_utils
 
 import opfuse
 from opfuse import recipes
@@ -262,6 +264,11 @@ def own_loss(model):
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
 
 
+def wrapped_loss(model):
+    own = model.loss_function
+    model.loss_function = functools.wraps(own)(lambda *given, **options: 2 * own(*given, **options))
+
+
 def own_forward(model):
     model.forward = model.forward
 
@@ -274,8 +281,60 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: tiny("T5ForConditionalGeneration", "T5Config"), {}, "wants a decoder"),
     (lambda: edited(changed_head), {}, "wants an nn.Linear as output head, got a Sequential"),
     (lambda: edited(own_loss), {}, "wants the loss ForCausalLMLoss"),
+    (lambda: edited(wrapped_loss), {}, "wants the loss ForCausalLMLoss of transformers, got one that wraps it"),
     (lambda: edited(own_forward), {}, "wants the model with its own forward"),
 ]
+
+
+class Own(transformers.LlamaForCausalLM):
+    """A forward with the loss of transformers, and with more."""
+
+    more = "none"
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **kwargs).last_hidden_state
+        logits = self.lm_head(hidden)
+        if (self.more == "training" and self.training) or (self.more == "mask" and attention_mask is not None):
+            logits = logits / 2
+        if self.more == "twice":
+            logits = self.lm_head(hidden / 2)
+        loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        if loss is not None:
+            adds = {"mean": lambda: logits.square().mean(), "sum": lambda: logits.square().sum()}
+            loss = loss * logits.shape[1] if self.more == "shape" else loss + adds.get(self.more, lambda: 0)()
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+MORE = {
+    **dict.fromkeys(("mean", "sum", "shape"), "wants logits that nothing but the loss reads"),
+    **dict.fromkeys(("training", "mask"), "wants the same logits in training and in evaluation, with a mask and without"),
+    "twice": "wants one call of the output head, got 2",
+}
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_a_forward_that_does_more_with_its_logits_is_refused(more):
+    config = small(transformers.LlamaConfig)
+    plain = Own(config)
+    opfuse.fuse_(plain, loss="fused")
+    assert plain(**batch()).logits is None
+    model = Own(config)
+    model.more = more
+    with pytest.raises(ConversionError, match=MORE[more]):
+        opfuse.fuse_(model, loss="fused")
+
+
+def test_a_tuple_without_logits_has_all_else():
+    """transformers puts the loss of a router before the logits."""
+    plain = tiny("MixtralForCausalLM", "MixtralConfig", output_router_logits=True)
+    model = copy.deepcopy(plain)
+    opfuse.fuse_(model, loss="fused")
+    own, found = (each(**batch(), return_dict=False) for each in (plain, model))
+    assert len(found) == len(own) - 1
+    assert torch.allclose(found[0], own[0])
+    assert torch.allclose(found[1], own[1])
+    assert found[1].dim() == 0
+    assert all(torch.allclose(one, other) for one, other in zip(found[2], own[3]))
 
 
 def edited(edit):
@@ -333,6 +392,29 @@ def test_what_the_forward_reads_and_changes_the_logits_is_an_error_when_it_chang
             model(**given)
 
 
+def twice(function):
+    return lambda *given, **options: 2 * function(*given, **options)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda patch: patch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", twice(loss_utils.ForCausalLMLoss)),
+        lambda patch: patch.setattr(loss_utils, "fixed_cross_entropy", twice(loss_utils.fixed_cross_entropy)),
+        lambda patch: patch.setattr(nn.functional, "cross_entropy", twice(nn.functional.cross_entropy)),
+    ],
+    ids=["table", "function", "torch"],
+)
+def test_what_the_loss_calls_is_an_error_when_it_is_another_later(put, monkeypatch):
+    model = llama()
+    opfuse.fuse_(model, loss="fused")
+    with monkeypatch.context() as patch:
+        put(patch)
+        with pytest.raises(ConversionError, match="got another loss_function, or other functions in it"):
+            model(**batch())
+    assert model(**batch()).logits is None
+
+
 def test_what_the_forward_reads_for_other_ends_may_change():
     """The forward is tried again, and has the same logits."""
     plain = tiny("MixtralForCausalLM", "MixtralConfig", output_router_logits=True)
@@ -362,7 +444,16 @@ def lost(model):
     model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
 
 
-@pytest.mark.parametrize("change", [hooked, halved, headed, lost])
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def reclassed(model):
+    model.lm_head.__class__ = Doubled
+
+
+@pytest.mark.parametrize("change", [hooked, halved, headed, lost, reclassed])
 def test_what_changes_logits_or_the_loss_later_is_an_error(change):
     """No logits are made that it could act on. Without labels it acts as ever."""
     model, own = llama(), llama()

@@ -529,6 +529,7 @@ def test_u04_weights_stored_as_one_compute_as_those_stored_apart(override, name)
 
 @pytest.mark.row("U04", "H17")
 @pytest.mark.parametrize("name", [*HAS_OVERRIDE, "delayed"])
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_u04_an_optimizer_step_rewrites_a_weight_stored_as_one(name):
     recipe, x = recipe_of(name, None), randn(128, K)
     op = stored(recipe, single_grouped_weight=True)

@@ -137,6 +137,7 @@ def test_u12_fill_and_draws_arrive(kind):
 @pytest.mark.row("U12")
 @every_recipe
 @every_form
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_u12_an_optimizer_keeps_weights_at_fp8_accuracy(form, kind):
     """Also where a step makes them ten times as large."""
     layer = stored(form, kind)
@@ -161,6 +162,7 @@ def test_no_call_casts_a_stored_weight_or_keeps_a_state_for_it(form, kind):
 
 
 @every_form
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_a_copy_goes_on_as_the_weight_would_have(form):
     layer = stored(form)
     file = io.BytesIO()

@@ -385,6 +385,7 @@ class Around(torch.optim.Optimizer):
         self.inner.step()
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_an_optimizer_that_writes_the_parameters_themselves_is_refused():
     made = model()
     optimizer = opfuse.with_masters(Around(made.parameters()))

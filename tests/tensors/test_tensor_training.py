@@ -62,6 +62,7 @@ IN_PLACE = {
 
 @pytest.mark.row("U12")
 @pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_u12_a_write_between_forward_and_backward_is_noticed(name):
     w, x = parameter("mxfp8"), values((8, 96), seed=1)
     w.grad = torch.ones_like(w)
@@ -136,6 +137,7 @@ def test_hooks():
     assert torch.equal(w.grad, torch.full(SHAPE, 2, dtype=torch.bfloat16))
 
 
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_optimizer_step_in_a_post_accumulate_hook():
     w = parameter("mxfp8")
     optimizer = torch.optim.SGD([w], lr=1.0)
@@ -271,6 +273,7 @@ def test_optimizers_move_the_decoded_values_and_keep_plain_state(kind, foreach, 
 
 
 @pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.filterwarnings("ignore:a step on weights")
 def test_sgd_step_is_the_cast_of_the_plain_step(foreach):
     w = parameter("mxfp8")
     plain = w.dequantize().detach().clone().requires_grad_()
@@ -308,18 +311,27 @@ def step(optimizer, kind="mxfp8", masters=False, **options):
         (torch.optim.Adam, {"fused": True, "lr": torch.tensor(1e-3)}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(1e-3)}),
+        (torch.optim.SGD, {"foreach": False}),
+        (torch.optim.SGD, {"foreach": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.NAdam, {}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else " ".join(value) or "plain",
 )
 def test_a_step_without_masters_warns(optimizer, options):
-    with pytest.warns(OpfuseWarning, match="with_masters"):
+    with pytest.warns(OpfuseWarning, match="with_masters") as found:
         step(optimizer, **options)
+    assert len(found) == 1
 
 
 def test_a_step_with_masters_or_on_values_that_are_not_quantized_does_not_warn():
     """Warnings are errors here."""
-    step(torch.optim.AdamW, masters=True)
-    step(torch.optim.AdamW, "identity")
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        step(optimizer, masters=True)
+        step(optimizer, "identity")
+    with torch.no_grad():
+        parameter("mxfp8").add_(1)  # by no optimizer
 
 
 def test_optimizer_on_a_parameter_without_quantizer_raises_instead_of_doing_nothing():

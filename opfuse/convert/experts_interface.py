@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from opfuse.convert.converted import converted
@@ -16,6 +17,7 @@ from opfuse.convert.fuse import fuse_
 from opfuse.domains import checked_arguments
 from opfuse.errors import ConversionError, OpfuseWarning, describe
 from opfuse.recipes import Recipe, as_recipe
+from opfuse.recipes.autocast import in_region
 from opfuse.torch_private.compiler import not_traced
 
 _CONVERTING = threading.RLock()
@@ -61,9 +63,12 @@ class ExpertsForward:
         self.why: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if converted(module) is None and self._convert(module):
-            return module.forward(*args, **kwargs)
-        return self.fallback(module, *args, **kwargs)
+        found = converted(module)
+        if found is None:
+            runs = self._convert(module)
+        else:  # a converted module calls inside of its region; others found the forward of its class before a thread converted it
+            runs = not torch.compiler.is_compiling() and found.region is not None and not in_region()
+        return module.forward(*args, **kwargs) if runs else self.fallback(module, *args, **kwargs)
 
     @not_traced
     def _convert(self, module: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from opfuse.core.watched import (
     METHODS,
     WITHOUT,
     ParameterSlot,
+    ParameterSlots,
     WatchedClass,
     adds_code,
     calls,
@@ -339,7 +340,7 @@ class BasicOperation(NumberedMixin, QuantizerSlotsMixin, FusibleOperation):
                 for key in module._parameters:
                     name = f"{prefix}.{key}".lstrip(".")
                     found[name] = ParameterSlot(name, module._parameters, key)
-            slots = tuple(found.values())
+            slots = ParameterSlots(found.values())
             if self._captured:
                 self.__dict__["_slots"] = slots
         return slots

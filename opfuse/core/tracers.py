@@ -27,7 +27,7 @@ from opfuse.torch_private.dispatch import is_batched_gradient, is_transformed
 WHY = "opfuse runs its own plans: a call is no op of a graph of torch.compile with "
 """How the reason of a graph break begins."""
 
-_TORCH = "rebuild it of torch.nn modules, which load its state_dict"
+_TORCH = "opfuse.unfuse_ a converted model; rebuild a pipeline of torch.nn modules, which load its state_dict"
 
 
 def check_followed(label: str, tensors: Iterable[object]) -> None:

@@ -123,6 +123,10 @@ class ParameterSlot(NamedTuple):
     key: str
 
 
+class ParameterSlots(tuple[ParameterSlot, ...]):
+    """Those of a module. No plain tuple, of which torch.export puts a copy in its place, over copies of the dictionaries."""
+
+
 ParameterPlaces = tuple[tuple[dict[str, nn.Parameter | None], str], ...]
 """The dictionary that holds each parameter, and its name there: a form that every call reads fast."""
 

@@ -94,7 +94,7 @@ class Checkpoints:
         for name, value in self.run.items():
             if others.get(name) != value:
                 wanted, got = difference(others.get(name, ""), value)
-                cure = "go on with what the run began with, or begin anew without --resume"
+                cure = "go on with what the run began with, or begin anew: with --force in its place, or elsewhere with --out"
                 raise OutputError(describe(f"{path} {name}", wanted=wanted, got=got, cure=cure))
         os.replace(path, self.path(label))  # so that what is damaged never becomes the checkpoint before
         self.report(f"{label}: goes on after step {found['step']}")

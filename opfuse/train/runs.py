@@ -131,7 +131,8 @@ def repeats(directory: Path, config: Config, settings: Train, device: torch.devi
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         found = f"a {REPORT} that is none"
     wanted, got = "a directory without an earlier run, or with the same", found
-    cure = "name another with --out, go on with the run there with --resume, or replace it with --force"
+    goes_on = "go on with the run there with --resume, " if found.startswith("one") else ""
+    cure = f"name another with --out, {goes_on}or replace it with --force"
     raise OutputError(describe(str(directory), wanted=wanted, got=got, cure=cure))
 
 

@@ -52,6 +52,17 @@ def test_what_does_not_run_a_call_is_refused(follower, make_model):
     assert made(X).shape == X.shape
 
 
+def test_a_refused_export_leaves_a_pipeline_as_it_was():
+    """torch.export puts copies in the place of what attributes of a module hold."""
+    made = ops.Sequential(ops.RMSNorm(8), ops.Linear(8, 8))
+    made(X)
+    with pytest.raises(UnsupportedError, match=r"torch\.export"):
+        torch.export.export(made, (X,), strict=False)
+    assert made(X[:1]).shape == X[:1].shape  # of another number of rows, for which it is planned anew
+    with torch.no_grad():
+        made(X)
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_graph_break_says_whose_it_is(called_before):

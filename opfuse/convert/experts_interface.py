@@ -51,6 +51,10 @@ def register_experts(name: str = "opfuse", *, recipe: object = None) -> None:
     ALL_EXPERTS_FUNCTIONS.register(name, ExpertsForward(own, ALL_EXPERTS_FUNCTIONS[FALLBACK]))
 
 
+_BY: MutableMapping[nn.Module, ExpertsForward] = WeakKeyDictionary()
+"""Under which name experts were converted: under another, which their model may be given later, they are converted anew."""
+
+
 class ExpertsForward:
     """What transformers calls for the forward of a module with experts.
 
@@ -64,7 +68,7 @@ class ExpertsForward:
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = converted(module)
-        if found is None:
+        if found is None or (not torch.compiler.is_compiling() and _BY.get(module, self) is not self):
             runs = self._convert(module)
         else:  # a converted module calls inside of its region; others found the forward of its class before a thread converted it
             runs = not torch.compiler.is_compiling() and found.region is not None and not in_region()
@@ -76,10 +80,11 @@ class ExpertsForward:
         mode, and the hooks of a checkpoint around it on what is saved, do not reach what fuse_ tries.
         """
         with _CONVERTING:
-            if module in self.why or converted(module) is not None:
+            if module in self.why or (converted(module) is not None and _BY.get(module) is self):
                 return module not in self.why
             with ThreadPoolExecutor(1) as apart:
                 error = apart.submit(fuse_, module, self.recipe).exception()
+            _BY[module] = self
         if error is None:
             return True
         if not isinstance(error, ConversionError):

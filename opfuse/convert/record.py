@@ -243,9 +243,11 @@ class _ForwardRecorder(TorchFunctionMode):
             raise NotRecorded(f"hooks of {with_article(type(module).__name__)}", "submodules without hooks")
         self.inside.append(module)
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, *given: Any) -> None:
+        """given: keyword arguments and the result; in another thread, as the hook is removed, torch leaves out the first."""
         if get_ident() != self.thread:
             return
+        kwargs, result = given
         self.inside.pop()
         if not self.inside:
             path = self.paths.get(id(module))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,19 @@ def test_a_unit_that_is_another_later_counts(kind):
         found = step(model)
     for one, other in zip(found, step(plain), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_another_name_with_another_recipe_takes_over():
+    opfuse.register_experts("opfuse_without")
+    model = registered(MIXTURES[0], Float8CurrentScaling())
+    wanted = step(copy.deepcopy(model))
+    model.set_experts_implementation("opfuse_without")
+    assert not torch.equal(step(model)[0], wanted[0])
+    model.set_experts_implementation("opfuse")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*_experts_implementation", OpfuseWarning)
+        found = step(model)
+    assert all(map(torch.equal, found, wanted))
 
 
 def test_another_implementation_takes_over():

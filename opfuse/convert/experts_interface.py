@@ -48,10 +48,10 @@ def register_experts(name: str = "opfuse", *, recipe: object = None) -> None:
     if name == "eager" or not (known is None or isinstance(known, ExpertsForward)):
         got, cure = f"{name!r}, which transformers uses", 'opfuse.register_experts("opfuse")'
         raise ConversionError(describe("register_experts", wanted="a name of your own", got=got, cure=cure))
-    ALL_EXPERTS_FUNCTIONS.register(name, ExpertsForward(own, ALL_EXPERTS_FUNCTIONS[FALLBACK]))
+    ALL_EXPERTS_FUNCTIONS.register(name, ExpertsForward(name, own, ALL_EXPERTS_FUNCTIONS[FALLBACK]))
 
 
-_BY: MutableMapping[nn.Module, ExpertsForward] = WeakKeyDictionary()
+_NAMES: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 """Under which name experts were converted: under another, which their model may be given later, they are converted anew."""
 
 
@@ -62,13 +62,13 @@ class ExpertsForward:
     be converted, with the reason.
     """
 
-    def __init__(self, recipe: Recipe | None, fallback: Any) -> None:
-        self.recipe, self.fallback = recipe, fallback
+    def __init__(self, name: str, recipe: Recipe | None, fallback: Any) -> None:
+        self.name, self.recipe, self.fallback = name, recipe, fallback
         self.why: MutableMapping[nn.Module, str] = WeakKeyDictionary()
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = converted(module)
-        if found is None or (not torch.compiler.is_compiling() and _BY.get(module, self) is not self):
+        if found is None or (not torch.compiler.is_compiling() and _NAMES.get(module, self.name) != self.name):
             runs = self._convert(module)
         else:  # a converted module calls inside of its region; others found the forward of its class before a thread converted it
             runs = not torch.compiler.is_compiling() and found.region is not None and not in_region()
@@ -80,11 +80,11 @@ class ExpertsForward:
         mode, and the hooks of a checkpoint around it on what is saved, do not reach what fuse_ tries.
         """
         with _CONVERTING:
-            if module in self.why or (converted(module) is not None and _BY.get(module) is self):
+            if module in self.why or (converted(module) is not None and _NAMES.get(module) == self.name):
                 return module not in self.why
             with ThreadPoolExecutor(1) as apart:
                 error = apart.submit(fuse_, module, self.recipe).exception()
-            _BY[module] = self
+            _NAMES[module] = self.name
         if error is None:
             return True
         if not isinstance(error, ConversionError):

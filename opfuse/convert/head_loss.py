@@ -72,6 +72,7 @@ class ModelLoss(GivenForward):
     """The forward and the loss function of a causal language model, and what it was tried with.
 
     own: the loss function that the model had. held: whether it was an attribute of the model itself. softcap: of its logits.
+    called, computing: what the head and the loss function run, as it was then.
     quantized: whether the loss casts what its products multiply, by the recipe of the ``autocast`` region and, outside of one, by
     ``recipe``. guard: what its forward reads, as it was when it was tried.
     """
@@ -321,14 +322,15 @@ def _softcap(model: nn.Module, head: nn.Linear) -> float | None:
     draw = torch.Generator().manual_seed(0)
     made = 40 * torch.randn(1, TOKENS, words, generator=draw, device="cpu")
     few = made[:, :0]  # as in calls: what the forward makes of logits beside the loss shows in its result
-    tried = [_tried(twin, (decoder, at_head), *each) for each in product((made, few), (True, False), (True, False))]
+    cases = [*product((made, few), (True, False), (True, False))]
+    tried = [_tried(twin, (decoder, at_head), *case) for case in cases]
     logits = tried[0].logits
-    for each in tried:
+    for (given, *_), each in zip(cases, tried):
         if each.words != words:
             raise _OtherLossError(f"a loss over the {words} words of the output head", f"one over {each.words}")
-        if not isinstance(each.logits, torch.Tensor) or each.logits.shape[-2:] not in (made.shape[-2:], few.shape[-2:]):
+        if not isinstance(each.logits, torch.Tensor) or each.logits.shape != given.shape:
             raise _OtherLossError("a loss of all logits", "one of a part of them")
-        if each.logits.shape == made.shape and not torch.equal(each.logits, logits):
+        if given is made and not torch.equal(each.logits, logits):
             raise _OtherLossError("the same logits in training and in evaluation, with a mask and without", "others")
         if each.result != tried[0].result:
             raise _OtherLossError("logits that nothing but the loss reads", "a loss to which the forward adds some of them")

@@ -21,7 +21,7 @@ from opfuse.kernels.products.certificate import wrong_here
 from opfuse.kernels.products.native import machine as machine_with
 from opfuse.recipes import RECIPES, support, support_matrix
 from opfuse.recipes.availability import device_arch
-from opfuse.recipes.settings import settings_of
+from opfuse.recipes.settings import misread, settings_of
 from opfuse.torch_private.table import TRIED
 from opfuse.torch_private.table import faults as torch_faults
 
@@ -114,6 +114,7 @@ def environment() -> dict[str, str]:
             for name in rule.environment if rule is not None else ():
                 fields[name] = f"the {field} of recipes that are given none" + ("" if name in fields else f", such as {kind}")
     mistyped = {name: f"{fault.problem}; {fault.cure}" for name, fault in faults().items()}
+    mistyped |= {name: str(error) for cls in RECIPES.values() for name, error in misread(cls).items()}
     return {name: text for name, text in {**fields, **VARIABLES, **mistyped}.items() if os.environ.get(name)}
 
 

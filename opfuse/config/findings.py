@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -87,9 +88,24 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
+_WRITTEN = {
+    r"build the op with (\w+)=(\w+)": r"write \1: \2",
+    r",? and pad its input, torch\.nn\.functional\.pad\(x, \(0, (\d+)\)\)": r", and give its input \1 more columns",
+    r"pad the last dimension, torch\.nn\.functional\.pad\(x, \(0, (\d+)\)\)": r"give it \1 more columns",
+    r" and cut its result, y\[\.\.\., :\d+\]": "",
+    r"recipe\.replace\((\w+)='(\w+)'\)": r"\1: \2 in the recipe",
+    r"call model\.to\(torch\.(\w+)\), or use torch\.autocast with dtype=torch\.\w+": r"write dtype: \1 in the pipeline",
+    r"with quantized=False": "quantized: false",
+    r"disable_rht=True of NVFP4BlockScaling": "disable_rht: true in the recipe",
+}
+"""How a file says what cures say in Python."""
+
+
 def sentence(error: str) -> tuple[str, str]:
-    """What the first line of an error says, and the cure it names."""
+    """What the first line of an error says, and the cure it names, as a file writes it."""
     message, _, cure = error.partition("\n")[0].partition(" Cure: ")
+    for code, text in _WRITTEN.items():
+        cure = re.sub(code, text, cure)
     return message, cure.rstrip(".")
 
 

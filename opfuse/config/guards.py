@@ -83,7 +83,8 @@ def _attributes(words: Sequence[str]) -> dict[str, Domain]:
 
 def _lookup(step: str, known: Mapping[str, Any], of: str) -> Any:
     if step not in known:
-        raise Refused(Problem("unknown-path", f"{of} has no {shown(step)} to read", similar(step, known), on="key"))
+        cure = similar(step, known) or (f"it has {', '.join(sorted(known))}" if known else "")
+        raise Refused(Problem("unknown-path", f"{of} has no {shown(step)} to read", cure, on="key"))
     return known[step]
 
 

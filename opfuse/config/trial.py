@@ -17,7 +17,7 @@ from opfuse.config.expand import RESIDUAL
 from opfuse.config.findings import Loc, Problem, sentence
 from opfuse.config.models import Text
 from opfuse.config.operations import IN_PYTHON, MAX_ELEMENTS, PipelineEntry
-from opfuse.errors import OpfuseError, number_of
+from opfuse.errors import DtypeError, OpfuseError, number_of
 from opfuse.fusions.declared import KINDS
 from opfuse.recipes import Recipe
 from opfuse.recipes.autocast import under
@@ -42,7 +42,8 @@ def trial(
     """The problems that ``rows`` samples would meet on their way through the pipeline.
 
     Ends early where an op takes tensors from the caller or where nothing tells the input's columns. Behind an op that its input
-    does not fit, it goes on as if it did, and tells no problem that may be one with the first.
+    does not fit, it goes on as if it did, and tells no problem that may be one with the first. Behind one that only the recipe
+    does not fit, all is as it would be, and every problem is told.
     """
     if (refusal := recipe.training_refusal() if recipe is not None else None) is not None:
         return [Problem("refused-recipe", *sentence(refusal), ("recipe",))]
@@ -104,9 +105,13 @@ class _Rehearsal:
             return _rehearse(alone, inputs, self.recipe, self.dtype)
         except (OpfuseError, RuntimeError) as error:
             reason = sentence(str(error).replace(f"num_groups={alone.groups}", f"num_groups={entry.groups}"))
-        if self.sure:
+            same = isinstance(error, DtypeError) and any(reason[1] == problem.help for problem in self.problems)
+        if self.sure and not same:  # one dtype of the pipeline is one problem
             self.problems.append(Problem("does-not-fit", *(_unequal(entry, inputs) or reason), ("pipeline", "ops", i)))
-        self.sure = False
+        try:
+            return _rehearse(alone, inputs, None, self.dtype)  # what does not fit is the recipe
+        except (OpfuseError, RuntimeError):
+            self.sure = False
         columns = input_columns([entry])
         if columns is None or columns == shape[-1]:
             return None

@@ -137,8 +137,9 @@ class Build:
             raise NotRecorded(f"{path}: {choice.got}", "products that are converted")
         if (hindered := obstacle(weight.module)) is not None:
             raise NotRecorded(f"{path} with {hindered[0]}", "plain submodules")
-        if choice.recipe is not None and (why := unfit(choice.recipe, weight.in_features, weight.out_features)) is not None:
-            raise NotRecorded(f"{path} of {why[1]}", why[0])
+        sizes = weight.in_features, weight.out_features
+        if choice.recipe is not None and (why := unfit(choice.recipe, weight.module, *sizes)) is not None:
+            raise NotRecorded(f"{path} of {why.got}", why.wanted)
         if self.weights and choice.recipe != self.recipe:
             raise NotRecorded(f"{path} under {choice.recipe!r}, others under {self.recipe!r}", "one recipe for the whole chain")
         self.recipe = choice.recipe

@@ -401,9 +401,9 @@ class _Walk:
             entry("kept", got=choice.got, cure=choice.cure)
         elif hindered is not None:
             entry("refused", wanted="a linear layer without extras", got=hindered[0], cure=hindered[1])
-        elif choice.recipe is not None and (why := unfit(choice.recipe, *sizes)) is not None:
-            cure = f"give it other sizes, or another recipe, as in policy={{{path!r}: recipes.Float8CurrentScaling()}}"
-            entry("refused", wanted=why[0], got=why[1], cure=cure)
+        elif choice.recipe is not None and (why := unfit(choice.recipe, module, *sizes)) is not None:
+            other = f"give it other sizes, or another recipe, as in policy={{{path!r}: recipes.Float8CurrentScaling()}}"
+            entry("refused", wanted=why.wanted, got=why.got, cure=why.cure or other)
         elif module is self.head and choice.recipe is not None and (no := unfit_in_chunks(choice.recipe, *sizes)) is not None:
             entry("refused", wanted=no.wanted, got=no.got, cure=no.cure)
         elif module is self.head:

@@ -34,7 +34,7 @@ def _high_precision(role: Any) -> IdentityQuantizer:
     return IdentityQuantizer()
 
 
-HIGH_PRECISION = CustomRecipe(qfactory=_high_precision, batch_invariant=True)
+HIGH_PRECISION = CustomRecipe(qfactory=_high_precision, batch_invariant=True, backward_override=None)
 """The recipe of products that are not quantized."""
 
 MOVES = {

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from opfuse.convert.weights import MadeParameters, Weight, product_of, stand_ins
 from opfuse.core.operation import BasicOperation
@@ -169,29 +170,44 @@ def _fits(op: BasicLinear, recipe: Recipe, rows: int, trains: bool) -> bool:
     return _misfit(op, recipe, shapes if trains else {"input": shapes["input"]}, trains=trains) is None
 
 
-def unfit(recipe: Recipe, columns: int, rows: int) -> tuple[str, str] | None:
-    """What a recipe wants of a matrix (rows, columns) and of what it multiplies, and what these are; None: it can take them."""
+class Unfit(NamedTuple):
+    """Why a recipe cannot take a matrix. cure: empty where other sizes or another recipe are one."""
+
+    wanted: str
+    got: str
+    cure: str = ""
+
+
+def unfit(recipe: Recipe, module: nn.Module, columns: int, rows: int) -> Unfit | None:
+    """Why a recipe cannot take a matrix (rows, columns) of ``module`` and what that multiplies; None: it can."""
+    wide = any(parameter.dtype is torch.float64 for parameter in module.parameters(recurse=False))
     op = BasicLinear(columns, rows, device="meta", dtype=torch.float32)
     shapes = {"weight": (rows, columns), "input": (BLOCKS[-1], columns), "grad_output": (BLOCKS[-1], rows)}
     names = {"weight": ("output features", "input features"), "input": ("rows", "input features")}
-    match _misfit(op, recipe, shapes, trains=True):
+    # What else a recipe asks of the dtype, torch.autocast may give it at each call; it leaves fp64 alone.
+    match _misfit(op, recipe, shapes, trains=True, dtype=torch.float64 if wide else None):
         case None:
             return None
         case role, Layout() as layout, _:
             axis = layout.usage == ROWWISE
             size, name = shapes[role][axis], names.get(role, ("rows", "output features"))[axis]
-            return f"sizes divisible by {layout.format.multiple} for {type(recipe).__name__}", f"{size} {name}"
+            return Unfit(f"sizes divisible by {layout.format.multiple} for {type(recipe).__name__}", f"{size} {name}")
         case _, _, OpfuseError(args=[Described() as text]):
-            return text.wanted, text.got
+            return Unfit(text.wanted, text.got, "call model.to(torch.float32) before fuse_" if wide else "")
         case _, _, error:
-            return "operands that its quantizers take", str(error)
+            return Unfit("operands that its quantizers take", str(error))
 
 
 def _misfit(
-    op: BasicLinear, recipe: Recipe, shapes: Mapping[str, tuple[int, int]], *, trains: bool
+    op: BasicLinear,
+    recipe: Recipe,
+    shapes: Mapping[str, tuple[int, int]],
+    *,
+    trains: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[str, Layout | None, OpfuseError] | None:
     """The role of the first operand, of ``shapes`` by role, that the recipe cannot cast, the plane whose blocks its sizes do not
-    fill, and the error; None: it can cast all of them.
+    fill, and the error; None: it can cast all of them. dtype: that of the operands; None: one that the quantizer takes.
     """
     for role, shape in shapes.items():
         found = list[Layout]()
@@ -205,7 +221,7 @@ def _misfit(
         if quantizer is None:
             continue
         try:
-            quantizer.check(shape, (quantizer.input_dtypes or (torch.float32,))[0], where=role, cure=told)
+            quantizer.check(shape, dtype or (quantizer.input_dtypes or (torch.float32,))[0], where=role, cure=told)
         except OpfuseError as error:
             return role, found[0] if found else None, error
     return None

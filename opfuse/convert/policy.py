@@ -203,7 +203,7 @@ def reasons_of(model: nn.Module, recipe: Recipe | None) -> Mapping[str, str]:
     kind = recipe.kind if recipe is not None and recipe.kind in RATES else "fp8_current"
     try:
         advice = advise(model, kind=kind).layers
-    except ConversionError:  # of a model without linear layers, such as experts alone
+    except ConversionError:  # of a model without linear layers
         return reasons
     paths = {path for path, _ in model.named_modules()}  # advice has another name for a model that is a layer itself
     for layer in advice:

@@ -148,9 +148,11 @@ class Cast:
         taken = quantizer.input_dtypes
         if taken and dtype not in taken and self.op.compute_dtype(self.env, _example(taken[0])) == dtype:
             source = "of torch.autocast" if self.env.autocast else "of the op's parameters"
-            cures = [f"use torch.autocast with dtype={taken[0]}"]
-            if not self.env.autocast:
-                cures.insert(0, f"call model.to({taken[0]})")
+            cures = list[str]()
+            if dtype is torch.float64 or not self.env.autocast:
+                cures.append(f"call model.to({taken[0]})")
+            if dtype is not torch.float64:  # which torch.autocast leaves alone; it casts to 16 bits
+                cures.append(f"use torch.autocast with dtype={next(each for each in taken if each.itemsize == 2)}")
             if any(fmt.rht for fmt in quantizer.formats):
                 cures.append("do without the rotation (disable_rht=True of NVFP4BlockScaling)")
             got = f"{dtype}, the dtype {source}, in which the op computes whatever the input's"

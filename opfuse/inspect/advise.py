@@ -25,6 +25,8 @@ BANDWIDTH = 4.1e12
 CAST_BYTES = 6
 """Of each element: read for the amax, read and written in both directions by the cast."""
 
+EXPERTS = "experts: their gain depends on how many tokens each gets; docs/performance.md has measured mixtures"
+
 WORTH = 1.05
 """The least gain for which low precision is advised."""
 
@@ -41,6 +43,11 @@ class LayerAdvice:
     advice: str
     gain: float | None
     why: str
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether the gain is known: also where it stays in bf16, and has none."""
+        return self.advice == "bf16" or self.gain is not None
 
     def __str__(self) -> str:
         gain = "" if self.gain is None else f"x {self.gain:.2f}"
@@ -61,14 +68,18 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """How many times as fast a training step of all these layers is expected to be if they follow the advice."""
-        before = sum(_flops(layer.sizes, self.rows) for layer in self.layers)
-        after = sum(_flops(x.sizes, self.rows) / (1 if x.advice == "bf16" or x.gain is None else x.gain) for x in self.layers)
+        """How many times as fast a training step of these layers, without those that have no estimate, is expected to be if they
+        follow the advice.
+        """
+        layers = [layer for layer in self.layers if layer.is_estimated]
+        before = sum(_flops(layer.sizes, self.rows) for layer in layers)
+        after = sum(_flops(x.sizes, self.rows) / (1 if x.advice == "bf16" or x.gain is None else x.gain) for x in layers)
         return before / after if after else 1.0
 
     def __str__(self) -> str:
         where = f"on an H200 with {number_of(self.rows, 'token')} ({RECORD})"
-        total = f"expected of these products: x {self.gain:.2f} of bf16 {where}"
+        estimated = "these products" if all(layer.is_estimated for layer in self.layers) else "products with an estimate"
+        total = f"expected of {estimated}: x {self.gain:.2f} of bf16 {where}"
         same = alike(self.layers, lambda layer: replace(layer, path=starred(layer.path)))
         lines = (replace(layers[0], path=counted([layer.path for layer in layers])) for layers in same)
         return "\n".join((*map(str, lines), total))
@@ -85,8 +96,9 @@ def advise(
     """Advise the recipe ``kind`` or bf16 for each linear layer of ``model``, with the expected gain of a training step.
 
     rows: tokens of a step. Heads and routers stay in high precision, since their errors are those of the loss and of routing;
-    they are known by name, or by the model's own word. heads: paths of output heads beside these. The model may lie on the
-    meta device. ConversionError for a kind that was not measured, and for what has no linear layer.
+    they are known by name, or by the model's own word. heads: paths of output heads beside these. A module with the matrices of
+    all experts in one parameter has a line without an estimate. The model may lie on the meta device. ConversionError for a kind
+    that was not measured, and for what has no linear layer.
     """
     if kind not in RATES:
         got, cure = f"{kind!r}{nearest(kind, RATES)}", f"name one of {', '.join(RATES)}"
@@ -104,6 +116,9 @@ def _layers(model: nn.Module, heads: Collection[str]) -> Iterator[tuple[str, tup
     inside: set[int] = set()
     for path, module in model.named_modules():
         sizes = getattr(module, "out_features", None), getattr(module, "in_features", None)
+        experts = [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() == 3]
+        if len(experts) > 1 and len({len(parameter) for parameter in experts}) == 1:
+            yield path or "model", tuple(experts[0].shape[1:]), EXPERTS
         if id(module) in inside or not all(isinstance(size, int) for size in sizes):
             continue
         if isinstance(module, (nn.Linear, BasicOperation)) or hasattr(module, "basic_ops"):
@@ -113,7 +128,9 @@ def _layers(model: nn.Module, heads: Collection[str]) -> Iterator[tuple[str, tup
 
 
 def _layer(path: str, sizes: tuple[int, int], what: str | None, kind: str, rows: int) -> LayerAdvice:
-    if what is not None:
+    if what == EXPERTS and RATES[kind] >= BF16:
+        return LayerAdvice(path, sizes, kind, None, EXPERTS)
+    if what is not None and what != EXPERTS:
         return LayerAdvice(
             path, sizes, "bf16", None, f"{what}: its errors are those of {'routing' if 'router' in what else 'the loss'}"
         )

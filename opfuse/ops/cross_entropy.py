@@ -334,9 +334,9 @@ class LinearCrossEntropy(BasicOperation):
 
     def _check(self, x: torch.Tensor, targets: torch.Tensor) -> None:
         check_features(self, x.shape)
-        where, cure = f"{self.label} targets", "pass the number of a word for each row of x, as labels.long()"
+        where, cure = f"{self.label} targets", "pass the number of a word for each row of x"
         if targets.dtype != torch.int64:
-            raise DtypeError(describe(where, wanted="int64", got=targets.dtype, cure=cure))
+            raise DtypeError(describe(where, wanted="int64", got=targets.dtype, cure=f"{cure}, as labels.long()"))
         if targets.shape != x.shape[:-1]:
             wanted = f"shape {tuple(x.shape[:-1])}, that of x without its features"
             raise ShapeError(describe(where, wanted=wanted, got=tuple(targets.shape), cure=cure))

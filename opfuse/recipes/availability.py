@@ -24,6 +24,7 @@ from opfuse.recipes.builtin import DelayedScaling
 from opfuse.recipes.custom import CustomRecipe
 from opfuse.recipes.kinds import RECIPES
 from opfuse.recipes.recipe import TENSOR_TYPES, QuantizerRole, Recipe
+from opfuse.recipes.settings import misread
 from opfuse.tensors.gemm import GEMMS, clash
 from opfuse.tensors.quantizers import HybridQuantizer, Quantizer
 from opfuse.tensors.quantizers.base import RuledQuantizer
@@ -77,11 +78,14 @@ def support(recipe: Recipe | str, arch: Arch | None = None) -> Support:
         if recipe not in RECIPES:
             got, cure = f"{recipe!r}{nearest(recipe, RECIPES)}", f"use one of {', '.join(RECIPES)}"
             raise RecipeError(describe("support", wanted="a recipe or its kind", got=got, cure=cure))
+        cls = RECIPES[recipe]
         try:
             with warnings.catch_warnings():  # of the environment, which nobody asked about
                 warnings.simplefilter("ignore", OpfuseWarning)
-                recipe = RECIPES[recipe]()
+                recipe = cls()
         except RecipeError:
+            if errors := misread(cls):
+                return Support("refused", str(next(iter(errors.values()))))
             return Support("emulated", "each product is native only if both of its quantizers' formats are; ask for a recipe")
     try:
         casts = {role: _asked(recipe, role) for role in TENSOR_TYPES}

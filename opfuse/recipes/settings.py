@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar, cast
 
 from opfuse.domains import Domain
 from opfuse.environment import variable
-from opfuse.errors import RecipeError
+from opfuse.errors import RecipeError, describe, nearest
 from opfuse.sources import DEFAULT, caller
 
 T = TypeVar("T")
@@ -68,6 +68,28 @@ def resolve(where: str, value: object, declared: tuple[object, Setting | None]) 
         return Resolved(rule.domain.checked(where, value, RecipeError), DEFAULT)
     if (found := environment_value(rule)) is None:
         return Resolved(rule.value, DEFAULT)
-    name, text = found
-    value = (rule.domain.text or {}).get(text, text)
-    return Resolved(rule.domain.checked(f"{where} (environment {name})", value, RecipeError), f"environment {name}")
+    return Resolved(_from_text(where, rule.domain, *found), f"environment {found[0]}")
+
+
+def _from_text(where: str, domain: Domain, name: str, text: str) -> object:
+    """The value that the text of a variable stands for. RecipeError, in the words of a shell, for a text that is none of them."""
+    texts, renamed = domain.text or {}, domain.renamed or {}
+    value = texts.get(text, text)
+    if value in domain:
+        return domain.read(value)
+    now = next((each for each, meant in texts.items() if text in renamed and meant == renamed[text]), None)
+    given = f"{text!r}{nearest(text, texts)}" if now is None else f"{text!r}, which is called {now} now"
+    cure = f"set {name}={now or '|'.join(texts)}, or unset it"
+    raise RecipeError(describe(f"{where} (environment {name})", wanted=f"one of {', '.join(texts)}", got=given, cure=cure))
+
+
+def misread(cls: type) -> dict[str, RecipeError]:
+    """The variables that stand in for fields of a recipe class and say nothing that these may hold, with the error of each."""
+    found = dict[str, RecipeError]()
+    for field, (_, rule) in settings_of(cls).items():
+        if rule is not None and (said := environment_value(rule)) is not None:
+            try:
+                _from_text(f"{cls.__name__}.{field}", rule.domain, *said)
+            except RecipeError as error:
+                found[said[0]] = error
+    return found

@@ -51,7 +51,8 @@ def with_masters(optimizer: AnyOptimizer, *, dtype: torch.dtype = torch.float32)
       ``optimizer.zero_grad()`` does not reach in between are zeroed by ``model.zero_grad()``.
     - Copying or pickling an optimizer drops its hooks, as in torch: build the other one and load the state.
 
-    After ``fully_shard`` masters are shards like their parameters. An OpfuseWarning if nothing trainable is stored quantized.
+    After ``fully_shard`` masters are shards like their parameters. An OpfuseWarning if nothing trainable is stored quantized,
+    and of masters in bfloat16 whose optimizer is known to round them to the nearest value.
     OptimizerError for what is no torch optimizer, for a second call, and at the first step of one that keeps parameters outside
     its groups. DtypeError for another ``dtype``.
     """
@@ -66,6 +67,11 @@ def with_masters(optimizer: AnyOptimizer, *, dtype: torch.dtype = torch.float32)
     if not masters.of:
         cure = "call it behind fuse_, or over a model made under quantized_model_init; without stored weights leave it out"
         _warn("with_masters", wanted="a trainable parameter that lives quantized", got="none in the groups", cure=cure)
+    own = type(optimizer).__module__.startswith("torch.optim")  # none of which rounds at random
+    if dtype == torch.bfloat16 and not getattr(optimizer, "bf16_stochastic_round", not own):
+        wanted, got = "an optimizer that rounds at random for masters in bfloat16", f"{type(optimizer).__name__}, which does not"
+        cure = "leave dtype out, for masters in fp32, or pass torchao.optim.AdamW8bit(…, bf16_stochastic_round=True)"
+        _warn("with_masters", wanted=wanted, got=f"{got}, so that small updates are lost", cure=cure)
     optimizer.register_step_pre_hook(masters.before_step)
     optimizer.register_step_post_hook(masters.after_step)
     optimizer.register_state_dict_pre_hook(masters.settle)

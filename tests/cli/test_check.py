@@ -98,6 +98,40 @@ def test_sections_that_do_nothing_without_data_are_told(files, tmp_path, capsys,
     ]
 
 
+BAD_SIZES = """
+version: 1
+recipe: {kind: KIND}
+pipeline:
+  ops:
+    - {op: linear, in_features: 33, out_features: 20}
+    - {op: gelu}
+    - {op: linear, in_features: 20, out_features: 64}
+    - {op: linear, in_features: 64, out_features: 7}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "cures"),
+    [
+        (
+            "mxfp8",
+            [
+                "write in_features: 64, and give its input 31 more columns",
+                "write in_features: 32, and give its input 12 more columns",
+                "write out_features: 32, or compute gradients in high precision, backward_override: dequantized in the recipe",
+            ],
+        ),
+        ("nvfp4", ["write dtype: bfloat16 in the pipeline, or do without the rotation (disable_rht: true in the recipe)"]),
+        ("fp8_current", []),
+    ],
+)
+def test_each_op_that_the_recipe_does_not_fit_is_told_with_what_to_write(kind, cures, tmp_path, capsys):
+    file = tmp_path / "sizes.yaml"
+    file.write_text(BAD_SIZES.replace("KIND", kind))
+    assert main(["check", str(file), "--json"]) == (1 if cures else 0)
+    assert [finding["help"] for finding in json.loads(capsys.readouterr().out)] == cures
+
+
 def test_check_as_workflow_commands(files, capsys):
     assert main(["check", "bad.yaml", "--format", "github"]) == 1
     assert capsys.readouterr().out.startswith("::error file=bad.yaml,line=2,col=16,title=unknown-recipe::")

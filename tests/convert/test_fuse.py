@@ -17,7 +17,7 @@ import opfuse
 from opfuse import ops
 from opfuse.convert.converted import converted
 from opfuse.convert.weights import joined
-from opfuse.errors import ConversionError, OpfuseWarning, PipelineError, SavedTensorError, UnsupportedError
+from opfuse.errors import ConversionError, DtypeError, OpfuseWarning, PipelineError, SavedTensorError, UnsupportedError
 from opfuse.recipes import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from opfuse.recipes.availability import Support, support
 from opfuse.runtime.compile.saved_call import saved_calls
@@ -427,6 +427,20 @@ def test_sizes_that_a_recipe_cannot_take_are_told_at_once():
     assert report["0.0"].cure.endswith("policy={'0.0': recipes.Float8CurrentScaling()}")
     assert opfuse.fuse_(model, MXFP8BlockScaling(), policy={"0": Float8CurrentScaling()})["0"].recipe == "Float8CurrentScaling"
     assert model(torch.randn(3, 32)).shape == (3, 32)
+
+
+def test_parameters_in_fp64_are_left_alone_by_recipes_that_cannot_cast_them():
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32).double())
+    report = opfuse.fuse_(model, FP8)
+    assert report.fused == {"0": "Linear"}
+    assert report["2"].why.endswith("torch.float16, got torch.float64. Cure: call model.to(torch.float32) before fuse_.")
+    with pytest.raises(ConversionError, match=r"got torch.float64. Cure: call model.to\(torch.float32\) before fuse_"):
+        opfuse.fuse_(nn.Linear(32, 32).double(), FP8)
+    later = nn.Linear(32, 32)
+    opfuse.fuse_(later, FP8)
+    later.double()
+    with pytest.raises(DtypeError, match=r"got torch.float64, .* Cure: call model.to\(torch.float32\)\.$"):
+        later(torch.randn(32, 32).double())
 
 
 def test_what_hooks_would_miss_is_called_as_it_is():

@@ -77,6 +77,30 @@ def test_heads_are_known_by_the_models_word_and_bad_input_is_refused() -> None:
             opfuse.advise(model(), rows=rows)  # type: ignore[arg-type]
 
 
+class Experts(nn.Module):
+    """Two matrices of each expert, in one parameter each; and vectors, which are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(8, 2048, 1024, device="meta"))
+        self.down_proj = nn.Parameter(torch.empty(8, 1024, 1024, device="meta"))
+        self.bias = nn.Parameter(torch.empty(8, 1024, device="meta"))
+
+
+def test_experts_have_a_line_without_an_estimate() -> None:
+    """And what is expected of the others stays: nobody knows how many tokens an expert gets."""
+    alone, beside = opfuse.advise(nn.Sequential(nn.Linear(4096, 4096))), nn.Sequential(nn.Linear(4096, 4096), Experts())
+    linear, experts = (found := opfuse.advise(beside)).layers
+    assert (experts.path, experts.sizes, experts.advice, experts.gain) == ("1", (2048, 1024), "fp8_current", None)
+    assert "docs/performance.md" in str(found)
+    assert "expected of products with an estimate" in str(found)
+    assert "expected of these products" in str(alone)
+    assert linear.gain == pytest.approx(found.gain) == pytest.approx(alone.gain)
+    assert found.policy == {}
+    emulated = opfuse.advise(beside, kind="nvfp4")
+    assert {layer.advice for layer in emulated.layers} == {"bf16"}
+
+
 def test_the_command_reads_configurations_and_models_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "quickstart", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["layers"]

@@ -272,6 +272,13 @@ def test_state_by_names_of_torch_distributed_checkpoint():
     assert_same(masters_of(other), masters_of(optimizer))
 
 
+def test_masters_in_bf16_of_an_optimizer_that_rounds_to_the_nearest_value_are_told():
+    with pytest.warns(OpfuseWarning, match="rounds at random for masters in bfloat16, got AdamW, .* leave dtype out"):
+        opfuse.with_masters(ADAMW(model().parameters(), lr=1e-3), dtype=torch.bfloat16)
+    with pytest.warns(OpfuseWarning, match="rounds at random for masters in bfloat16, got _AdamW"):
+        opfuse.with_masters(_AdamW(model().parameters(), lr=1e-3, bf16_stochastic_round=False), dtype=torch.bfloat16)
+
+
 @pytest.mark.filterwarnings("ignore:a step on weights")
 def test_a_state_dict_without_masters_starts_them_from_the_parameters_and_says_so():
     made = model(dtype=torch.bfloat16)

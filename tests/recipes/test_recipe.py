@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from opfuse import keys, ops, recipes
+from opfuse.cli.doctor import environment
 from opfuse.errors import KeyValueError, OpfuseWarning, RecipeError
 from opfuse.recipes import (
     RECIPES,
@@ -32,6 +33,7 @@ from opfuse.recipes import (
     autocast,
     builtin,
     recipe_of,
+    support,
 )
 from opfuse.recipes.settings import settings_of
 from opfuse.tensors.quantizers import IdentityQuantizer, MXFP8Quantizer
@@ -130,8 +132,26 @@ def test_b02_empty_opfuse_variable_lets_the_next_one_speak(monkeypatch):
 @pytest.mark.row("B02")
 def test_b02_bad_environment_names_the_variable(monkeypatch):
     monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequant")
-    with pytest.raises(RecipeError, match=r"environment NVTE_BACKWARD_OVERRIDE.*'dequantized'"):
+    with pytest.raises(RecipeError, match=r"environment NVTE_BACKWARD_OVERRIDE.*set NVTE_BACKWARD_OVERRIDE=dequantized,"):
         MXFP8BlockScaling()
+
+
+def test_values_of_a_variable_are_told_as_a_shell_writes_them(monkeypatch):
+    """And what knows of no variable, such as the command that tells about them, goes on."""
+    monkeypatch.setenv("OPFUSE_BACKWARD_OVERRIDE", "None")
+    with pytest.raises(RecipeError, match="wants one of none, high_precision, dequantized, got 'None'; did you mean 'none'"):
+        MXFP8BlockScaling()
+    told = support("mxfp8", (9, 0))
+    assert told.status == "refused"
+    assert "did you mean 'none'" in told.reason
+    assert "did you mean 'none'" in environment()["OPFUSE_BACKWARD_OVERRIDE"]
+    assert support("delayed", (9, 0)).status == "native"
+
+
+def test_a_bad_variable_stops_no_import():
+    code = "import opfuse; opfuse.invariant"
+    environ = {**os.environ, "OPFUSE_BACKWARD_OVERRIDE": "None"}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True)
 
 
 @pytest.mark.row("B03")

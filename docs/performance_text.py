@@ -16,9 +16,10 @@ of bf16 with 4096 tokens and {tokens_16384} with 16384, and {torchao_16384} time
 decides ({tokens_512} with 512): as one CUDA graph (`opfuse.graphed_step`) a step has {graph_512} times the speed of compiled
 bf16 with 512 tokens, {graph_1024} with 1024 and {graph_2048} with 2048, which is {graphs_512} and {graphs_2048} times that of
 bf16 as a graph with 512 and 2048. A whole step of all 32 layers on one H200, 8192 tokens, with torchao's moments in 8 bits:
-{whole} times the speed of bf16, and {whole_graph} as one CUDA graph. Not measured: more than {ranks} GPUs. A 1.1 B Llama was
-[trained for 8 M tokens](#a-11-b-llama). [Llama](#llama-converted-with-fuse_), [beside torchao](#llama-beside-torchao), [whole
-steps](#whole-training-steps), [CPU time](#cpu-time), [several GPUs](#several-gpus).
+{whole} times the speed of bf16, and {whole_graph} as one CUDA graph, which is {whole_graphs} times that of bf16 as a graph. Not
+measured: more than {ranks} GPUs. A 1.1 B Llama was [trained for 8 M tokens](#a-11-b-llama).
+[Llama](#llama-converted-with-fuse_), [beside torchao](#llama-beside-torchao), [whole steps](#whole-training-steps), [CPU
+time](#cpu-time), [several GPUs](#several-gpus).
 
 **I fine-tune on an RTX 4090.** Nothing was measured: no GPU of compute capability 8.9 was at hand. FP8 with one scale per
 tensor or row is native there, and compared with exact products on first use; blocks, MXFP8 and NVFP4 are emulated.
@@ -294,7 +295,8 @@ torchao's with moments in 8 bits on bf16 weights that are rounded at random ([mo
 *compiled loss* is transformers' own under torch.compile, *fused loss* that of `fuse_(loss="fused")`, which never has the logits
 of all tokens; for *quantized loss* a policy has the head's products in FP8, too (current scaling where the layers have
 delayed). Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with moments
-in 8 bits, since masters would not fit. bf16 is in no graph. Each case ran by itself, bf16 before and behind those that are
+in 8 bits, since masters would not fit. Rows of bf16 in a graph tell what the graph alone gains: most under *adamw8bit*, whose
+steps the CPU queues too slowly otherwise, so that runs without a graph differ by as much as machines do. Each case ran by itself, bf16 before and behind those that are
 compared with it (`python -m benchmarks.steps`).
 
 torchao's optimizer steps in the graph, where there is one ([torch.md](torch.md#a-whole-step)). Outside of it the GPU may wait

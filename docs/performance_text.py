@@ -296,8 +296,8 @@ torchao's with moments in 8 bits on bf16 weights that are rounded at random ([mo
 of all tokens; for *quantized loss* a policy has the head's products in FP8, too (current scaling where the layers have
 delayed). Each row is relative to the first row in bf16 of its table: of 1.1 B parameters with fp32 masters, of 8 B with moments
 in 8 bits, since masters would not fit. Rows of bf16 in a graph tell what the graph alone gains: most under *adamw8bit*, whose
-steps the CPU queues too slowly otherwise, so that runs without a graph differ by as much as machines do. Each case ran by itself, bf16 before and behind those that are
-compared with it (`python -m benchmarks.steps`).
+steps the CPU queues too slowly otherwise, so that runs without a graph differ by as much as machines do. Each case ran by
+itself, bf16 before and behind those that are compared with it (`python -m benchmarks.steps`).
 
 torchao's optimizer steps in the graph, where there is one ([torch.md](torch.md#a-whole-step)). Outside of it the GPU may wait
 for the CPU: a step of it over 1.1 B parameters takes the host 97 ms and the GPU 22, where torch's fused AdamW over fp32 masters

@@ -18,6 +18,7 @@ from torch import nn
 
 from opfuse import ops
 from opfuse.core.context import Context
+from tests.compiler.harness import generator_of
 from tests.ops import op_cases as plain
 
 Params = dict[int, torch.Tensor]
@@ -194,7 +195,7 @@ class Builder:
 
     def __init__(self, seed: int, *, unit: int, rows: tuple[int, ...], dtype: torch.dtype, more: Mapping[str, Any]):
         self.same = [*SAME.values(), *VIEWS.values(), *3 * [*more.values()]]
-        self.random, self.values = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.random, self.values = random.Random(seed), generator_of(seed)
         self.unit, self.rows, self.dtype = unit, rows, dtype
         self.width, self.extras = unit, []  # type: ignore[var-annotated]
         self.known: list[tuple[int, int, Rows, nn.Module, Step]] = []

@@ -48,6 +48,11 @@ def recipe_for(
     return RECIPES[name](**fields)
 
 
+def generator_of(seed: int) -> torch.Generator:
+    """A generator of the default device, whose values are others on another device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Normal values that depend on shape and seed only, on the default device."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")

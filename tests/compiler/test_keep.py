@@ -23,7 +23,7 @@ from opfuse.recipes import (
 )
 from opfuse.runtime.replay.dispatch import interpreted
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer
-from tests.compiler.harness import CASES, OVERRIDES, UNFUSED, randn, recipe_for, to
+from tests.compiler.harness import CASES, OVERRIDES, UNFUSED, generator_of, randn, recipe_for, to
 from tests.turns import in_turn
 
 WIDTH, ROWS = 64, 64
@@ -353,7 +353,7 @@ def routed_steps(model, recipe, *, frozen):
     model, found = copy.deepcopy(model), []
     for step in range(3):
         x = randn(ROWS, WIDTH, seed=step).requires_grad_(not frozen)
-        chosen = torch.randint(-1, 3, (ROWS, 2), generator=torch.Generator().manual_seed(step))
+        chosen = torch.randint(-1, 3, (ROWS, 2), generator=generator_of(step))
         with opfuse.autocast(recipe=recipe):
             y, *_ = model(x, *[chosen] * (model[0].num_extra_inputs))
         wanted = [*([] if frozen else [x]), *model[-1].parameters()]

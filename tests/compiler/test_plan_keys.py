@@ -260,6 +260,7 @@ def test_r9_an_impure_factory_under_one_identity_makes_no_stale_plan():
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 4, 5])
+@pytest.mark.cpu
 def test_r9_a_factory_that_never_answers_twice_alike_is_asked_once_for_each_region(period):
     calls = itertools.count()
 
@@ -428,6 +429,7 @@ def test_plans_do_not_keep_a_model_alive():
 @THRASHES
 @pytest.mark.row("R13")
 @pytest.mark.parametrize("rounds", in_turn([4, 8], of=2))
+@pytest.mark.cpu
 def test_r13_threads_train_on_one_model(rounds, monkeypatch):
     """Eight threads run forward and backward at once while plans are made and dropped; each gets the bits of a thread alone."""
     monkeypatch.setattr(fuser_module, "PLANS", 2)

@@ -47,6 +47,7 @@ def test_bias_gelu_and_cast_follow_the_product(name, override, monkeypatch):
     assert calls == [(["bias", "gelu"], True, [1]), (["bias"], False, [])]
 
 
+@pytest.mark.cpu
 def test_products_with_chains_emit_how_they_are_made():
     x = randn(ROWS, WIDTH, dtype=torch.bfloat16)
     with collected(ProductChosen) as chosen:

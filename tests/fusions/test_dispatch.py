@@ -18,7 +18,7 @@ from opfuse.fusions.dispatch import DISPATCH_CAST, dispatch_cast
 from opfuse.kernels.engine.registry import Kernel
 from opfuse.tensors.quantizers import Float8BlockQuantizer
 from opfuse.tensors.ragged import RaggedProducts, cast_in_groups
-from tests.compiler.harness import UNFUSED, Step, differences, randn, run
+from tests.compiler.harness import UNFUSED, Step, differences, generator_of, randn, run
 from tests.plans import plans_used
 
 BF16 = torch.bfloat16
@@ -100,7 +100,7 @@ def test_r4_rows_of_a_router_of_ones_own_are_cast_as_they_are_read(recipe):
     permute.set_extra_output_channel(0, "splits")
     layers.set_extra_input_channel(0, "splits")
     model, x = ops.Sequential(permute, layers), randn(TOKENS, K)
-    chosen = torch.randint(-1, GROUPS + 1, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(2))
+    chosen = torch.randint(-1, GROUPS + 1, (TOKENS, TOP_K), generator=generator_of(2))
     steps = 2 if recipe.kind == "delayed" else 1
     fused, unfused = (run(model, x, chosen, step=Step(recipe, rules, input_grad=True, steps=steps)) for rules in (RULES, UNFUSED))
     assert differences(fused.tensors, unfused.tensors) == []
@@ -114,7 +114,7 @@ def test_r4_rows_of_a_router_of_ones_own_are_cast_as_they_are_read(recipe):
 def test_r4_gradients_of_rows_that_tokens_sum_have_the_bits_of_copies(recipe, weighted):
     """In the dtype of the rows where the sum has another, and 0 where no sum has the row; weights need rows of their own."""
     layers, combine = layer(single_grouped_weight=True), ops.TokenCombine(weighted=weighted, typed=True)
-    draw = torch.Generator().manual_seed(2)
+    draw = generator_of(2)
     chosen = torch.randint(-1, GROUPS + 1, (TOKENS, TOP_K), generator=draw)
     x, splits, places = ops.TokenPermute(GROUPS)(randn(TOKENS, K), chosen)
     extras = splits, places.int(), *([torch.rand(TOKENS, TOP_K, generator=draw)] if weighted else []), torch.zeros(1)
@@ -142,7 +142,7 @@ def test_a_cast_through_an_index_is_that_of_the_rows(usages):
     wanted = {usage: usage in usages for usage in USAGES}
     quantizer = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1).wanting(**wanted)
     x, splits = randn(50, 144), torch.tensor([100, 0, 28, 1])
-    index = torch.randint(50, (129,), generator=torch.Generator().manual_seed(1))
+    index = torch.randint(50, (129,), generator=generator_of(1))
     found, wanted = cast_in_groups(quantizer, x, splits, index), cast_in_groups(quantizer, x[index], splits)
     assert (found.shape, found.usages) == (wanted.shape, wanted.usages) == ((129, 144), usages)
     assert all(map(torch.equal, found.tensors(), wanted.tensors()))

@@ -20,7 +20,7 @@ from opfuse.kernels.engine.registry import Kernel
 from opfuse.kernels.products import grouped
 from opfuse.runtime.replay.replayable import Recorded
 from opfuse.tensors.ragged import RaggedProducts
-from tests.compiler.harness import UNFUSED, Step, differences, gradient, randn, run
+from tests.compiler.harness import UNFUSED, Step, differences, generator_of, gradient, randn, run
 from tests.kernels.cases.chain_casts import OF_GROUPS, Combination, chain_case
 from tests.kernels.cases.chains import ChainCase
 from tests.plans import plans_used
@@ -55,7 +55,7 @@ def experts(name: str = "scaled swiglu", inner: int = 144) -> ops.Sequential:
 def given(name: str, sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     """What a call of experts takes: rows, sizes of groups, and scales where rows have some."""
     rows, splits = sum(sizes), torch.tensor(sizes)
-    scales = [torch.rand(rows, generator=torch.Generator().manual_seed(2)).to(BF16)] * (name == "scaled swiglu")
+    scales = [torch.rand(rows, generator=generator_of(2)).to(BF16)] * (name == "scaled swiglu")
     return randn(rows, K, seed=rows), splits, *scales, splits
 
 
@@ -336,6 +336,7 @@ REPEATED = {"plain": None, "delayed": recipes.DelayedScaling()} | {
 
 @pytest.mark.unrun
 @pytest.mark.parametrize("recipe", REPEATED.values(), ids=REPEATED)
+@pytest.mark.cpu
 def test_a_mixture_is_repeated_from_its_gate_to_its_sum(recipe, on_device, monkeypatch, caplog):
     """Its gate shares a segment with the experts' layers: what keeps one op from being repeated keeps all of them.
 

@@ -21,7 +21,7 @@ from opfuse.recipes import CustomRecipe, QuantizerRole, Recipe
 from opfuse.recipes.recipe import SPLIT
 from opfuse.tensors.gemm import GEMMS, gemm
 from opfuse.tensors.quantizers import IdentityQuantizer
-from tests.compiler.harness import UNFUSED, Result, Step, randn, recipe_for, run, to
+from tests.compiler.harness import UNFUSED, Result, Step, generator_of, randn, recipe_for, run, to
 
 ROWS, WIDTH = 64, 64
 BF16 = torch.bfloat16
@@ -226,7 +226,7 @@ def test_a_chain_whose_cast_is_made_apart_rounds_once_as_well():
             ops.GroupedLinear(1, *sizes, **options) if grouped else ops.Linear(*sizes, **options)
             for sizes in ((128, 256), (256, 128))
         ]
-        draw = torch.Generator().manual_seed(0)
+        draw = generator_of(0)
         with torch.no_grad():
             for parameter in [each for layer in layers for each in layer.parameters()]:
                 parameter.copy_(torch.randn(parameter.numel(), generator=draw).mul_(0.2).view_as(parameter))

@@ -85,6 +85,7 @@ def gradients(
     ("case", "own"),
     [(case, own) for case in CASES for own in (False, True) if not (own and case == "an op three times")],
 )
+@pytest.mark.cpu
 def test_gradients_of_one_tensor_are_summed_in_one_order(case, own, recipe):
     make_parts, uses = CASES[case]
     parts = make_parts()

@@ -16,7 +16,7 @@ from opfuse import ops, recipes
 from opfuse.errors import DtypeError, OpfuseError, PipelineError
 from opfuse.inspect.saved import Saved
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
-from tests.compiler.harness import HAS_OVERRIDE, OVERRIDES, randn, recipe_for, to
+from tests.compiler.harness import HAS_OVERRIDE, OVERRIDES, generator_of, randn, recipe_for, to
 
 BF16 = torch.bfloat16
 ROWS, K, N = 64, 96, 160
@@ -166,7 +166,7 @@ def test_values_are_plain_for_json_and_told_as_text():
 def test_what_gradients_pay_is_told_beside_the_bytes():
     """Of all parameters together, as a real step has them; what makes the same bits anew pays nothing."""
     model, x = block(), randn(ROWS, K)
-    dy = torch.randn((ROWS, K), generator=torch.Generator().manual_seed(0)).to(BF16)
+    dy = torch.randn((ROWS, K), generator=generator_of(0)).to(BF16)
 
     def flat(recipe):
         with opfuse.autocast(enabled=recipe is not None, recipe=recipe):

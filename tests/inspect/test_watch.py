@@ -23,6 +23,7 @@ from opfuse.runtime.interpret.checkpoint import checkpoint
 from opfuse.runtime.plans import trace as writing
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer, GroupedQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from opfuse.train import compare
+from tests.compiler.harness import generator_of
 
 
 def mlp() -> ops.Sequential:
@@ -34,7 +35,7 @@ def train(model: Any, recipe: recipes.Recipe, steps: int = 1) -> list[torch.Tens
     made = []
     torch.manual_seed(1)
     for step in range(steps):
-        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(step)).bfloat16().requires_grad_()
+        x = torch.randn(32, 32, generator=generator_of(step)).bfloat16().requires_grad_()
         with opfuse.autocast(recipe=recipe):
             y = model(x)
         y.square().sum().backward()
@@ -61,7 +62,7 @@ def test_figures_are_those_of_the_values() -> None:
     "quantizer", [MXFP8Quantizer(), Float8CurrentScalingQuantizer(torch.float8_e5m2), NVFP4Quantizer(with_rht=False)]
 )
 def test_sqnr_is_that_of_what_is_decoded(quantizer: Any) -> None:
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(64, 64, generator=generator_of(0)).bfloat16()
     made = quantizer(x).record
     (found,) = (each.read() for each in figures(x, made))
     assert found.sqnr == pytest.approx(sqnr(x, made), abs=1e-3)
@@ -84,7 +85,7 @@ QUANTIZERS = {
 @pytest.mark.parametrize("kind", QUANTIZERS)
 def test_groups_and_rotated_planes_are_told(kind: str, sizes: tuple[int, ...] | None) -> None:
     """Groups as one tensor; a rotated plane beside the other, of the values that the rotation makes."""
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(64, 64, generator=generator_of(0)).bfloat16()
     x[3] *= 1000
     quantizer = QUANTIZERS[kind]
     made = (GroupedQuantizer((quantizer,) * 3, sizes, padded=True).quantize(x)) if sizes else quantizer.quantize(x)

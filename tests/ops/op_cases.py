@@ -179,9 +179,9 @@ class Weighted(torch.nn.Module):
         self.op = ops.TokenCombine(weighted=True, typed=True)
 
     def forward(self, x, weights):
-        rows, cast = x.reshape(-1, 8), torch.is_autocast_enabled("cpu")
+        rows, cast = x.reshape(-1, 8), torch.is_autocast_enabled(x.device.type)
         places = torch.arange(len(rows)).flip(0).unsqueeze(1)
-        like = torch.empty(0, dtype=torch.get_autocast_dtype("cpu") if cast else x.dtype)
+        like = torch.empty(0, dtype=torch.get_autocast_dtype(x.device.type) if cast else x.dtype)
         return self.op(rows, places, weights.reshape(-1, 1), like)
 
 

@@ -451,6 +451,7 @@ def by_definition(op, x, targets, recipe):
 @torch.no_grad()
 @pytest.mark.row("R05")
 @pytest.mark.parametrize("kind", [*CAST, *in_turn(OVERRIDDEN, of=3)])
+@pytest.mark.cpu
 def test_quantized_products_are_those_of_the_casts(kind):
     recipe = {**CAST, **OVERRIDDEN}[kind]
     dtype = torch.bfloat16 if "nvfp4" in kind or kind == "fp8_block" else torch.float32
@@ -478,6 +479,7 @@ QUANTIZED, PLAIN = "emulated", "high precision"
         ("fp8_block, high_precision", ("input",), {"fprop": QUANTIZED, "dgrad": PLAIN}),
     ],
 )
+@pytest.mark.cpu
 def test_an_explanation_tells_how_the_head_is_multiplied(kind, trained, told):
     op, x, targets = quantized(dtype=torch.bfloat16)
     x.requires_grad_("input" in trained)
@@ -506,6 +508,7 @@ def test_an_explanation_tells_what_a_gpu_multiplies_of_chunks(chunk, words, name
 @torch.no_grad()
 @pytest.mark.row("R05")
 @pytest.mark.parametrize("kind", ["fp8_current", "mxfp8", "fp8_block, dequantized", "mxfp8, high_precision"])
+@pytest.mark.cpu
 def test_quantized_products_in_bf16_have_gradients_of_parameters_in_fp32_under_autocast(kind):
     """Of chunks that are summed in fp32: nothing is rounded to bf16 in between."""
     recipe = {**CAST, **OVERRIDDEN}[kind]
@@ -582,6 +585,7 @@ def test_a_recipe_that_draws_for_gradients_is_refused_where_they_are_cast():
 @pytest.mark.row("R05")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "fp8_block"])
+@pytest.mark.cpu
 def test_rows_that_fill_no_block_are_those_of_a_batch_with_ignored_rows(kind, reduction):
     """The last chunk has 11 rows of 32, or of 16."""
     op, x, targets = quantized(75, dtype=torch.bfloat16, reduction=reduction, bias=True, ignore_index=7)

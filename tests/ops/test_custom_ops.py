@@ -187,6 +187,7 @@ def test_wrong_counts_are_named(attribute, message):
     ],
     ids=str,
 )
+@pytest.mark.cpu
 def test_a_gradient_that_does_not_belong_to_its_parameter_is_named(shape, told):
     class Gain(ops.BasicOperation):
         def __init__(self):

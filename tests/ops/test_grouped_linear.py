@@ -251,6 +251,7 @@ def test_b25_b05_high_precision_gradients_are_those_without_a_recipe(splits, nam
 @pytest.mark.row("B25", "B24", "B06")
 @pytest.mark.parametrize("name", HAS_OVERRIDE)
 @every_split
+@pytest.mark.cpu
 def test_b25_b06_dequantized_gradients_are_the_chain_rule_group_by_group(splits, name):
     op, x = grouped(len(splits), scale_bias=True), randn(sum(splits), K)
     scales, recipe = randn(sum(splits), seed=5), recipe_of(name, "dequantized")
@@ -360,6 +361,7 @@ def test_b25_b11_saved_operands(form, override, name):
 @pytest.mark.parametrize(
     ("name", "override"), [("none", None), *((name, o) for name in ("fp8_block", "mxfp8") for o in OVERRIDES)]
 )
+@pytest.mark.cpu
 def test_b25_b12_nothing_is_saved_that_no_gradient_needs(name, override, x_grad, w_grad, s_grad):
     op, x = grouped(2, scale_bias=True), randn(64, K).requires_grad_(bool(x_grad))
     scales = randn(64, seed=5).requires_grad_(bool(s_grad))
@@ -439,6 +441,7 @@ def test_b24_b28_padded_splits_are_linears_over_padded_rows(name, form):
 
 
 @pytest.mark.parametrize("name", ["fp8_current", "delayed", "fp8_block", "fp8_row", "nvfp4"])
+@pytest.mark.cpu
 def test_padding_fills_groups_of_rows_and_no_weights(name):
     """Weights in one parameter are groups of rows, too, of which 48 fill no last block."""
     found = []

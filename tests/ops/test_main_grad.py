@@ -12,6 +12,7 @@ from opfuse.kernels.products.runs import products_into
 from opfuse.tensors.gemm import gemm, wgrad_into
 from opfuse.tensors.quantizers import Float8CurrentScalingQuantizer
 from opfuse.tensors.ragged import cast_in_groups, groups_in
+from tests.compiler.harness import generator_of
 from tests.ops.test_op_errors import raised
 from tests.programs import forwards
 
@@ -41,7 +42,7 @@ def given(model, x):
 
 def buffered(model):
     for weight in weights(model).values():
-        weight.main_grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        weight.main_grad = torch.randn(weight.shape, generator=generator_of(1))
         weight.grad_added_to_main_grad = False
     return model
 
@@ -54,7 +55,7 @@ def test_the_sum_in_fp32_is_that_of_the_gradients(form, recipe):
     main, plain = pipelines(form)
     wanted = {name: w.main_grad.clone() for name, w in weights(buffered(main)).items()}
     for i in range(4):
-        x = [torch.randn(96, 32, generator=torch.Generator().manual_seed(i)).requires_grad_() for _ in range(2)]
+        x = [torch.randn(96, 32, generator=generator_of(i)).requires_grad_() for _ in range(2)]
         for model, each in zip((main, plain), x):
             with opfuse.autocast(enabled=recipe is not None, recipe=recipe):
                 y = model(*given(model, each))
@@ -136,7 +137,7 @@ def test_a_gradient_of_bf16_is_not_rounded_on_its_way(form):
         weight.main_grad = torch.full(weight.shape, float("nan"))
         weight.overwrite_main_grad = True
     for model in (main, plain):
-        model(*given(model, torch.randn(96, 32, generator=torch.Generator().manual_seed(0)).bfloat16())).sum().backward()
+        model(*given(model, torch.randn(96, 32, generator=generator_of(0)).bfloat16())).sum().backward()
     for name, weight in weights(plain).items():
         own = main.get_parameter(name)
         assert own.grad is None
@@ -242,7 +243,7 @@ def test_a_kernel_is_given_buffers_that_it_can_write(lies, monkeypatch):
         "strided": room[:2048].view(32, 64).t(),
         "off 16 bytes": room[1:2049].view(64, 32),
     }
-    sizes, rows = torch.tensor([5, 0, 60]), torch.randn(65, 96, generator=torch.Generator().manual_seed(0))
+    sizes, rows = torch.tensor([5, 0, 60]), torch.randn(65, 96, generator=generator_of(0))
     x, dy = (cast_in_groups(Float8CurrentScalingQuantizer(torch.float8_e4m3fn), r, sizes) for r in rows.split((32, 64), 1))
     given, own = [], buffer[lies].fill_(1)
 

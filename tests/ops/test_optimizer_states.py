@@ -27,6 +27,7 @@ from opfuse import recipes
 from opfuse.errors import OpfuseWarning
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.masters import stored_in
+from tests.compiler.harness import generator_of
 from tests.processes import run_ranks
 from tests.turns import in_turn
 
@@ -75,7 +76,7 @@ def train(model: nn.Module, optimizer: Any, steps: range, rank: int = 0) -> list
     losses = []
     for step in steps:
         width = model[0].normalized_shape[0]
-        x = torch.randn(32, width, generator=torch.Generator().manual_seed(2 * step + rank)).bfloat16()
+        x = torch.randn(32, width, generator=generator_of(2 * step + rank)).bfloat16()
         loss = (model(x) - x.roll(1, 1)).float().square().mean()
         loss.backward()
         optimizer.step()

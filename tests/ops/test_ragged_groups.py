@@ -145,6 +145,7 @@ def test_r10_launches_of_short_tiles_read_the_table_of_their_height_and_have_blo
         ((3, 4, 0), [(0, 3), (3, 7), (7, 7)]),
     ],
 )
+@pytest.mark.cpu
 def test_groups_stay_inside_of_the_matrix_whatever_the_sizes_are(sizes, wanted):
     groups = known(sizes, 128)
     assert [(first, end) for first, end, _ in groups.ranges()] == wanted
@@ -473,6 +474,7 @@ def test_a_device_is_asked_for_the_formats_of_each_operand(monkeypatch):
 
 
 @pytest.mark.parametrize("given", [list, torch.tensor])
+@pytest.mark.cpu
 def test_what_the_host_has_is_checked_and_copied(given, on_device):
     op, x = layer(), randn(328, 128).to(BF16)
     wanted = step(op, x, torch.tensor(SIZES[0]))

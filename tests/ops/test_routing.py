@@ -14,7 +14,7 @@ from opfuse import ops, recipes
 from opfuse.core.context import Context
 from opfuse.errors import DtypeError, ShapeError
 from opfuse.ops.routing import by_group
-from tests.compiler.harness import randn
+from tests.compiler.harness import generator_of, randn
 
 TOKENS, FEATURES, GROUPS, TOP_K = 37, 16, 12, 3
 ROWS = TOKENS * TOP_K
@@ -52,7 +52,7 @@ def made_by(call: Callable[[], Any]) -> Made:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize(("tokens", "groups", "top_k"), [(37, 12, 3), (1, 1, 1), (0, 4, 2), (200, 100, 1), (9, 128, 8)])
 def test_tokens_are_sorted_by_group_and_counted(tokens, groups, top_k, dtype):
-    draw = torch.Generator().manual_seed(tokens)
+    draw = generator_of(tokens)
     chosen = torch.stack([torch.randperm(groups, generator=draw)[:top_k] for _ in range(tokens)] or [torch.empty(0, top_k)])
     found = by_group(chosen.to(dtype), groups)
     flat = chosen.flatten().long()
@@ -93,7 +93,7 @@ def test_the_gate_reads_no_value_and_makes_no_matrix_of_rows_and_groups():
 
 def test_gradients_of_rows_are_written_once():
     """Not repeated for each place of a token, and then put there."""
-    combine, draw = ops.TokenCombine(), torch.Generator().manual_seed(1)
+    combine, draw = ops.TokenCombine(), generator_of(1)
     places = torch.randperm(ROWS, generator=draw).view(TOKENS, TOP_K)
     rows, dy = randn(ROWS, FEATURES).requires_grad_(), randn(TOKENS, FEATURES, seed=2)
     y = combine(rows, places)
@@ -105,7 +105,7 @@ def test_gradients_of_rows_are_written_once():
 
 def test_rows_of_a_router_of_ones_own_come_by_group_and_go_back():
     """A choice that is no group adds nothing to the result, nor to a gradient."""
-    permute, combine, draw = ops.TokenPermute(GROUPS), ops.TokenCombine(), torch.Generator().manual_seed(1)
+    permute, combine, draw = ops.TokenPermute(GROUPS), ops.TokenCombine(), generator_of(1)
     x, chosen = randn(TOKENS, FEATURES).requires_grad_(), torch.randint(GROUPS, (TOKENS, TOP_K), generator=draw)
     chosen[3], chosen[5, 1] = -1, GROUPS
     known = (chosen >= 0) & (chosen < GROUPS)
@@ -151,7 +151,7 @@ def test_places_that_are_no_matrix_of_integers_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_go_with_the_rows_and_their_gradients_come_back(dtype):
     """A row of a choice that is no group's has weight 0, whatever stands there, which gets no gradient: no sum has the row."""
-    draw = torch.Generator().manual_seed(1)
+    draw = generator_of(1)
     chosen = torch.randint(-1, GROUPS, (TOKENS, TOP_K), generator=draw)
     weights = torch.rand(TOKENS, TOP_K, generator=draw).to(dtype)
     weights = weights.where(chosen >= 0, float("nan")).requires_grad_()
@@ -197,7 +197,7 @@ def mixture(weighs: str) -> ops.Sequential:
 
 def test_weights_of_the_activation_are_those_of_the_sum():
     """Results and gradients in fp64, with weights of zero, a group without rows and choices of none; in fewer saved bytes."""
-    draw = torch.Generator().manual_seed(1)
+    draw = generator_of(1)
     chosen = torch.randint(-1, GROUPS - 1, (TOKENS, TOP_K), generator=draw)
     x = randn(TOKENS, FEATURES).double().requires_grad_()
     weights = torch.rand(TOKENS, TOP_K, generator=draw, dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_weights_of_the_activation_are_those_of_the_sum():
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e6])
 def test_a_weight_of_a_choice_that_is_no_group_changes_nothing(scale):
     """Neither gradients of experts, in whose group its row is, nor what its group is scaled by."""
-    draw = torch.Generator().manual_seed(1)
+    draw = generator_of(1)
     chosen, weights = torch.randint(-1, GROUPS, (TOKENS, TOP_K), generator=draw), torch.rand(TOKENS, TOP_K, generator=draw)
     x, found = randn(TOKENS, 16), []
     for other in (0.0, scale):
@@ -247,7 +247,7 @@ def test_rows_that_no_place_names_have_an_index_that_may_be_read():
 
 def test_weights_multiply_rows_in_fp32_and_the_sum_has_the_dtype_of_the_tokens():
     """Under torch.autocast, too, which would round it to its own. Only gradients that are wanted are made."""
-    combine, draw = ops.TokenCombine(weighted=True, typed=True), torch.Generator().manual_seed(1)
+    combine, draw = ops.TokenCombine(weighted=True, typed=True), generator_of(1)
     places = torch.randperm(ROWS, generator=draw).view(TOKENS, TOP_K)
     rows, weights = randn(ROWS, FEATURES).bfloat16().requires_grad_(), torch.rand(TOKENS, TOP_K, generator=draw)
     for dtype in (torch.float32, torch.bfloat16):

@@ -10,6 +10,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.errors import FusionError, SavedTensorError
 from opfuse.tensors.quantizers import MXFP8Quantizer
+from tests.compiler.harness import generator_of
 from tests.ops.test_op_errors import raised
 
 BF16 = torch.bfloat16
@@ -95,7 +96,7 @@ def test_what_a_fused_op_saves_is_what_its_ops_read(how):
     """Their backward passes ask for no attribute that only their own forward passes leave."""
     fused = ops.Sequential(Saving(how))
     plain = ops.Sequential(*fused[0].basic_ops, rules=UNFUSED)
-    found, wanted = (gradients(model, torch.randn(4, 8, generator=torch.Generator().manual_seed(1))) for model in (fused, plain))
+    found, wanted = (gradients(model, torch.randn(4, 8, generator=generator_of(1))) for model in (fused, plain))
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)
 

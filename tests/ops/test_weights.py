@@ -164,6 +164,7 @@ def test_values_are_those_of_nn_linear_plain_or_quantized(form):
         assert torch.equal(p.get_high_precision_init_val(), before[name].detach().cpu())
 
 
+@pytest.mark.cpu
 def test_a_value_that_was_let_go_is_not_preserved_again():
     layer = stored()
     layer.weight.clear_high_precision_init_val()

@@ -17,6 +17,7 @@ from opfuse import ops, recipes
 from opfuse.errors import DtypeError, OpfuseWarning, OptimizerError, ShapeError
 from opfuse.tensors import QuantizedTensor
 from opfuse.tensors.optimizers import mark_replaced, settle_masters
+from tests.compiler.harness import generator_of
 from tests.ops.by_hand import step_by_hand
 
 with warnings.catch_warnings():  # of extensions for GPUs that are not here
@@ -43,7 +44,7 @@ def model(kind: str = "mxfp8", dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def give_gradients(made: nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     for p in made.parameters():
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
 
@@ -95,6 +96,7 @@ def test_ten_steps_equal_the_loop_by_hand_bit_for_bit(kind, name):
     assert all(m.dtype == torch.float32 for m in masters_of(optimizer))
 
 
+@pytest.mark.cpu
 def test_a_compiled_step_is_torchs_compiled_step_on_masters():
     made, weight = model(), nn.Parameter(model()[0].weight.get_high_precision_init_val().clone())
     optimizer, plain = opfuse.with_masters(ADAMW([made[0].weight], lr=1e-3)), ADAMW([weight], lr=1e-3)
@@ -319,6 +321,7 @@ def test_values_preserved_before_a_checkpoint_was_read_are_not_taken_for_masters
     assert_same(list(opfuse.master_weights(made.parameters()).values()), decoded)
 
 
+@pytest.mark.cpu
 def test_groups_added_later_have_masters_and_frozen_parameters_have_none():
     made = model()
     made[1].weight.requires_grad_(False)

@@ -29,6 +29,7 @@ from opfuse.kernels.engine import launch as launching
 from opfuse.kernels.engine.compiling import Variant
 from opfuse.runtime.interpret.observed import observed
 from opfuse.runtime.plans.misses import plan_policy, trial_plans
+from tests.compiler.harness import generator_of
 from tests.plans import plans_used
 
 RECIPE = recipes.MXFP8BlockScaling()
@@ -40,7 +41,7 @@ def mlp() -> ops.Sequential:
 
 
 def given() -> torch.Tensor:
-    return torch.randn(32, 32, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    return torch.randn(32, 32, generator=generator_of(0)).bfloat16().requires_grad_()
 
 
 def called(model: Any, x: torch.Tensor | None = None) -> torch.Tensor:

@@ -422,6 +422,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.cpu
 def test_random_numbers_of_the_host_are_noticed(draw):
     for _ in range(2):
         before = numbers_drawn()

@@ -29,6 +29,7 @@ def test_what_is_no_step_or_no_part_of_one():
             opfuse.graphed_step(model, *parts)
 
 
+@pytest.mark.cpu
 def test_what_a_graph_cannot_have():
     model = nn.Linear(2, 2)
     with raised(UnsupportedError, RuntimeError, "parameters on one GPU", "got cpu"):
@@ -66,12 +67,14 @@ def test_values_of_arguments_have_graphs_of_their_own():
     assert signature(x=1) != signature(y=1)
 
 
+@pytest.mark.cpu
 def test_arguments_that_cannot_be_copied():
     for given, got in ((torch.zeros(2), "one on cpu"), (nn.Parameter(torch.zeros(2)), "one on cpu"), (object(), "a object")):
         with raised(UnsupportedError, RuntimeError, got):
             signature([given])
 
 
+@pytest.mark.cpu
 def test_tensors_are_told_apart_by_what_a_graph_has_of_them():
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
         patch.setattr(code, "PLAIN", {FakeTensor})
@@ -90,6 +93,7 @@ def test_tensors_are_told_apart_by_what_a_graph_has_of_them():
             signature(made[0])
 
 
+@pytest.mark.cpu
 def test_parameters_on_two_devices():
     with FakeTensorMode():
         here, second, cpu = (torch.empty(2, device=device) for device in ("cuda:0", "cuda:1", "cpu"))
@@ -105,6 +109,7 @@ def test_tensors_with_gaps_are_refused():
         code._check_dense([torch.zeros(2), torch.zeros(4, 2)[::2]])
 
 
+@pytest.mark.cpu
 def test_results_that_cannot_be_copied():
     here = torch.device("cpu")
     code._check_results({"loss": torch.zeros(1), "n": [1, 1.0, True, "x", None, torch.float32, here]}, here)
@@ -135,6 +140,7 @@ def test_calls_inside_of_a_region_and_with_gradients():
         code._check_call(parameters)
 
 
+@pytest.mark.cpu
 def test_optimizers_that_are_not_known_or_count_on_the_cpu():
     weight = nn.Parameter(torch.zeros(2))
     plain, other = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))

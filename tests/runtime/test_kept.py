@@ -151,6 +151,7 @@ def test_a_weight_is_cast_once_for_the_microbatches_of_a_step(name: str, casts: 
     assert scope.casts == len(scope._entries) == 0
 
 
+@pytest.mark.cpu
 def test_programs_take_what_is_kept_as_inputs():
     """So repeated calls hold no steps for it: the program has fewer steps than without."""
     steps = []

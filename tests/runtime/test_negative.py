@@ -12,6 +12,7 @@ from opfuse.core.fused import FusedOperation
 from opfuse.errors import UnsupportedError
 from opfuse.kernels.engine.registry import Kernel
 from opfuse.runtime.replay.dispatch import interpreted
+from tests.compiler.harness import generator_of
 from tests.ops.test_op_errors import raised
 from tests.turns import in_turn
 
@@ -63,7 +64,7 @@ class TurnedTwice(FusedOperation):
 
 
 def negative(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator_of(seed)
     z = torch.view_as_complex(torch.randn(64, 64, 2, generator=generator).to(torch.get_default_device()))
     assert z.conj().imag.is_neg()
     return z.conj().imag

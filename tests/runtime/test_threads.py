@@ -14,6 +14,7 @@ import opfuse
 from opfuse import ops, recipes
 from opfuse.recipes import current_recipe
 from opfuse.runtime.replay.replayable import SEEN, Replayable
+from tests.compiler.harness import generator_of
 from tests.processes import run_ranks
 from tests.turns import in_turn
 
@@ -36,7 +37,7 @@ def model_of(seed=0, stored=None):
 
 
 def batches(count):
-    return [torch.randn(32, 32, generator=torch.Generator().manual_seed(i)) * (1 + i) for i in range(count)]
+    return [torch.randn(32, 32, generator=generator_of(i)) * (1 + i) for i in range(count)]
 
 
 def trained(model, recipe, steps=5):

@@ -25,6 +25,7 @@ from opfuse.tensors.quantizers import (
     NVFP4Quantizer,
 )
 from opfuse.tensors.storage import QuantizedStorage
+from tests.compiler.harness import generator_of
 from tests.tensors.quantized_samples import Blocks64
 
 pytestmark = pytest.mark.cpu  # emulated sums; tests/gpu has those of a device
@@ -49,7 +50,7 @@ SIZES = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
 def values(role: str, *, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Normal values with rows and columns of different sizes, so that blocks differ in scale."""
     rows, columns = SIZES[role]
-    generator = torch.Generator().manual_seed(len(role))
+    generator = generator_of(len(role))
     spread = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator)) * torch.exp2(
         torch.randint(-3, 4, (columns,), generator=generator)
     )
@@ -143,7 +144,7 @@ def test_a_row_of_zeros_stays_so_beside_the_largest_values():
 
 def test_r5_shared_powers_of_two_keep_the_bits():
     """Where a sum times each factor alone is a normal number, the definition is just that, left factor first."""
-    generator = torch.Generator().manual_seed(5)
+    generator = generator_of(5)
 
     def numbers(shape: tuple[int, ...], least: int, most: int) -> torch.Tensor:
         powers = torch.randint(least, most, shape, generator=generator)

@@ -24,6 +24,7 @@ from opfuse.tensors.one_plane_fsdp import one_plane
 from opfuse.tensors.planes import with_formats
 from opfuse.tensors.quantizers import Float8BlockQuantizer, GroupedQuantizer
 from opfuse.tensors.rows import row_parts
+from tests.compiler.harness import generator_of
 
 POWERS = Float8BlockQuantizer(torch.float8_e4m3fn, block_scaling_dim=1)
 ANY = replace(POWERS, force_pow_2_scales=False)
@@ -38,7 +39,7 @@ class OfTheUser(Float8BlockQuantizer):
 
 
 def made(quantizer: Float8BlockQuantizer, seed: int = 0) -> QuantizedTensor:
-    return quantizer(torch.randn(256, 128, generator=torch.Generator().manual_seed(seed)))
+    return quantizer(torch.randn(256, 128, generator=generator_of(seed)))
 
 
 def claims(tensor: QuantizedTensor) -> bool:

@@ -457,6 +457,7 @@ def test_who_writes_arrays_to_files_is_told_what_to_save(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("nominal", [torch.float32, torch.bfloat16])
+@pytest.mark.cpu
 def test_every_way_to_plain_values_rounds_what_the_planes_hold_once(nominal, dtype):
     x = torch.randn(32, 32).to(nominal)
     shorthand = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half", torch.float64: "double"}[dtype]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, TypeVar
@@ -34,7 +36,12 @@ class RawKernelOperation(BasicOperation):
         raise PipelineError(describe("an op of raw kernels", wanted="a reference in torch", got="none", cure=cure))
 
     def compute_dtype(self, env: Env, x: Value) -> torch.dtype:
-        """That of every op; DtypeError, on all devices, if the kernels are not declared for it."""
+        """That of every op. DtypeError, on all devices, if the kernels are not declared for it; SpecError if their text declares
+        other parameters than they are launched with.
+        """
+        numbers = (*map(type, self._constants.values()),)
+        for entry, tensors in ((self._text.forward, 2), (self._text.backward, 3)):
+            _check_parameters(self._text.code, entry, tensors, numbers)
         dtype, declared = super().compute_dtype(env, x), self._text.dtypes
         if dtype not in declared:
             cure = "cast the input, or declare a C type for it in @raw_kernel(dtypes=...)"
@@ -93,6 +100,54 @@ class RawKernelOperation(BasicOperation):
 
 def _on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda and bool(x.numel()) and runs_kernels(x)
+
+
+# -- parameters of kernels ------------------------------------------------------------------------------------------------------
+
+_SPELLINGS = {
+    bool: ("bool",),
+    int: ("long long", "long long int", "int64_t", "std::int64_t"),
+    float: ("double",),
+}
+"""How text may declare a number; CuPy passes it as the first."""
+
+_OTHERS = {"scalar_t", "float", "half", "char", "short", "int", "unsigned", "unsigned int", "int32_t", "long", "size_t"}
+"""Other types of numbers. What is in neither, a macro or a name of the text's own, is believed."""
+
+_POINTER = "*"
+
+_COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+@functools.cache
+def _check_parameters(code: str, entry: str, tensors: int, numbers: tuple[type, ...]) -> None:
+    """SpecError if the text declares other parameters of a kernel than ``tensors`` pointers, two numbers of rows and columns, and
+    ``numbers``: it would read behind those that it is given, or half of one.
+    """
+    found = re.search(rf"\b__global__\b[^;{{}}]*?\b{re.escape(entry)}\s*\(([^()]*)\)", _COMMENTS.sub("", code))
+    if found is None:
+        return  # a macro makes it
+    declared = [" ".join(each.split()) for each in found[1].split(",")]
+    types = [_type_of(each) for each in declared]
+    wanted = [*["const scalar_t*"] * (tensors - 1), "scalar_t*", *(_SPELLINGS[kind][0] for kind in (int, int, *numbers))]
+    known = {spelling for spellings in _SPELLINGS.values() for spelling in spellings} | _OTHERS | {_POINTER}
+    kinds = (None,) * tensors + (int, int, *numbers)
+    fits = len(types) == len(kinds) and all(
+        given == _POINTER if kind is None else given in _SPELLINGS[kind] or given not in known
+        for given, kind in zip(types, kinds)
+    )
+    if not fits:
+        cure = "declare these; the last ones are the hyper-parameters of the op, in their order"
+        where = f"parameters of kernel {entry}"
+        raise SpecError(describe(where, wanted=f"({', '.join(wanted)})", got=f"({', '.join(declared)})", cure=cure))
+
+
+def _type_of(declared: str) -> str:
+    """The type of a parameter, without ``const`` and its name."""
+    if "*" in declared:
+        return _POINTER
+    words = [word for word in declared.split() if word != "const"]
+    return " ".join(words[:-1] if len(words) > 1 and words[-1] not in ("long", "int") else words)
 
 
 Op = TypeVar("Op", bound=type[RawKernelOperation])

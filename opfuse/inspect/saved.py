@@ -158,7 +158,7 @@ def _gradients_of(model: nn.Module, given: CallInputs) -> list[torch.Tensor | No
         wanted = [p for p in model.parameters() if p.requires_grad]
         if not (outputs and wanted):
             return []
-        drawn = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
+        drawn = [torch.randn(output.shape, generator=generator, device="cpu").to(output) for output in outputs]
         grads = torch.autograd.grad(outputs, wanted, drawn, allow_unused=True)
         return [getattr(p, "main_grad", None) if grad is None else grad for p, grad in zip(wanted, grads)]
 

@@ -292,6 +292,7 @@ def test_where_the_host_knows_the_sizes_the_rule_runs_both():
 
 @pytest.mark.unrun
 @pytest.mark.usefixtures("on_device")
+@pytest.mark.cpu
 def test_sizes_that_do_not_add_up_are_refused_where_the_host_sees_them(monkeypatch):
     """By the run, and by the program that repeats it for all sizes."""
     model, (x, splits, scales, _) = experts(), given("scaled swiglu", SIZES[0])

@@ -355,6 +355,7 @@ def test_groups_of_any_rows_begin_on_tiles_unless_biases_sum_them(bias, wgrad, m
         (2, True, None, "gradients of biases sum the rows of each group"),
     ],
 )
+@pytest.mark.cpu
 def test_why_the_host_waits_for_sizes_of_groups_is_told(groups, bias, recipe, why, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opfuse.compiler.plain.machine", lambda arch: Machine((9, 0), (13, 0)))
     splits = torch.tensor([96] + [0] * (groups - 1))

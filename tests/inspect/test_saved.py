@@ -66,6 +66,7 @@ class Checkpointed(torch.nn.Module):
 @pytest.mark.few
 @pytest.mark.parametrize("name", ["none", "delayed", "mxfp8"])
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.cpu
 def test_what_a_checkpoint_in_the_model_recomputes_is_not_held(name: str, reentrant: bool) -> None:
     """Held are its input, whatever runs in it, and what the pipeline behind it saves."""
     recipe = recipe_for(name)

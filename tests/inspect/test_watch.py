@@ -118,6 +118,7 @@ def test_a_look_at_experts_tells_of_each_operand() -> None:
     assert told == both | {(f"weight{i}", "rowwise") for i in range(3)}
 
 
+@pytest.mark.cpu
 def test_a_scale_that_is_too_small_saturates() -> None:
     """Under delayed scaling the scale is of earlier steps: 1 at first, so that what lies above 448 is cut."""
     model = ops.Sequential(ops.Linear(32, 32, bias=False))
@@ -269,6 +270,7 @@ class Run:
         self.told += [(name, step) for name in values]
 
 
+@pytest.mark.cpu
 def test_records_go_to_lines_of_json_and_to_writers(tmp_path: Path) -> None:
     seen: list[Any] = []
     sinks: list[Any] = [tmp_path / "deep" / "values.jsonl", Writer(), Run(), seen.append]

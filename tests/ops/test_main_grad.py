@@ -235,6 +235,7 @@ def test_sizes_that_no_product_needed_are_read_for_the_buffers(monkeypatch):
 
 
 @pytest.mark.parametrize("lies", ["as it is made", "strided", "off 16 bytes"])
+@pytest.mark.cpu
 def test_a_kernel_is_given_buffers_that_it_can_write(lies, monkeypatch):
     """Sums over groups of rows whose sizes the device knows: contiguous and on 16 bytes, or a copy whose values come back."""
     room = torch.empty(64 * 32 + 4)

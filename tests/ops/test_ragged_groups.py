@@ -493,6 +493,7 @@ def test_what_the_host_has_is_checked_and_copied(given, on_device):
 @pytest.mark.row("X11")
 @pytest.mark.unrun
 @pytest.mark.parametrize("given", [list, torch.tensor])
+@pytest.mark.cpu
 def test_one_program_repeats_all_sizes_that_the_host_has(given, monkeypatch, request):
     """The second call is recorded although its sizes are new; each call checks those that it has."""
     request.getfixturevalue("on_device")
@@ -512,6 +513,7 @@ def op_output(op, x, splits) -> torch.Tensor:
 
 
 @pytest.mark.unrun
+@pytest.mark.cpu
 def test_a_list_is_a_constant_of_a_graph_and_no_program_copies_it_there(monkeypatch, request):
     """A graph would copy from memory that is let go of."""
     request.getfixturevalue("on_device")

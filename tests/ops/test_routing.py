@@ -91,6 +91,7 @@ def test_the_gate_reads_no_value_and_makes_no_matrix_of_rows_and_groups():
     assert made.names.count("sort") == 1
 
 
+@pytest.mark.cpu
 def test_gradients_of_rows_are_written_once():
     """Not repeated for each place of a token, and then put there."""
     combine, draw = ops.TokenCombine(), generator_of(1)

@@ -382,6 +382,7 @@ SWAPS = [_begins_elsewhere, _comes_to_lie_where_it_lay, _turned, _read_as_anothe
 
 
 @pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
+@pytest.mark.cpu
 def test_data_that_is_swapped_without_a_count_is_seen_by_the_next_call(swap: Callable[[nn.Parameter], None]):
     def script(run: Run, scope: KeptWeights | None) -> None:
         weight = run.model[0].weight

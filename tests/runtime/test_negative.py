@@ -145,6 +145,7 @@ def test_results_of_an_op_count_and_not_what_lies_in_memory(recipe, turned):
     "call", [lambda model: model, lambda model: torch.compile(model, backend="aot_eager")], ids=["", "compiled"]
 )
 @pytest.mark.parametrize("assigned", [False, True], ids=["in a first call", "later"])
+@pytest.mark.cpu
 def test_a_parameter_is_refused(assigned, call):
     model, x = ops.Sequential(ops.RMSNorm(64), ops.GELU()), torch.ones(64, 64)
     run, given = call(model), torch.nn.Parameter(negative(0)[0])

@@ -36,6 +36,7 @@ NAMES = ["layers.0", "layers.0, backward", "layers.1", "layers.1, backward"]
 @pytest.mark.few
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.cpu
 def test_a_profile_names_each_pipeline_in_both_passes(compiled, steps):
     """In a first call, which is interpreted, in one that is recorded, and in one that repeats that."""
     torch.manual_seed(0)

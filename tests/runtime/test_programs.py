@@ -82,6 +82,7 @@ def backwards_of(model) -> list[Recorded]:
 
 
 @pytest.mark.unrun
+@pytest.mark.cpu
 def test_a_recording_stays_while_blocks_of_saved_tensors_may_be_made_of_it(monkeypatch):
     """Of a program with kernels, before a backward pass that it will know; elsewhere nothing is left to decide."""
 

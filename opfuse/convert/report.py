@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from opfuse.errors import ConversionError, describe, nearest
-from opfuse.inspect.alike import aligned, alike, common, counted, starred
+from opfuse.inspect.alike import aligned, alike, common, counted, spanned, starred
 
 Status = Literal["fused", "joined", "parts", "kept", "refused"]
 STATUSES: tuple[Status, ...] = ("fused", "joined", "parts", "kept", "refused")
@@ -138,7 +138,9 @@ class Report:
         return f"{numbers}\n{INFERENCE}" if any(entry.recipe not in ("", ANY) for entry in self.entries) else numbers
 
     def rows(self) -> Iterator[tuple[str, str, str, str, Status]]:
-        """The rows of the table, each with its status; modules that differ only by numbers in their paths share one."""
+        """The rows of the table, each with its status; modules that differ only by numbers in their paths share one, with these
+        numbers if there is another row of such paths.
+        """
 
         def told(entry: Conversion, path: str) -> tuple[str, str, str]:
             """Its cells, with ``path`` for its own where a text quotes that, which a part of a model quotes from the whole."""
@@ -147,6 +149,9 @@ class Report:
                 text = re.sub(rf"(?<=['.]){re.escape(entry.path)}(?=')", path, text)
             return entry.kind, entry.recipe, text
 
-        for same in alike(self.entries, lambda entry: (starred(entry.path), *told(entry, starred(entry.path)))):
-            paths = [entry.path for entry in same]
-            yield counted(paths) or "(model)", *told(same[0], common(paths)), same[0].status
+        groups = alike(self.entries, lambda entry: (starred(entry.path), *told(entry, starred(entry.path))))
+        names = [[entry.path for entry in same] for same in groups]
+        rows = Counter(starred(paths[0]) for paths in names)
+        for same, paths in zip(groups, names):
+            name = spanned(paths) if rows[starred(paths[0])] > 1 else counted(paths)
+            yield name or "(model)", *told(same[0], common(paths)), same[0].status

@@ -17,9 +17,13 @@ def alike(items: Iterable[Item], key: Callable[[Item], Hashable]) -> list[list[I
     return [*found.values()]
 
 
+_NUMBER = re.compile(r"(?<![^.+ ])(?<!\.\.)\d+(?!\.\.)(?![^.+ ])")
+"""A step of a path that is a number."""
+
+
 def starred(name: str) -> str:
     """``name`` with a star for each step of its paths that is a number."""
-    return re.sub(r"(?<![^.+ ])(?<!\.\.)\d+(?!\.\.)(?![^.+ ])", "*", name)
+    return _NUMBER.sub("*", name)
 
 
 def short(name: str) -> str:
@@ -37,6 +41,22 @@ def common(names: Sequence[str]) -> str:
 def counted(names: Sequence[str]) -> str:
     """The :func:`common` name, with the number of names if there are several: ``layers.*.mlp ×2``."""
     return f"{common(names)} ×{len(names)}" if len(names) > 1 else names[0]
+
+
+def spanned(names: Sequence[str]) -> str:
+    """``layers.{0-2,5}.mlp ×4`` for names that differ by one number; the :func:`counted` name of others."""
+    columns = [*zip(*map(_NUMBER.findall, names))]
+    if [len({*column}) > 1 for column in columns].count(True) != 1:
+        return counted(names)
+    steps = (column[0] if len({*column}) == 1 else f"{{{_ranges(sorted(map(int, column)))}}}" for column in columns)
+    return f"{_NUMBER.sub(lambda _: next(steps), names[0])} ×{len(names)}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-2,5`` for rising numbers."""
+    begins = [n for i, n in enumerate(numbers) if not i or numbers[i - 1] + 1 < n]
+    ends = [n for i, n in enumerate(numbers, 1) if i == len(numbers) or numbers[i] > n + 1]
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in zip(begins, ends))
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> Iterator[str]:

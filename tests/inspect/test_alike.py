@@ -9,7 +9,7 @@ import torch
 
 import opfuse
 from opfuse.errors import PipelineError
-from opfuse.inspect.alike import aligned, alike, counted, starred
+from opfuse.inspect.alike import aligned, alike, counted, spanned, starred
 from opfuse.recipes import Float8CurrentScaling
 from tests.convert.blocks import Model
 
@@ -62,3 +62,17 @@ def test_a_converted_model_in_which_no_op_ran_is_told_why():
     opfuse.unfuse_(model)
     with pytest.raises(PipelineError, match=r"got Named\. Cure: convert the model"):
         opfuse.explain(model, words=words)
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["layers.0.mlp", "layers.2.mlp", "layers.1.mlp", "layers.10.mlp"], "layers.{0-2,10}.mlp ×4"),
+        (["layers.3.mlp.0", "layers.5.mlp.0"], "layers.{3,5}.mlp.0 ×2"),
+        (["layers.0.mlp.0", "layers.1.mlp.1"], "layers.*.mlp.* ×2"),
+        (["mlp", "mlp"], "mlp ×2"),
+        (["layers.7.mlp"], "layers.7.mlp"),
+    ],
+)
+def test_names_that_differ_by_one_number_have_its_values(names, label):
+    assert spanned(names) == label

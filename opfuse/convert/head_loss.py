@@ -295,7 +295,7 @@ def _checked_head(model: nn.Module, converted: Mapping[nn.Module, Any]) -> nn.Li
             raise _OtherLossError(f"{name} with the forward of its class", f"{name}, which the policy converts")
         if FORWARD in vars(module):
             raise _OtherLossError(f"{name} with its own forward", "another one, put over it")
-    if (hindered := obstacle(head, called=True)) is not None:
+    if (hindered := obstacle(head)) is not None:
         raise _OtherLossError("an output head without extras", hindered[0])
     loss = getattr(model, "loss_function", None)
     place, name = OWN_LOSS

@@ -300,8 +300,9 @@ def _checked_head(model: nn.Module, converted: Mapping[nn.Module, Any]) -> nn.Li
     loss = getattr(model, "loss_function", None)
     place, name = OWN_LOSS
     inner = getattr(loss, "__globals__", {}).get("fixed_cross_entropy")
-    for each, wanted in ((loss, name), (inner, "fixed_cross_entropy")):
-        if (getattr(each, "__module__", ""), getattr(each, "__name__", "")) != (place, wanted):
+    of_torch = nn.functional.cross_entropy, "torch.nn.functional", "cross_entropy"
+    for each, module_name, wanted in ((loss, place, name), (inner, place, "fixed_cross_entropy"), of_torch):
+        if (getattr(each, "__module__", ""), getattr(each, "__name__", "")) != (module_name, wanted):
             raise _OtherLossError(f"the loss {wanted}", getattr(each, "__name__", repr(each)))
         if hasattr(each, "__wrapped__"):
             raise _OtherLossError(f"the loss {wanted} of transformers", "one that wraps it")

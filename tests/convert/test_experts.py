@@ -100,6 +100,24 @@ class InHalves(Clamped):
         return a.clamp(None, self.limit), b.clamp(-self.limit, self.limit)
 
 
+class Biased(Mixture):
+    """Weights multiply what is added behind the last product, too."""
+
+    def __init__(self, width: int = 32, inner: int = 64) -> None:
+        super().__init__(width, inner)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * inner))
+        self.down_bias = nn.Parameter(torch.randn(EXPERTS, width))
+
+    def forward(self, hidden, chosen, weights):
+        result = torch.zeros_like(hidden)
+        for expert in range(EXPERTS):
+            token, place = torch.where(chosen == expert)
+            a, b = self.halves(nn.functional.linear(hidden[token], self.up[expert], self.up_bias[expert]))
+            y = nn.functional.linear(self.act(a) * b, self.down[expert], self.down_bias[expert]) * weights[token, place, None]
+            result.index_add_(0, token, y.to(result.dtype))
+        return result
+
+
 class OneSided(Clamped):
     def halves(self, both):
         return both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(max=self.limit)
@@ -178,7 +196,59 @@ class InHalf(ByDtype):
     dtype = torch.bfloat16
 
 
-@pytest.mark.parametrize("make", [Capacity, Narrow, ByDtype, InHalf])
+class InFloat16(ByDtype):
+    dtype = torch.float16
+
+
+class ManyAtMost(Capacity):
+    """More than any are tried on: what is cut says it."""
+
+    most = 1000
+
+
+class InTraining(Mixture):
+    def halves(self, both):
+        a, b = super().halves(both)
+        return a, 2 * b if self.training else b
+
+
+class OtherFunction(Mixture):
+    """Which is another value for what no experiment has."""
+
+    def halves(self, both):
+        a, b = super().halves(both)
+        return a.nan_to_num(), b
+
+
+class WithoutGradient(Mixture):
+    def halves(self, both):
+        a, b = super().halves(both)
+        with torch.no_grad():
+            a = a * 1
+        return a, b
+
+
+class OneMore(Mixture):
+    """In another shape."""
+
+    def forward(self, hidden, chosen, weights):
+        return super().forward(hidden, chosen, weights)[None]
+
+
+class ClampedResult(Clamped):
+    """Beyond any value that is tried, by bounds that nobody named."""
+
+    def forward(self, hidden, chosen=None, weights=None):
+        return super().forward(hidden, chosen, weights).clamp(-6e4, 6e4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(Capacity, Narrow, ManyAtMost, ByDtype, InHalf, InFloat16, InTraining),
+        *(OtherFunction, WithoutGradient, OneMore, ClampedResult),
+    ],
+)
 def test_experts_that_depend_on_how_many_or_of_which_dtype_stay(make):
     assert experts_of(make()) is None
 
@@ -230,7 +300,7 @@ def test_clamped_experts_are_known_with_their_numbers(make):
     assert (gate.limit, gate.alpha, gate.glu_linear_offset, gate.glu_interleave_size) == (0.5, 1.702, model.offset, size)
 
 
-@pytest.mark.parametrize("make", [OneSided, Twice, lambda: Clamped(limit=1e30), lambda: Clamped(limit=1e-3)])
+@pytest.mark.parametrize("make", [OneSided, Twice, *(lambda at=at: Clamped(limit=at) for at in (1e30, 2e3, 1e-3))])
 def test_units_that_are_clamped_otherwise_or_where_no_value_tells_stay(make):
     assert experts_of(make()) is None
 
@@ -247,6 +317,7 @@ def test_an_activation_with_hooks_keeps_experts_as_they_are_and_so_does_another_
 
 
 UNITS = {Mixture: "ScaledSwiGLU", Interleaved: "ScaledSwiGLU", OfGELU: "ScaledGEGLU", OfReLU: "ReGLU"}
+UNITS |= {Biased: "SwiGLU"}
 UNITS |= {Clamped: "ClampedSwiGLU", InHalves: "ClampedSwiGLU"}
 """What stands between the products; where it does not multiply by the weights, the sum behind them does."""
 
@@ -388,3 +459,43 @@ def test_a_call_reads_the_fields_of_a_config_once_whatever_it_compares(monkeypat
     model.config.halves = 2.0
     with pytest.warns(OpfuseWarning, match="'halves', 2.0"), pytest.raises(TypeError):
         model(*given)
+
+
+class Tagged(torch.Tensor):
+    """A tensor of another class, which its functions keep."""
+
+
+OTHERWISE = {
+    "more weights than choices": lambda x, chosen, weights: (x, chosen, torch.rand(6, 3)),
+    "more tokens than choices": lambda x, chosen, weights: (torch.randn(9, 32), chosen, weights),
+    "no choices": lambda x, chosen, weights: (x, chosen[:, :0], weights[:, :0]),
+    "choices in floating point": lambda x, chosen, weights: (x, chosen.float(), weights),
+    "whole weights": lambda x, chosen, weights: (x, chosen, torch.ones(6, 2, dtype=torch.long)),
+    "tokens of another class": lambda x, chosen, weights: (x.as_subclass(Tagged), chosen, weights),
+}
+
+
+@MAY_RUN_PLAIN
+@pytest.mark.parametrize("given", OTHERWISE.values(), ids=OTHERWISE)
+def test_calls_that_nobody_tried_run_the_modules_own_forward(given):
+    model = Mixture()
+    given = given(*routed())
+    wanted = model(*given)
+    opfuse.fuse_(model, EXACT)
+    with plans_used() as plans:
+        found = model(*given)
+    assert not plans
+    assert type(found) is type(wanted)
+    assert torch.equal(found, wanted)
+
+
+def test_autocast_gives_tokens_and_matrices_one_dtype():
+    model, (x, chosen, weights) = Mixture(), routed()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x.bfloat16(), chosen, weights)
+        opfuse.fuse_(model, EXACT)
+        with plans_used() as plans:
+            found = model(x.bfloat16(), chosen, weights)
+    assert plans
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-6)

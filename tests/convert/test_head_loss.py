@@ -273,6 +273,18 @@ def own_forward(model):
     model.forward = model.forward
 
 
+def hooked_head(model):
+    model.lm_head.register_forward_hook(lambda module, given, logits: 2 * logits)
+
+
+def reclassed_head(model):
+    model.lm_head.__class__ = Doubled
+
+
+def parametrized_head(model):
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: nn.Sequential(nn.Linear(8, 8)), {}, "wants a causal language model"),
     (lambda: tiny("BertForMaskedLM", "BertConfig"), {}, "wants the loss ForCausalLMLoss, got ForMaskedLMLoss"),
@@ -283,6 +295,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: edited(own_loss), {}, "wants the loss ForCausalLMLoss"),
     (lambda: edited(wrapped_loss), {}, "wants the loss ForCausalLMLoss of transformers, got one that wraps it"),
     (lambda: edited(own_forward), {}, "wants the model with its own forward"),
+    (lambda: edited(hooked_head), {}, "wants an output head without extras, got hooks of the module"),
+    (lambda: edited(reclassed_head), {}, "wants an nn.Linear as output head, got a Doubled"),
+    (lambda: edited(parametrized_head), {}, "wants an output head without extras, got a parametrization"),
 ]
 
 
@@ -299,6 +314,8 @@ class Own(transformers.LlamaForCausalLM):
         if self.more == "twice":
             logits = self.lm_head(hidden / 2)
         loss = None if labels is None else self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        if loss is not None and self.more == "losses":
+            loss = loss + self.loss_function(logits, labels, self.vocab_size, **kwargs)
         if loss is not None:
             adds = {"mean": lambda: logits.square().mean(), "sum": lambda: logits.square().sum()}
             loss = loss * logits.shape[1] if self.more == "shape" else loss + adds.get(self.more, lambda: 0)()
@@ -309,6 +326,7 @@ MORE = {
     **dict.fromkeys(("mean", "sum", "shape"), "wants logits that nothing but the loss reads"),
     **dict.fromkeys(("training", "mask"), "wants the same logits in training and in evaluation, with a mask and without"),
     "twice": "wants one call of the output head, got 2",
+    "losses": "wants",
 }
 
 
@@ -413,6 +431,61 @@ def test_what_the_loss_calls_is_an_error_when_it_is_another_later(put, monkeypat
         with pytest.raises(ConversionError, match="got another loss_function, or other functions in it"):
             model(**batch())
     assert model(**batch()).logits is None
+    with monkeypatch.context() as patch:
+        put(patch)
+        with pytest.raises(ConversionError, match="wants the loss"):
+            opfuse.fuse_(llama(), loss="fused")
+
+
+def test_what_acts_on_every_linear_layer_is_an_error(monkeypatch):
+    """A hook of all modules, and another function of torch: no logits are made for them."""
+    model = llama()
+    opfuse.fuse_(model, loss="fused")
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    with pytest.raises(ConversionError, match="got a hook on the output head, or on all modules"):
+        model(**batch())
+    handle.remove()
+    assert model(**batch()).logits is None
+    monkeypatch.setattr(nn.functional, "linear", twice(nn.functional.linear))
+    with pytest.raises(ConversionError, match="or torch's linear"):
+        model(**batch())
+
+
+def test_a_call_that_failed_leaves_nothing_behind():
+    model, given = llama(), batch()
+    opfuse.fuse_(model, loss="fused")
+    with pytest.raises(Exception, match=r"shape|size"):
+        model(input_ids=given["input_ids"], labels=given["labels"][:, :3])
+    assert model(given["input_ids"]).logits.shape == (2, 16, WORDS)
+
+
+def test_another_fused_model_that_is_called_in_between_has_its_logits():
+    """As a teacher in a hook has."""
+    model, teacher, given, seen = llama(), llama(), batch(), []
+    wanted = teacher(given["input_ids"]).logits
+    for each in (model, teacher):
+        opfuse.fuse_(each, loss="fused")
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(teacher(given["input_ids"]).logits))
+    loss = model(**given).loss
+    assert torch.equal(seen[0], wanted)
+    assert torch.allclose(loss, teacher(**given).loss)
+
+
+def test_labels_may_come_by_their_place():
+    model, given = llama(), batch()
+    opfuse.fuse_(model, loss="fused")
+    by_place = model(given["input_ids"], None, None, None, None, given["labels"])
+    assert by_place.logits is None
+    assert torch.equal(by_place.loss, model(**given).loss)
+
+
+def test_a_loss_that_the_user_put_there_comes_back():
+    model = llama()
+    model.loss_function = own = loss_utils.ForCausalLMLoss
+    opfuse.fuse_(model, loss="fused")
+    assert model(**batch()).logits is None
+    opfuse.unfuse_(model)
+    assert vars(model)["_loss_function"] is own
 
 
 def test_what_the_forward_reads_for_other_ends_may_change():

@@ -132,6 +132,14 @@ def test_each_op_that_the_recipe_does_not_fit_is_told_with_what_to_write(kind, c
     assert [finding["help"] for finding in json.loads(capsys.readouterr().out)] == cures
 
 
+def test_a_file_that_begins_with_a_gated_unit_is_right(tmp_path):
+    """Nothing tells how many columns go in: half of what the unit takes come out."""
+    file = tmp_path / "gated.yaml"
+    ops = "[{op: swiglu}, {op: linear, in_features: 64, out_features: 64}]"
+    file.write_text(f"version: 1\nrecipe: {{kind: fp8_current}}\npipeline: {{ops: {ops}}}\n")
+    assert main(["check", str(file)]) == 0
+
+
 def test_check_as_workflow_commands(files, capsys):
     assert main(["check", "bad.yaml", "--format", "github"]) == 1
     assert capsys.readouterr().out.startswith("::error file=bad.yaml,line=2,col=16,title=unknown-recipe::")

@@ -25,6 +25,7 @@ from opfuse import ops
 from opfuse.errors import ConversionError, OpfuseWarning
 from tests.convert.blocks import Attention, GatedMLP
 from tests.convert.test_fuse import EXACT, FP8
+from tests.plans import plans_used
 
 X = torch.linspace(-2, 2, 64 * 32).view(64, 32)
 
@@ -203,6 +204,28 @@ class Default(Configured):
         return self.second(act(self.first(x)))
 
 
+class DefaultOfKeyword(Configured):
+    def forward(self, x, *, act=F.gelu):
+        return self.second(act(self.first(x)))
+
+
+class Saved(Config):
+    """As in transformers, which writes what it saved into a config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = None
+
+    def save_pretrained(self) -> None:
+        """Somewhere."""
+
+
+class OfTransformers(Configured):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Saved()
+
+
 def unlike(y):
     return F.silu(y)
 
@@ -227,8 +250,16 @@ def unlike(y):
             "or the defaults of helper were replaced",
         ),
         (Default, lambda model, patch: patch.setattr(Default.forward, "__defaults__", (F.silu,)), "defaults of Default.forward"),
+        (
+            DefaultOfKeyword,
+            lambda model, patch: patch.setattr(DefaultOfKeyword.forward, "__kwdefaults__", {"act": F.silu}),
+            "defaults of DefaultOfKeyword.forward",
+        ),
     ],
-    ids=["a global", "a function", "a property", "of torch", "a variable around", "1 for True", "a config", "code", "a default"],
+    ids=[
+        *("a global", "a function", "a property", "of torch", "a variable around", "1 for True", "a config", "code", "a default"),
+        "a default of a keyword",
+    ],
 )
 def test_what_the_code_reads_from_outside_is_watched(make, change, told, monkeypatch):
     model = make()
@@ -803,3 +834,23 @@ def test_what_no_pipeline_runs_in_is_told_with_the_way_to_shard_it(how, tmp_path
     messages = [str(each.message) for each in found if "has changed since fuse_" in str(each.message)]
     assert messages
     assert all(re.search(told, message) for message in messages), messages
+
+
+def test_a_global_that_is_another_one_in_the_process_that_unpickles_is_told(monkeypatch):
+    model = Global()
+    opfuse.fuse_(model, EXACT)
+    written = pickle.dumps(model)
+    monkeypatch.setitem(globals(), "SMOOTH", False)
+    read = pickle.loads(written)
+    with pytest.warns(OpfuseWarning, match="SMOOTH was True, is False"):
+        found = read(X)
+    torch.testing.assert_close(found, opfuse.unfuse_(read)(X))
+
+
+def test_what_transformers_writes_into_a_config_that_it_saves_changes_nothing():
+    model = OfTransformers()
+    opfuse.fuse_(model, EXACT)
+    model.config.dtype = torch.float16
+    with plans_used() as plans:
+        model(X)
+    assert plans

@@ -230,3 +230,13 @@ def test_a_mixture_trains_as_in_bf16(tmp_path):
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_mixtures_train_200_steps_as_in_bf16(kind, tmp_path):
     trains_within_a_hundredth(kind, 200, tmp_path)
+
+
+def test_an_error_that_is_no_refusal_is_no_reason_to_run_otherwise(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a bug")
+
+    model = registered("MixtralForCausalLM", EXACT)
+    monkeypatch.setattr("opfuse.convert.experts_interface.fuse_", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        step(model)

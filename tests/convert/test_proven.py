@@ -320,6 +320,7 @@ FOLLOWED = {
     "hessian": lambda m, x: torch.func.hessian(lambda x: m(x).sum())(x[0, 0]),
     "a tangent": tangent,
     "a jagged tensor": lambda m, x: m(jagged(x)).values(),
+    "a nested tensor": lambda m, x: torch.cat(m(torch.nested.nested_tensor([x[0, :2], x[1]])).unbind()),
     "a sparse tensor": lambda m, x: m[0](x[0].to_sparse()),
 }
 

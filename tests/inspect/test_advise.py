@@ -136,3 +136,12 @@ def test_what_no_model_is_made_of_says_so(text, wanted, tmp_path, capsys):
     assert f"{file}: wants " in told
     assert wanted in told
     assert "Traceback" not in told
+
+
+def test_sizes_rows_and_reasons_that_decide() -> None:
+    uneven = nn.Sequential(nn.Linear(4096, 4096), Experts())
+    uneven[1].down_proj = nn.Parameter(torch.empty(5, 1024, 1024, device="meta"))
+    assert len(opfuse.advise(uneven).layers) == 1, "other numbers of matrices are no experts"
+    (layer,) = opfuse.advise(nn.Linear(4096, 4096), rows=8191).layers
+    assert (layer.advice, layer.why) == ("bf16", "sizes and rows must be multiples of 16 for native products")
+    assert "emulated" in opfuse.advise(nn.Linear(4096, 4096), kind="nvfp4").layers[0].why

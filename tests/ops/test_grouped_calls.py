@@ -324,3 +324,31 @@ def test_a_file_cannot_put_gradients_off_that_nothing_would_compute(value):
     (finding,) = caught.value.findings
     assert str(finding).startswith("f.yaml:5:76: error[unknown-key]: unknown key 'delay_wgrad_compute'\n")
     assert "backward_dw()" in finding.help
+
+
+def test_gradients_that_were_put_off_come_in_the_order_of_their_passes():
+    op, x = delayed(), randn(ROWS, K)
+    found = []
+    for scale in (1.0, 4.0):
+        output(op, scale * x, recipe=None).sum().backward()
+    for _ in range(2):
+        op.zero_grad()
+        op.backward_dw()
+        found.append(op.weight0.grad.clone())
+    assert torch.equal(4 * found[0], found[1])
+
+
+def test_gradients_that_were_put_off_under_autocast_have_the_dtype_of_their_weights():
+    torch.manual_seed(3)
+    op, x = ops.GroupedLinear(3, K, N, bias=False, delay_wgrad_compute=True), randn(ROWS, K)
+    with torch.autocast(HERE.type, torch.bfloat16):
+        y = op(x, splits())
+    y.sum().backward()
+    op.backward_dw()
+    assert op.weight0.grad.dtype == torch.float32
+
+
+def test_autograd_grad_of_a_weight_alone_is_refused_as_well():
+    op = delayed()
+    with raised(errors.UnsupportedError, RuntimeError, r"GroupedLinear\(.*delay_wgrad_compute", r"torch\.autograd\.grad"):
+        torch.autograd.grad(output(op, randn(ROWS, K)).sum(), [op.weight0])

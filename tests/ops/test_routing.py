@@ -280,3 +280,22 @@ def test_weights_that_are_no_float_for_each_place_are_refused():
         combine(rows, places, torch.ones(2, 2, dtype=torch.int64), rows)
     with pytest.raises(DtypeError, match="tokens: wants a dtype of"):
         combine(rows, places, torch.ones(2, 2), places)
+
+
+def test_a_gate_reads_its_input_as_it_is_under_autocast():
+    torch.manual_seed(0)
+    gate, x = ops.TokenDispatch(8, 32, top_k=2), torch.randn(64, 32)
+    own = gate(x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        cast = gate(x)
+    assert all(torch.equal(one, other) for one, other in zip(own[1:], cast[1:]) if not one.is_floating_point())
+    floats = [(one, other) for one, other in zip(own[1:], cast[1:]) if one.is_floating_point()]
+    assert floats
+    assert all(torch.equal(one.to(other.dtype), other) for one, other in floats)
+
+
+def test_more_rows_than_places_and_choices_that_are_no_numbers_are_refused():
+    with pytest.raises(ShapeError, match="4 rows, one for each place"):
+        ops.TokenCombine()(torch.randn(6, 8), torch.arange(4).view(2, 2))
+    with pytest.raises(DtypeError, match=r"integers, got torch\.bool"):
+        ops.TokenPermute(4)(torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.bool))

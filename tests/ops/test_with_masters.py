@@ -138,7 +138,8 @@ def test_every_optimizer_of_torch(build):
         return loss_of(reference, stepped)
 
     for _ in range(3):
-        assert torch.equal(optimizer.step(closure), other.step(closure_by_hand))
+        assert torch.equal(optimizer.step(closure=closure), other.step(closure_by_hand))
+        assert all(master.grad is None for master in masters_of(optimizer))
     with torch.no_grad():
         for p, master in masters.items():
             p.copy_(master)
@@ -279,6 +280,14 @@ def test_masters_in_bf16_of_an_optimizer_that_rounds_to_the_nearest_value_are_to
         opfuse.with_masters(ADAMW(model().parameters(), lr=1e-3), dtype=torch.bfloat16)
     with pytest.warns(OpfuseWarning, match="rounds at random for masters in bfloat16, got _AdamW"):
         opfuse.with_masters(_AdamW(model().parameters(), lr=1e-3, bf16_stochastic_round=False), dtype=torch.bfloat16)
+
+
+class Own(torch.optim.SGD):
+    """Of a user, who rounds at random somewhere else."""
+
+
+def test_an_optimizer_that_nobody_knows_is_believed_to_round_at_random():
+    opfuse.with_masters(Own(model().parameters(), lr=1e-3), dtype=torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore:a step on weights")

@@ -100,7 +100,7 @@ def test_experts_of_other_units_are_read_by_themselves():
     torch.manual_seed(0)
     other = Mixture()
     other.act = nn.GELU(approximate="tanh")
-    model = Mixtures(Mixture(), other, Mixture()).double()
+    model = Mixtures(Mixture(), other, Mixture())
     report = opfuse.fuse_(model, Float8CurrentScaling())
     assert ["GEGLU" in report[str(i)].became for i in range(3)] == [False, True, False]
     gates = [next(op for _, op in converted(model[i]).named_ops() if "GLU" in type(op).__name__) for i in (0, 2)]

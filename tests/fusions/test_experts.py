@@ -239,6 +239,7 @@ def test_what_is_made_anew_is_made_in_one_launch(monkeypatch):
     assert any({"GROUPED=1", *COLUMNS} <= defines for defines in chains)
 
 
+@pytest.mark.cpu
 def test_sums_over_rows_are_not_made_in_tiles_of_groups():
     """Their pieces are those of the matrix, so chain and cast are launched apart."""
     turn = Combination(OF_GROUPS, USAGES, E4M3, False)

@@ -1,14 +1,11 @@
 """Ops of a user's CUDA text on the device: the bits of their reference, on torch's stream, in CUDA graphs."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from examples.raw_kernel import CODE, SoftThreshold
 from opfuse import ops
-from opfuse.core.spec import hyper_parameters
-from opfuse.errors import PlanMissError, SpecError
+from opfuse.errors import PlanMissError
 
 ROW_CODE = r"""
 extern "C" __global__ void reversed(const scalar_t* x, scalar_t* y, long long rows, long long columns) {
@@ -95,41 +92,3 @@ def test_a_first_use_inside_a_capture_is_refused(device):
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         op(x)
-
-
-def parameters(*more: str) -> str:
-    """CUDA text whose kernels have these parameters behind those that every kernel has."""
-    sizes = ", ".join(("long long rows", "long long columns", *more))
-    return f"""
-extern "C" __global__ void forward(const scalar_t* x, scalar_t* y, {sizes}) {{}}
-extern "C" __global__ void backward(const scalar_t* dy, const scalar_t* x, scalar_t* dx, {sizes}) {{}}
-"""
-
-
-class Numbers(ops.RawKernelOperation):
-    @hyper_parameters
-    def __init__(self, *, bound: float = 0.5, count: int = 3, flag: bool = True) -> None:
-        super().__init__()
-
-    @staticmethod
-    def reference(x, **_):
-        return x
-
-
-@pytest.mark.parametrize(
-    ("more", "got"),
-    [
-        (("double bound", "long long count"), "6 parameters of 8, 8, 8, 8, 8, 8 bytes"),
-        (("float bound", "long long count", "bool flag"), "7 parameters of 8, 8, 8, 8, 4, 8, 1 bytes"),
-        (("double bound", "int count", "bool flag"), "7 parameters of 8, 8, 8, 8, 8, 4, 1 bytes"),
-        (("double bound", "long long count", "bool flag", "double more"), "8 parameters of 8, 8, 8, 8, 8, 8, 1, 8 bytes"),
-        (("double bound", "long long count", "bool flag"), None),
-    ],
-    ids=["too few", "a float", "an int", "too many", "as given"],
-)
-def test_a_kernel_with_other_parameters_than_it_is_given_is_refused(more, got, device):
-    """It would read behind its arguments, or half of one."""
-    op = ops.raw_kernel(parameters(*more), forward="forward", backward="backward")(type("Op", (Numbers,), {}))()
-    wanted = r"kernel forward: wants parameters \(pointer, pointer, long long, long long, double, long long, bool\), got"
-    with nullcontext() if got is None else pytest.raises(SpecError, match=f"{wanted} {got}"):
-        op(torch.ones(4, 4, device=device))

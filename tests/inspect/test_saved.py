@@ -164,6 +164,7 @@ def test_values_are_plain_for_json_and_told_as_text():
     assert "keep=quantized                     refused: Float8CurrentScaling: wants another keep" in text
 
 
+@pytest.mark.cpu
 def test_what_gradients_pay_is_told_beside_the_bytes():
     """Of all parameters together, as a real step has them; what makes the same bits anew pays nothing."""
     model, x = block(), randn(ROWS, K)

@@ -177,6 +177,7 @@ def under(model: ops.Sequential, recipe: recipes.Recipe) -> None:
         model(torch.randn(32, 32))
 
 
+@pytest.mark.cpu
 def test_misses_that_differ_in_one_value_alone_are_told_once() -> None:
     model = mlp()
     made = [recipes.CustomRecipe(qfactory=lambda role, i=i: MXFP8Quantizer()) for i in range(SAME + 3)]

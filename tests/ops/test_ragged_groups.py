@@ -109,6 +109,7 @@ MOST_SHARED = 227 << 10
 
 
 @pytest.mark.row("R10")
+@pytest.mark.cpu
 def test_r10_launches_of_short_tiles_read_the_table_of_their_height_and_have_blocks_for_all_tiles():
     """Where few rows are expected in a group, one may have many all the same."""
     heights = set()

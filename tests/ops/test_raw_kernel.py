@@ -64,11 +64,13 @@ def like(reference):
     [(lambda x, bound: x.sum(), ShapeError), (lambda x, bound: x.double(), DtypeError)],
     ids=["shape", "dtype"],
 )
+@pytest.mark.cpu
 def test_a_reference_that_is_not_like_its_input_is_refused(reference, error):
     with pytest.raises(error, match=r"Wrong\.reference"):
         like(reference)()(torch.randn(4, 4))
 
 
+@pytest.mark.cpu
 def test_a_class_without_text_or_reference_is_refused():
     with pytest.raises(PipelineError, match="CUDA text"):
         type("Bare", (ops.RawKernelOperation,), {})()(torch.randn(4))
@@ -151,6 +153,7 @@ def test_kernels_with_other_parameters_than_they_are_given_are_refused_on_every_
         ", Real bound, long long count, bool flag",
     ],
 )
+@pytest.mark.cpu
 def test_kernels_with_the_parameters_that_they_are_given_run(more):
     x = torch.ones(4, 4)
     assert torch.equal(numbers(more)(x), x)

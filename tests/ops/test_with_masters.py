@@ -208,6 +208,38 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, dtype, model_first):
     assert_equal(resumed, straight)
 
 
+def assert_casts(of: nn.Module, masters) -> None:
+    """Parameters are casts of masters in bf16."""
+    for layer, master in zip(of[:2], masters, strict=True):
+        assert master.dtype == torch.bfloat16
+        assert torch.equal(layer.weight.dequantize(torch.float32), layer.weight.clone().copy_(master).dequantize(torch.float32))
+
+
+@pytest.mark.filterwarnings("ignore:a step on weights")
+@pytest.mark.parametrize("kind", KINDS)
+def test_masters_in_bf16_round_what_is_written_into_weights_of_fp32(kind):
+    """And what a state without masters makes them start from: bf16 holds neither."""
+    made, other = model(kind), model(kind, seed=1)
+    build = functools.partial(_AdamW, lr=1e-3, bf16_stochastic_round=True)
+    optimizer, plain = opfuse.with_masters(build(made.parameters()), dtype=torch.bfloat16), ADAMW(other.parameters(), lr=1e-3)
+    run(other, plain, range(1))
+
+    def write() -> None:
+        with torch.no_grad():
+            for layer in made[:2]:
+                layer.weight.mul_(1.1).mul_(1.3)
+
+    write()
+    with pytest.warns(OpfuseWarning, match="2 of 2 with other values"):
+        written = masters_of(optimizer)
+    assert_casts(made, written)
+    write()
+    with pytest.warns(OpfuseWarning) as told:
+        optimizer.load_state_dict(plain.state_dict())
+    assert any("none for 2 of 2" in str(each.message) for each in told)
+    assert_casts(made, masters_of(optimizer))
+
+
 @pytest.mark.row("U12", "H17")
 @pytest.mark.parametrize("kind", KINDS)
 def test_masters_in_bf16_round_at_random_and_parameters_are_their_casts_at_all_times(kind):
@@ -217,13 +249,6 @@ def test_masters_in_bf16_round_at_random_and_parameters_are_their_casts_at_all_t
         made[0].weight.mul_(1.1)  # which bf16 cannot hold
     build = functools.partial(_AdamW, lr=2.0**-17, weight_decay=0.0, bf16_stochastic_round=True)
     optimizer, loaded = (opfuse.with_masters(build(m.parameters()), dtype=torch.bfloat16) for m in (made, other))
-
-    def assert_casts(of: nn.Module, masters) -> None:
-        for layer, master in zip(of[:2], masters, strict=True):
-            assert master.dtype == torch.bfloat16
-            assert torch.equal(
-                layer.weight.dequantize(torch.float32), layer.weight.clone().copy_(master).dequantize(torch.float32)
-            )
 
     start = masters_of(optimizer)
     assert_casts(made, start)

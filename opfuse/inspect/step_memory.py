@@ -124,9 +124,13 @@ def _lines(found: Memory) -> Iterator[str]:
     yield _line("peak", found.peak, f"{found.place}: {_made(found)}")
     yield _line("peak of the first two steps", found.first_peak)
     if found.budget is not None:
-        yield _line("budget", found.budget, "fits" if found.fits else "does not fit; what to change, one after the other:")
+        yield _line("budget", found.budget, "fits" if found.fits else f"{_excess(found)}; what to change, one after the other:")
         for change, peak, fits in found.proposals:
             yield _line(change, peak, "fits" if fits else "")
+
+
+def _excess(found: Memory) -> str:
+    return f"exceeded by {rounded_bytes(found.most - (found.budget or 0))}"  # a small one shows in no difference of rounded sizes
 
 
 def _line(name: str, size: int, more: str = "") -> str:
@@ -144,7 +148,7 @@ def _made(found: Memory) -> str:
 def _page(found: Memory) -> Page:
     facts: dict[str, Cell] = {"peak": PageBytes(found.peak), "at": found.place, "settings": str(found.settings)}
     if found.budget is not None:
-        facts["budget"] = f"{rounded_bytes(found.budget)}: {'fits' if found.fits else 'does not fit'}"
+        facts["budget"] = f"{rounded_bytes(found.budget)}: {'fits' if found.fits else _excess(found)}"
     parts = {**found.held, "saved by the forward pass": found.saved, "gradients": found.gradients}
     parts |= {"peak": found.peak, "peak of the first two steps": found.first_peak}
     sections = [

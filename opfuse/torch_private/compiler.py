@@ -355,6 +355,28 @@ def is_compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def _follows_mode() -> bool:
+    from torch._inductor import config, list_mode_options
+
+    with config.patch(list_mode_options("reduce-overhead")):
+        return makes_cuda_graphs()
+
+
+convention(
+    "torch._inductor.config.triton.cudagraphs",
+    _follows_mode,
+    use="telling users of mode='reduce-overhead' that its CUDA graphs end in front of pipelines",
+    breaks="compiled pipelines would run as slowly as without the mode, and nobody would say why",
+    slow=True,
+)
+
+
+def makes_cuda_graphs() -> bool:
+    """Whether torch.compile, which compiles now, was asked for CUDA graphs."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and bool(config.triton.cudagraphs)
+
+
 COMPILED_MODULES = ("torch._functorch.", "torch._library.")
 """Modules whose functions run what torch.compile has made."""
 

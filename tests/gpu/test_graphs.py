@@ -280,6 +280,7 @@ class Residuals(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile.mode:opfuse.errors.OpfuseWarning")
 @pytest.mark.row("R12")
 @pytest.mark.parametrize("kind", ["none", "current", "delayed", "block"])
 def test_r12_compiled_code_becomes_cuda_graphs_around_pipelines(kind, device):

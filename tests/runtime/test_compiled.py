@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import opfuse
 from opfuse import ops, recipes
-from opfuse.errors import SavedTensorError, UnsupportedError
+from opfuse.errors import OpfuseWarning, SavedTensorError, UnsupportedError
 from opfuse.runtime.compile.saved_call import saved_calls
 from tests.ops.test_op_errors import raised
 
@@ -635,3 +635,11 @@ def test_inductor_asks_for_the_numbers_of_an_op():
         graph.recompile()
         keys.append(compiled_fx_graph_hash(graph, given, {}, [])[0])
     assert keys[0] == keys[2] != keys[1]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "default"])
+def test_compiling_with_cuda_graphs_is_told_of(mode):
+    """They end in front of pipelines. What torch.compile was asked for is known where there is no GPU, too."""
+    model, x = torch.compile(ops.Sequential(ops.Linear(32, 32)), mode=mode, fullgraph=True), torch.randn(8, 32)
+    with nullcontext() if mode == "default" else pytest.warns(OpfuseWarning, match=r"opfuse\.graphed_step"):
+        model(x)

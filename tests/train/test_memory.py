@@ -243,6 +243,7 @@ def test_what_is_proposed_fits_and_is_estimated_in_the_same_way() -> None:
     found = opfuse.memory(model, **step, budget=10**12)
     assert found.fits
     assert found.proposals == ()
+    assert "exceeded by 1 byte" in str(opfuse.memory(model, **step, budget=found.most - 1))
     told = opfuse.memory(model, **step, budget=int(0.7 * found.most))
     assert not told.fits
     assert told.proposals[-1].fits
@@ -477,7 +478,7 @@ def test_the_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--sequence", "256", "--recipe", "fp8_current", "--world", "8", "--checkpointing", "layers", "--budget", "12MiB"]
     assert main(["memory", str(config), *options, "--html", str(page)]) == 0
     text = capsys.readouterr().out
-    for told in ("model.layers.* ×2", "each of 8 GPUs", "peak of the first two steps", "budget", "does not fit"):
+    for told in ("model.layers.* ×2", "each of 8 GPUs", "peak of the first two steps", "budget", "exceeded by"):
         assert told in text
     ElementTree.fromstring(page.read_text().removeprefix("<!DOCTYPE html>"))
     assert main(["memory", str(config), "--sequence", "256", "--json"]) == 0

@@ -12,6 +12,7 @@ memory with an input.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,14 +25,14 @@ import torch
 from opfuse.core.operation import BasicOperation
 from opfuse.core.signature import DTYPES, Slots
 from opfuse.core.watched import enrolled, prepared
-from opfuse.errors import SavedTensorError, UnsupportedError, describe
+from opfuse.errors import OpfuseWarning, SavedTensorError, UnsupportedError, describe, notice
 from opfuse.runtime.compile.saved_call import CallInside, apart, autocast_dtype, autocast_like, saved_call_of, token_of
 from opfuse.runtime.compile.write_version import write_version
 from opfuse.runtime.interpret.checkpoint_replay import CheckpointedCall, check_recomputed_in_graph
 from opfuse.tensors.dispatch import HANDLERS
 from opfuse.tensors.tensor import QuantizedTensor
 from opfuse.torch_private.autograd import is_saved_by_its_node, keeps_graph
-from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, not_traced
+from opfuse.torch_private.compiler import dynamic_shape_error, fake_tensor_mode, makes_cuda_graphs, not_traced
 from opfuse.torch_private.dispatch import active_modes, below_autograd, in_transform
 
 
@@ -308,6 +309,7 @@ def pipeline_fake(
     x = tensors[0]
     shapes = getattr(getattr(x, "fake_mode", None), "shape_env", None)
     known: dict[Any, list[Any]] = {} if shapes is None else _known_looks.setdefault(shapes, {})
+    _warn_of_cuda_graphs()
     key = *call, autocast, *((str(tensor.shape), str(tensor.stride()), tensor.dtype) for tensor in tensors[:count])
     if key not in known:
         mode = fake_tensor_mode()(shape_env=shapes, allow_non_fake_inputs=True)
@@ -323,6 +325,15 @@ def pipeline_fake(
         known[key] = [(output.shape, output.dtype, output.device) for output in outputs]
     made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in known[key]]
     return [*made, torch.empty(1, dtype=torch.int64, device="cpu")] if any(wanted) else made
+
+
+def _warn_of_cuda_graphs() -> None:
+    """Warn whoever compiles with a mode of CUDA graphs that they end in front of each pipeline; docs/torch.md has the figures."""
+    if makes_cuda_graphs():
+        got = "its CUDA graphs end in front of each pipeline, whose calls take the CPU as long as without the mode"
+        cure = "compile without it, and make the whole step one graph: opfuse.graphed_step"
+        text = notice('torch.compile(mode="reduce-overhead"), or "max-autotune"', got=got, cure=cure)
+        warnings.warn(text, OpfuseWarning, stacklevel=2)
 
 
 _known_looks: weakref.WeakKeyDictionary[Any, dict[Any, list[Any]]] = weakref.WeakKeyDictionary()
